@@ -1,0 +1,1 @@
+"""The rollwire API: generated protobuf and gRPC code, one subpackage a version."""

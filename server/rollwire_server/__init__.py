@@ -1,0 +1,1 @@
+"""The rollwire rollout server: gRPC services, sequences, weight state, engines."""

@@ -1,0 +1,1 @@
+"""Engines that sample; the server sees them through ``base`` alone."""
