@@ -1,0 +1,57 @@
+"""Moves weights: tensors into buckets, buckets over links, verified by digests.
+
+It knows tensors and links, neither gRPC nor engines. Everything blocks, with deadlines, and is
+meant to be called from worker threads.
+
+The trainer ``plan``s a ``Manifest`` of what it ``describe``s, opens a meeting, and a ``Sender``
+sends over the link that it forms. A server ``validate``s the manifest, ``compare``s it with its
+schema, ``join``s, and a ``Receiver`` puts what comes into its tensors. When a group fails, the
+members that are left form another and go on from the lowest bucket that one of them misses.
+"""
+
+from rollwire_transport.checks import ManifestError, compare, validate
+from rollwire_transport.digest import sum_digests, tensor_digest
+from rollwire_transport.errors import DigestMismatch, TransportError, TransportTimeout
+from rollwire_transport.layout import DEFAULT_BUCKET_BYTES, plan
+from rollwire_transport.links import (
+    Availability,
+    Link,
+    Meeting,
+    Transfer,
+    available_backends,
+    join,
+    open_meeting,
+)
+from rollwire_transport.manifest import Bucket, Encoding, Manifest, Span, TensorSpec
+from rollwire_transport.receiver import Receiver
+from rollwire_transport.sender import Sender
+from rollwire_transport.tensors import describe, describe_all
+
+__all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "Availability",
+    "Bucket",
+    "DigestMismatch",
+    "Encoding",
+    "Link",
+    "Manifest",
+    "ManifestError",
+    "Meeting",
+    "Receiver",
+    "Sender",
+    "Span",
+    "TensorSpec",
+    "Transfer",
+    "TransportError",
+    "TransportTimeout",
+    "available_backends",
+    "compare",
+    "describe",
+    "describe_all",
+    "join",
+    "open_meeting",
+    "plan",
+    "sum_digests",
+    "tensor_digest",
+    "validate",
+]

@@ -1,0 +1,30 @@
+"""What can go wrong between two ends of a transfer.
+
+TransportError
+├── TransportTimeout   a deadline ran out
+└── DigestMismatch     the bytes that came are not those that were sent
+
+A layout that cannot be used is a ``ManifestError`` (see ``checks``): found before any byte moves.
+"""
+
+from __future__ import annotations
+
+
+class TransportError(Exception):
+    """The group is unusable; what was received and verified so far is kept.
+
+    Attributes:
+        peer: The member that failed, as "rank 2", where it is known.
+    """
+
+    def __init__(self, message: str, peer: str | None = None) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+class TransportTimeout(TransportError):  # noqa: N818 - named for what happened
+    """A member did not do its part before the deadline."""
+
+
+class DigestMismatch(TransportError):  # noqa: N818 - named for what happened
+    """A bucket's bytes do not have the digest that its header tells."""

@@ -1,0 +1,63 @@
+"""How tensors are laid into buckets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollwire_transport.checks import ALIGNMENT, ManifestError, validate
+from rollwire_transport.manifest import Bucket, Manifest, Span, TensorSpec
+from rollwire_transport.tensors import ITEMSIZES, nbytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+DEFAULT_BUCKET_BYTES = 64 << 20
+
+
+def plan(
+    tensors: Sequence[TensorSpec],
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    partial: bool = False,
+) -> Manifest:
+    """Lays tensors into buckets of ``bucket_bytes`` in their order, the last one shorter.
+
+    A tensor that does not fit in what is left of a bucket goes on in the next; small ones share
+    one. Aliases come last among the manifest's tensors, and travel in no bucket; nor do empty
+    tensors. Equal arguments give an equal manifest.
+
+    Raises:
+        ManifestError: No manifest of these tensors is valid.
+        ValueError: ``bucket_bytes`` is not a positive multiple of 64.
+    """
+    if bucket_bytes <= 0 or bucket_bytes % ALIGNMENT:
+        raise ValueError(f"bucket_bytes must be a positive multiple of {ALIGNMENT}")
+    if unknown := sorted({t.dtype for t in tensors} - ITEMSIZES.keys()):
+        raise ManifestError([f"unknown dtype {dtype}" for dtype in unknown])
+    ordered = sorted(tensors, key=lambda t: t.alias_of is not None)
+    buckets: list[Bucket] = []
+    spans: list[Span] = []
+    used = 0  # of the bucket that is being filled, padding included
+
+    def close_bucket() -> None:
+        nonlocal spans, used
+        last = spans[-1]
+        buckets.append(Bucket(last.bucket_offset + last.length, tuple(spans)))
+        spans, used = [], 0
+
+    for index, spec in enumerate(ordered):
+        if spec.alias_of is not None:
+            break
+        offset, size = 0, nbytes(spec)
+        while offset < size:
+            length = min(size - offset, bucket_bytes - used)
+            spans.append(Span(index, offset, used, length))
+            offset += length
+            used += -(-length // ALIGNMENT) * ALIGNMENT
+            if used == bucket_bytes:
+                close_bucket()
+    if spans:
+        close_bucket()
+    manifest = Manifest(tuple(ordered), tuple(buckets), partial=partial)
+    validate(manifest)
+    return manifest

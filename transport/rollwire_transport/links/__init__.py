@@ -1,0 +1,80 @@
+"""The backends, one file each, and how a group of one of them is formed."""
+
+from __future__ import annotations
+
+from rollwire_transport.errors import TransportError
+from rollwire_transport.links import gloo
+from rollwire_transport.links.base import Availability, Link, Meeting, Transfer
+
+__all__ = [
+    "Availability",
+    "Link",
+    "Meeting",
+    "Transfer",
+    "available_backends",
+    "join",
+    "open_meeting",
+]
+
+_BACKENDS = {"gloo": gloo}
+_PLANNED = ("nccl", "ucx")
+
+
+def available_backends() -> dict[str, Availability]:
+    """For each backend whether this machine can use it, and why not."""
+    found = {name: backend.available() for name, backend in _BACKENDS.items()}
+    for name in _PLANNED:
+        found[name] = Availability(ok=False, reason=f"rollwire has no {name} link yet")
+    return found
+
+
+def open_meeting(
+    backend: str, *, epoch: str, world_size: int, host: str = "127.0.0.1", port: int = 0
+) -> Meeting:
+    """Opens the meeting of a new group, of which the caller is rank 0.
+
+    Args:
+        backend: One of those that are available.
+        epoch: Names the group: random, and secret to its members.
+        world_size: Members, the caller included.
+        host: An address of this machine by which the others reach it; data takes it too.
+        port: 0 takes a free one, and keeps it.
+
+    Raises:
+        TransportError: The backend cannot be used here.
+        OSError: The address cannot be listened on.
+    """
+    return _usable(backend).open_meeting(epoch=epoch, world_size=world_size, host=host, port=port)
+
+
+def join(
+    backend: str, *, epoch: str, rank: int, world_size: int, rendezvous: str, timeout: float
+) -> Link:
+    """Joins a group; blocks until all its members have.
+
+    Args:
+        backend: As the trainer says.
+        epoch: The group's name.
+        rank: 1 to ``world_size`` - 1.
+        world_size: Members, rank 0 included.
+        rendezvous: Rank 0's "host:port".
+        timeout: Seconds until the group must stand.
+
+    Raises:
+        TransportTimeout: It did not within ``timeout``.
+        TransportError: The backend cannot be used here, or there is no such group.
+    """
+    if not 0 < rank < world_size:
+        raise ValueError(f"rank is {rank}, in a group of {world_size}")
+    return _usable(backend).join(
+        epoch=epoch, rank=rank, world_size=world_size, rendezvous=rendezvous, timeout=timeout
+    )
+
+
+def _usable(backend: str):
+    availability = available_backends().get(backend)
+    if availability is None:
+        raise TransportError(f"there is no backend {backend!r}")
+    if not availability.ok:
+        raise TransportError(f"backend {backend} cannot be used: {availability.reason}")
+    return _BACKENDS[backend]

@@ -1,0 +1,167 @@
+"""The server's end of a transfer."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rollwire_transport.checks import ManifestError, validate
+from rollwire_transport.digest import bucket_digest, span_sums
+from rollwire_transport.header import WORDS, check_digest, read_header
+from rollwire_transport.ledger import Ledger
+from rollwire_transport.tensors import as_bytes, describe
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rollwire_transport.links.base import Link, Transfer
+    from rollwire_transport.manifest import Manifest
+
+# One bucket is verified and unpacked while two are under way.
+_BUFFERS = 3
+
+
+class Receiver:
+    """Receives an update into tensors, over one group after another until all is there.
+
+    ``next_bucket``, ``received_bytes`` and ``complete`` may be read from any thread.
+
+    Args:
+        manifest: The layout of the update.
+        destination: A contiguous tensor for each name that is sent (aliases may be left out), on
+            any device. Holds garbage until ``complete``.
+
+    Raises:
+        ManifestError: The manifest is not valid, or the destination does not fit it.
+    """
+
+    def __init__(self, manifest: Manifest, destination: Mapping[str, Tensor]) -> None:
+        validate(manifest)
+        self._manifest = manifest
+        self._ledger = Ledger(manifest)
+        self._targets = _targets(manifest, destination)
+        self._next_bucket = 0
+        self._received_bytes = 0
+
+    @property
+    def next_bucket(self) -> int:
+        """All buckets before this one are here, verified."""
+        return self._next_bucket
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of the buckets before ``next_bucket``."""
+        return self._received_bytes
+
+    @property
+    def complete(self) -> bool:
+        """Whether every bucket is here, verified."""
+        return self._next_bucket == len(self._manifest.buckets)
+
+    @property
+    def digests(self) -> dict[str, int]:
+        """The digest of each tensor, aliases left out, once complete."""
+        return self._ledger.digests()
+
+    @property
+    def digest(self) -> int:
+        """The digest of the whole update, once complete."""
+        return self._ledger.digest()
+
+    def receive(self, link: Link, *, first_bucket: int, bucket_timeout: float) -> None:
+        """Receives the buckets from ``first_bucket`` on; returns when all are here.
+
+        Whatever fails, the link is aborted before this raises, so that the others learn of it.
+
+        Args:
+            link: A fresh link of a rank above 0.
+            first_bucket: Where the sender begins; buckets that are here already are verified and
+                unpacked again.
+            bucket_timeout: Seconds to wait for one bucket.
+
+        Raises:
+            DigestMismatch: A bucket's bytes are not what was sent.
+            TransportError: The sender, or a relay before this end, failed.
+        """
+        if not 0 <= first_bucket <= self._next_bucket:
+            raise ValueError(
+                f"first_bucket is {first_bucket}, but {self._next_bucket} is the next one"
+            )
+        try:
+            self._receive(link, first_bucket, bucket_timeout)
+            link.finish(bucket_timeout)
+        except BaseException:
+            link.abort()
+            raise
+
+    def _receive(self, link: Link, first_bucket: int, bucket_timeout: float) -> None:
+        buckets = self._manifest.buckets
+        largest = max((b.size for b in buckets[first_bucket:]), default=0)
+        # Not kept for the next group: an aborted link may still write into what it was given.
+        slots = [_Slot.make(largest, link.device) for _ in buckets[first_bucket:][:_BUFFERS]]
+        in_flight: deque[tuple[_Slot, Transfer]] = deque()
+
+        def post(index: int, slot: _Slot) -> None:
+            payload = slot.buffer[: buckets[index].size]
+            in_flight.append((slot, link.receive(slot.header, payload)))
+
+        for offset, slot in enumerate(slots):
+            post(first_bucket + offset, slot)
+        for index in range(first_bucket, len(buckets)):
+            slot, transfer = in_flight.popleft()
+            transfer.wait(bucket_timeout)
+            self._take(index, slot, link.upstream)
+            if index + len(slots) < len(buckets):
+                post(index + len(slots), slot)
+
+    def _take(self, index: int, slot: _Slot, peer: str) -> None:
+        bucket = self._manifest.buckets[index]
+        payload = slot.buffer[: bucket.size]
+        told = read_header(slot.header, index, bucket.size, peer)
+        sums = span_sums(payload, bucket.spans)
+        check_digest(index, told, bucket_digest(index, sums), peer)
+        for span in bucket.spans:
+            piece = payload[span.bucket_offset : span.bucket_offset + span.length]
+            target = self._targets[span.tensor]
+            target[span.tensor_offset : span.tensor_offset + span.length].copy_(piece)
+        self._ledger.enter(index, sums)
+        if index == self._next_bucket:
+            self._received_bytes += bucket.size
+            self._next_bucket += 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    header: Tensor
+    buffer: Tensor
+
+    @classmethod
+    def make(cls, size: int, device: torch.device) -> _Slot:
+        return cls(
+            torch.zeros(WORDS, dtype=torch.int64, device=device),
+            torch.empty(size, dtype=torch.uint8, device=device),
+        )
+
+
+def _targets(manifest: Manifest, destination: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    """The bytes of each tensor that is sent, by its index."""
+    targets, problems = {}, []
+    for index, spec in enumerate(manifest.tensors):
+        if spec.alias_of is not None:
+            continue
+        tensor = destination.get(spec.name)
+        if tensor is None:
+            problems.append(f"{spec.name} has no destination")
+        elif describe(spec.name, tensor) != spec:
+            problems.append(f"{spec.name} has a destination of another dtype or shape")
+        elif not tensor.is_contiguous():
+            problems.append(f"{spec.name} has a destination that is not contiguous")
+        else:
+            targets[index] = as_bytes(tensor)
+    if problems:
+        raise ManifestError(problems)
+    return targets

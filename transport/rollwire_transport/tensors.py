@@ -1,0 +1,85 @@
+"""Tensors as specs and as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollwire_transport.manifest import TensorSpec
+
+# What may travel: every dtype whose elements are whole bytes that can be copied as they are.
+# Names that this torch does not know are left out.
+_NAMES = (
+    "bool",
+    *("uint8", "uint16", "uint32", "uint64"),
+    *("int8", "int16", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "float64"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    "float4_e2m1fn_x2",
+    *("complex32", "complex64", "complex128"),
+)
+DTYPES: dict[str, torch.dtype] = {n: getattr(torch, n) for n in _NAMES if hasattr(torch, n)}
+ITEMSIZES: dict[str, int] = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+
+
+def describe(name: str, tensor: Tensor, alias_of: str | None = None) -> TensorSpec:
+    """The spec of a tensor; of a DTensor, with its global shape.
+
+    Raises:
+        ValueError: It is sparse or of a dtype that cannot travel.
+    """
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES or tensor.layout is not torch.strided:
+        raise ValueError(
+            f"{name}: a {tensor.layout} tensor of {dtype} cannot travel; send it dense"
+        )
+    return TensorSpec(name, dtype, tuple(tensor.shape), alias_of)
+
+
+def describe_all(
+    tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+) -> list[TensorSpec]:
+    """The specs of tensors in their order, with aliases recognised.
+
+    An alias is a tensor with the storage, offset, dtype, shape and strides of an earlier one. All
+    of ``tensors`` are held until this returns, so that an address is never taken for another's.
+    """
+    items = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
+    first: dict[Any, str] = {}
+    specs = []
+    for name, tensor in items:
+        source = first.setdefault(_identity(tensor), name)
+        specs.append(describe(name, tensor, None if source == name else source))
+    return specs
+
+
+def _identity(tensor: Tensor) -> Any:
+    """Equal for two live tensors that are one memory seen in one way."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    pointer = local.untyped_storage().data_ptr()
+    if pointer == 0:  # meta and empty tensors have no memory to tell them by
+        return id(tensor)
+    layout = (local.storage_offset(), local.dtype, tuple(local.shape), local.stride())
+    return (local.device, pointer, tuple(tensor.shape), *layout)
+
+
+def nbytes(spec: TensorSpec) -> int:
+    """How many bytes a tensor of this spec has."""
+    size = ITEMSIZES[spec.dtype]
+    for dimension in spec.shape:
+        size *= dimension
+    return size
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory as one run of uint8: a view, never a copy.
+
+    Raises:
+        ValueError: It is not contiguous.
+    """
+    if not tensor.is_contiguous():
+        raise ValueError("not contiguous")
+    return tensor.detach().view(-1).view(torch.uint8)
