@@ -1,0 +1,283 @@
+"""The server's one state machine: what state it is in, what holds it, what each RPC may do.
+
+A *mode* says what the server can do at all; *holds* (each pause by its id, the commit) say why it
+does not sample right now. Sampling goes on when no hold is left. A pause shows as PAUSED while the
+mode is SERVING; in every other mode the mode matters more.
+
+    STARTING ──loaded──▶ SERVING or AWAITING_WEIGHTS (--await-weights)
+    AWAITING_WEIGHTS, QUARANTINED ──commit──▶ SERVING
+    SERVING ──sleep──▶ SLEEPING ──wake──▶ SERVING or AWAITING_WEIGHTS (weights discarded)
+    SERVING, AWAITING_WEIGHTS ──torn commit──▶ QUARANTINED
+    any ──drain──▶ DRAINING
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import time
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import structlog
+
+from rollwire_server.errors import Reason, ServiceError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from rollwire_server.engines.base import Engine
+
+log = structlog.get_logger()
+
+COMMIT = "commit"
+
+
+class State(enum.Enum):
+    """What the server is doing, as GetServerInfo tells it."""
+
+    STARTING = "starting"
+    AWAITING_WEIGHTS = "awaiting_weights"
+    SERVING = "serving"
+    PAUSED = "paused"
+    SLEEPING = "sleeping"
+    QUARANTINED = "quarantined"
+    DRAINING = "draining"
+
+
+class Event(enum.Enum):
+    """What moves the server from one mode to another."""
+
+    LOADED = "loaded"
+    LOADED_AWAITING = "loaded, awaiting weights"
+    COMMITTED = "committed"
+    TORN = "torn"
+    SLEPT = "slept"
+    WOKE = "woke"
+    WOKE_EMPTY = "woke, awaiting weights"
+    DRAIN = "drain"
+
+
+class Rpc(enum.Enum):
+    """The calls that ask before they act."""
+
+    GENERATE = "Generate"
+    ABORT = "Abort"
+    PAUSE = "Pause"
+    RESUME = "Resume"
+    SLEEP = "Sleep"
+    WAKE_UP = "WakeUp"
+    GET_SERVER_INFO = "GetServerInfo"
+    GET_WEIGHT_SCHEMA = "GetWeightSchema"
+    UPDATE_WEIGHTS = "UpdateWeights"
+    JOIN_TRANSPORT = "JoinTransport"
+    COMMIT_WEIGHTS = "CommitWeights"
+    DISCARD_UPDATE = "DiscardUpdate"
+    GET_WEIGHT_STATUS = "GetWeightStatus"
+
+
+MODES: dict[tuple[State, Event], State] = {
+    (State.STARTING, Event.LOADED): State.SERVING,
+    (State.STARTING, Event.LOADED_AWAITING): State.AWAITING_WEIGHTS,
+    (State.AWAITING_WEIGHTS, Event.COMMITTED): State.SERVING,
+    (State.SERVING, Event.COMMITTED): State.SERVING,
+    (State.QUARANTINED, Event.COMMITTED): State.SERVING,
+    (State.AWAITING_WEIGHTS, Event.TORN): State.QUARANTINED,
+    (State.SERVING, Event.TORN): State.QUARANTINED,
+    (State.QUARANTINED, Event.TORN): State.QUARANTINED,
+    (State.SERVING, Event.SLEPT): State.SLEEPING,
+    (State.SLEEPING, Event.WOKE): State.SERVING,
+    (State.SLEEPING, Event.WOKE_EMPTY): State.AWAITING_WEIGHTS,
+    **{(state, Event.DRAIN): State.DRAINING for state in State},
+    # A commit or sleep that was under way when the drain began changes nothing of it.
+    (State.DRAINING, Event.COMMITTED): State.DRAINING,
+    (State.DRAINING, Event.TORN): State.DRAINING,
+    (State.DRAINING, Event.SLEPT): State.DRAINING,
+    (State.DRAINING, Event.WOKE): State.DRAINING,
+    (State.DRAINING, Event.WOKE_EMPTY): State.DRAINING,
+    (State.DRAINING, Event.LOADED): State.DRAINING,
+    (State.DRAINING, Event.LOADED_AWAITING): State.DRAINING,
+}
+
+_UPDATES = {Rpc.UPDATE_WEIGHTS, Rpc.JOIN_TRANSPORT, Rpc.COMMIT_WEIGHTS}
+
+# What is refused in each mode, with the mode's own name as the reason; all else is done.
+REFUSED: dict[State, set[Rpc]] = {
+    State.STARTING: set(Rpc) - {Rpc.GET_SERVER_INFO, Rpc.ABORT},
+    State.AWAITING_WEIGHTS: {Rpc.GENERATE, Rpc.SLEEP},
+    State.SERVING: set(),
+    State.SLEEPING: {Rpc.GENERATE, Rpc.SLEEP, *_UPDATES},
+    State.QUARANTINED: {Rpc.GENERATE, Rpc.SLEEP},
+    State.DRAINING: {Rpc.GENERATE, Rpc.PAUSE, Rpc.SLEEP, Rpc.WAKE_UP, *_UPDATES},
+}
+
+ADVICE: dict[State, str] = {
+    State.STARTING: "try again when it has loaded its model",
+    State.AWAITING_WEIGHTS: "publish an update to it, or use another server",
+    State.SLEEPING: "wake it up, or use another server",
+    State.QUARANTINED: "publish a full update to it, or use another server",
+    State.DRAINING: "use another server",
+}
+
+
+@dataclass(slots=True)
+class Hold:
+    """One reason not to sample; ``expires`` (monotonic seconds) lifts it by itself."""
+
+    name: str
+    expires: float | None = None
+
+
+class Lifecycle:
+    """The mode and the holds of one server, and the engine kept in step with them.
+
+    Life: construct → ``run`` as a task → ``attach`` the engine → RPCs → cancel ``run``.
+    """
+
+    def __init__(self, *, default_pause_lease: float) -> None:
+        self._mode = State.STARTING
+        self._holds: dict[str, Hold] = {}
+        self._default_pause_lease = default_pause_lease
+        self._engine: Engine | None = None
+        self._engine_held = False
+        self._settling = asyncio.Condition()
+        self._changed = asyncio.Event()
+        self._observers: list[Callable[[State], None]] = []
+
+    @property
+    def state(self) -> State:
+        """The state that callers see."""
+        if self._mode is State.SERVING and self.pauses:
+            return State.PAUSED
+        return self._mode
+
+    @property
+    def held(self) -> bool:
+        """Whether something keeps the engine from sampling."""
+        return bool(self._holds)
+
+    @property
+    def pauses(self) -> list[str]:
+        """The ids of the pauses that hold."""
+        return [name for name in self._holds if name != COMMIT]
+
+    def observe(self, observer: Callable[[State], None]) -> None:
+        """Calls ``observer`` with the state, now and after every change."""
+        self._observers.append(observer)
+        observer(self.state)
+
+    def check(self, rpc: Rpc) -> None:
+        """Raises ServiceError when ``rpc`` is refused in this state."""
+        if rpc in REFUSED[self._mode]:
+            raise ServiceError(
+                Reason[self._mode.name],
+                f"{rpc.value} is refused while the server is {self._mode.value}: "
+                f"{ADVICE[self._mode]}",
+                metadata={"state": self._mode.name},
+            )
+
+    def attach(self, engine: Engine) -> None:
+        """Names the engine that holds act on, once it is started."""
+        self._engine = engine
+        self._changed.set()
+
+    def happened(self, event: Event) -> None:
+        """Moves to the mode that an event leads to."""
+        before = self.state
+        self._mode = MODES[self._mode, event]
+        self._tell(before, event.value)
+
+    async def pause(self, pause_id: str, lease: float | None) -> str:
+        """Holds until resumed, or until the lease (seconds; None: the default; 0: never) ends.
+
+        The same id again renews its lease. Returns the id once no step is in flight.
+        """
+        pause_id = pause_id or uuid.uuid4().hex
+        if pause_id == COMMIT:
+            raise ServiceError(Reason.BAD_REQUEST, f"{COMMIT!r} names the server's own hold: "
+                               "choose another pause_id", field="pause_id")  # fmt: skip
+        seconds = self._default_pause_lease if lease is None else lease
+        await self._hold(Hold(pause_id, time.monotonic() + seconds if seconds else None))
+        return pause_id
+
+    async def resume(self, pause_id: str) -> None:
+        """Lifts one pause, or all (empty id). An unknown id is no error."""
+        lifted = [pause_id] if pause_id else self.pauses
+        await self._lift([name for name in lifted if name != COMMIT])
+
+    @contextlib.asynccontextmanager
+    async def committing(self) -> AsyncIterator[None]:
+        """Holds for a commit; goes on sampling afterwards whatever came of it."""
+        try:
+            await self._hold(Hold(COMMIT))
+            yield
+        finally:
+            await self._lift([COMMIT])
+
+    async def run(self) -> None:
+        """Keeps the engine in step with the holds and lifts pauses whose lease is over.
+
+        The one place that holds and releases the engine: a caller that is cancelled half way leaves
+        nothing undone.
+        """
+        while True:
+            self._changed.clear()
+            self._expire(time.monotonic())
+            if self._engine is not None and not self._settled:
+                await self._settle(self._engine)
+                continue
+            expiries = [hold.expires for hold in self._holds.values() if hold.expires is not None]
+            until_next = min(expiries) - time.monotonic() if expiries else None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(until_next):
+                    await self._changed.wait()
+
+    @property
+    def _settled(self) -> bool:
+        return self._engine is None or self._engine_held == self.held
+
+    async def _settle(self, engine: Engine) -> None:
+        held = self.held
+        if held:
+            await engine.hold()
+        else:
+            await engine.release()
+        async with self._settling:
+            self._engine_held = held
+            self._settling.notify_all()
+
+    def _expire(self, now: float) -> None:
+        over = [h.name for h in self._holds.values() if h.expires is not None and h.expires <= now]
+        if over:
+            log.warning("pauses lifted: their leases are over", pause_ids=over)
+            self._drop(over)
+
+    async def _hold(self, hold: Hold) -> None:
+        before = self.state
+        self._holds[hold.name] = hold
+        self._tell(before, f"hold {hold.name}")
+        await self._until_settled()
+
+    async def _lift(self, names: list[str]) -> None:
+        self._drop(names)
+        await self._until_settled()
+
+    def _drop(self, names: list[str]) -> None:
+        before = self.state
+        for name in names:
+            self._holds.pop(name, None)
+        self._tell(before, f"lift {', '.join(names)}")
+
+    async def _until_settled(self) -> None:
+        self._changed.set()
+        async with self._settling:
+            await self._settling.wait_for(lambda: self._settled)
+
+    def _tell(self, before: State, why: str) -> None:
+        if (after := self.state) is before:
+            return
+        log.info("state", state=after.value, before=before.value, why=why)
+        for observer in self._observers:
+            observer(after)

@@ -1,0 +1,425 @@
+"""The engine room: every sequence of the server, between the streams and the engine.
+
+Both ways in (Generate, StreamRollouts) are views of what is here. One record a request id: live, or
+kept for its grace to be picked up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING
+
+import structlog
+
+from rollwire_server.engines.base import EndReason
+from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.lifecycle import Rpc
+from rollwire_server.sequences import FinishReason, Reader, Sequence, new_sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from rollwire_server.engines.base import End, Engine, Step, WeightTag
+    from rollwire_server.lifecycle import Lifecycle
+    from rollwire_server.sequences import Finish, Outbox, Request
+
+log = structlog.get_logger()
+
+ATTEMPTS_REMEMBERED = 100_000
+
+
+class Rollouts:
+    """Every sequence of one server; the engine's Sink.
+
+    Args:
+        engine: Samples.
+        lifecycle: Is asked before a sequence starts.
+        max_waiting: Sequences beyond those that run at once; more are refused (QUEUE_FULL).
+        engine_died: Called when the engine is dead.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        lifecycle: Lifecycle,
+        *,
+        max_waiting: int,
+        engine_died: Callable[[BaseException], None],
+    ) -> None:
+        self._engine = engine
+        self._lifecycle = lifecycle
+        self._max_waiting = max_waiting
+        self._engine_died = engine_died
+        self._keys = itertools.count(1)
+        self._records: dict[str, Sequence] = {}
+        self._sampling: dict[int, Sequence] = {}
+        self._awaiting_version: dict[Sequence, None] = {}
+        self._attempts: OrderedDict[str, int] = OrderedDict()
+        self._dropped: list[int] = []
+        self._drops = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._weights: WeightTag | None = None
+        self.ended: Counter[str] = Counter()
+
+    @property
+    def tag(self) -> WeightTag:
+        """The weights that the next token is sampled under; known once the engine has started."""
+        if self._weights is None:
+            raise RuntimeError("asked for the weights before the engine has started")
+        return self._weights
+
+    # What streams and services do.
+
+    def next_key(self) -> int:
+        """A key for the engine, never given before."""
+        return next(self._keys)
+
+    @property
+    def live(self) -> int:
+        """Sequences that have not ended: sampling, waiting or held."""
+        return len(self._sampling) + len(self._awaiting_version)
+
+    @property
+    def waiting_for_weights(self) -> int:
+        """Sequences that wait for a newer version."""
+        return len(self._awaiting_version)
+
+    def start(self, request: Request, outbox: Outbox, handle: int = 0) -> Reader:
+        """Starts a sequence, or picks up the live or kept one of the same id and attempt.
+
+        Returns the stream's reader, which begins right after the given prefix. Raises ServiceError,
+        and then nothing has changed.
+        """
+        self._lifecycle.check(Rpc.GENERATE)
+        self._refuse_stale(request)
+        record = self._records.get(request.request_id)
+        if record is not None and record.request.attempt == request.attempt:
+            return self._pick_up(record, request, outbox, handle)
+        sequence = new_sequence(request)
+        complete = sequence.complete()
+        if complete is None:
+            self._refuse_weights(request)
+            self._refuse_full()
+        if record is not None:
+            self._end(record, record.finish(FinishReason.SUPERSEDED, "a newer attempt took over"))
+            self._forget(record)
+        self._remember(request)
+        self._records[request.request_id] = sequence
+        reader = self._attach(sequence, outbox, handle)
+        if complete is not None:
+            self._end(sequence, sequence.finish(complete))
+        elif self._too_old(request):
+            self._awaiting_version[sequence] = None
+            self._idle.clear()
+            self._arm_timeout(sequence)
+        else:
+            self._submit(sequence)
+            self._arm_timeout(sequence)
+        return reader
+
+    def detach(self, reader: Reader) -> None:
+        """The reader's stream is gone: the sequence is kept for its grace, or ends at once."""
+        sequence = reader.sequence
+        if sequence.reader is not reader:
+            return
+        sequence.reader = None
+        grace = sequence.request.detach_grace
+        if grace > 0:
+            self._arm(sequence, "grace", grace, self._grace_over)
+        else:
+            self._grace_over(sequence)
+
+    async def abort(self, keys: Iterable[tuple[str, int | None]]) -> tuple[int, list[str]]:
+        """Ends sequences by exact id (and attempt): how many, and the ids that are not live."""
+        ended = 0
+        not_found = []
+        for request_id, attempt in keys:
+            record = self._records.get(request_id)
+            live = record is not None and record.end is None
+            if live and record is not None and attempt in (None, record.request.attempt):
+                self.abort_now(record)
+                ended += 1
+            else:
+                not_found.append(request_id)
+        await self._drop()
+        return ended, not_found
+
+    def abort_now(self, sequence: Sequence) -> None:
+        """Ends one sequence; the engine is told in a moment."""
+        self._end(sequence, sequence.finish(FinishReason.ABORTED, "aborted by a caller"))
+
+    async def abort_all(self) -> int:
+        """Ends every live sequence."""
+        live = [(r.request.request_id, None) for r in self._records.values() if r.end is None]
+        return (await self.abort(live))[0]
+
+    async def interrupt_all(self, message: str) -> int:
+        """Gives every live sequence up: they go on elsewhere."""
+        live = [record for record in self._records.values() if record.end is None]
+        for record in live:
+            self._end(record, record.finish(FinishReason.INTERRUPTED, message))
+        await self._drop()
+        return len(live)
+
+    async def idle(self) -> None:
+        """Returns when no sequence is live."""
+        await self._idle.wait()
+
+    # What commits do.
+
+    async def before_commit(self, version: int | None) -> None:
+        """Interrupts what must not go on under ``version``; called while held."""
+        if version is None:
+            return
+        over = [
+            record
+            for record in self._sampling.values()
+            if record.request.max_weight_version is not None
+            and version > record.request.max_weight_version
+        ]
+        for record in over:
+            self._end(
+                record,
+                record.finish(
+                    FinishReason.INTERRUPTED,
+                    f"version {version} was committed, beyond max_weight_version "
+                    f"{record.request.max_weight_version}",
+                ),
+            )
+        await self._drop()
+
+    def committed(self, weights: WeightTag) -> None:
+        """Learns the weights of every later token; starts the sequences that waited for them."""
+        self._weights = weights
+        for sequence in list(self._awaiting_version):
+            request = sequence.request
+            if self._too_old(request):
+                continue
+            del self._awaiting_version[sequence]
+            if self._too_new(request):
+                message = f"version {weights.version} came, beyond {request.max_weight_version}"
+                self._end(sequence, sequence.finish(FinishReason.INTERRUPTED, message))
+            else:
+                self._submit(sequence)
+
+    async def run(self) -> None:
+        """Takes sequences whose streams are gone out of the engine; runs until it is cancelled."""
+        while True:
+            await self._drops.wait()
+            await self._drop()
+
+    # What the engine tells (Sink).
+
+    def on_step(self, step: Step) -> None:
+        """Appends what a step sampled, and lets the readers know."""
+        sampling, weights = self._sampling, step.weights
+        oldest = step.oldest_kv_revisions or itertools.repeat(weights.revision)
+        for key, extras in step.extras.items():
+            if (sequence := sampling.get(key)) is not None:
+                sequence.extend(extras, weights)
+                self._tell(sequence)
+        for key, token, logprob, revision in zip(
+            step.keys, step.token_ids, step.logprobs, oldest, strict=False
+        ):
+            sequence = sampling.get(key)
+            if sequence is None:  # ended by the server while the step ran
+                continue
+            sequence.append(token, logprob, weights, revision)
+            if (reader := sequence.reader) is not None:
+                reader.outbox.put(reader)
+        for end in step.ends:
+            if (sequence := sampling.pop(end.key, None)) is not None:
+                self._end(sequence, _end_of(sequence, end))
+
+    def on_failure(self, error: BaseException) -> None:
+        """The engine is dead: its sequences go on elsewhere, the server goes down."""
+        message = f"the engine died: {error}"
+        for record in list(self._records.values()):
+            if record.end is None:
+                self._end(record, record.finish(FinishReason.INTERRUPTED, message))
+        self._engine_died(error)
+
+    # Refusals.
+
+    def _refuse_stale(self, request: Request) -> None:
+        seen = self._attempts.get(request.request_id, 0)
+        if request.attempt < seen:
+            raise ServiceError(
+                Reason.STALE_ATTEMPT,
+                f"attempt {request.attempt} of {request.request_id} comes after attempt {seen}: "
+                "the newer one owns the sequence",
+                metadata={"attempt_seen": str(seen)},
+            )
+
+    def _refuse_full(self) -> None:
+        limit = self._engine.describe().max_running_sequences + self._max_waiting
+        if self.live >= limit:
+            raise ServiceError(
+                Reason.QUEUE_FULL,
+                f"{self.live} sequences run or wait, the limit is {limit}: use another server, "
+                "or try again",
+            )
+
+    def _refuse_weights(self, request: Request) -> None:
+        if self._too_new(request):
+            raise ServiceError(
+                Reason.WEIGHTS_TOO_NEW,
+                f"the server serves version {self._version}, newer than max_weight_version "
+                f"{request.max_weight_version}: use a server that holds it",
+                metadata={"version": str(self._version)},
+            )
+
+    @property
+    def _version(self) -> int | None:
+        return self._weights.version if self._weights is not None else None
+
+    def _too_old(self, request: Request) -> bool:
+        least = request.min_weight_version
+        return least is not None and (self._version is None or self._version < least)
+
+    def _too_new(self, request: Request) -> bool:
+        most = request.max_weight_version
+        return most is not None and self._version is not None and self._version > most
+
+    # The life of one record.
+
+    def _pick_up(self, record: Sequence, request: Request, outbox: Outbox, handle: int) -> Reader:
+        spec, have = request.spec, record.tokens
+        offset = len(spec.prefix)
+        same = list(spec.prompt) == list(record.request.spec.prompt)
+        if not same or offset > len(have) or list(spec.prefix) != list(have[:offset]):
+            raise ServiceError(
+                Reason.PREFIX_MISMATCH,
+                f"the given {offset} output tokens are not the first of the {len(have)} that "
+                f"attempt {request.attempt} of {request.request_id} has: start a new attempt",
+            )
+        if offset < record.prefix_length:
+            raise ServiceError(
+                Reason.PREFIX_MISMATCH,
+                f"this attempt began after {record.prefix_length} output tokens and cannot tell "
+                f"again what came before: pick it up from there, not from {offset}",
+            )
+        if record.reader is not None:
+            record.reader.supersede()
+        record.request = dataclasses.replace(record.request, detach_grace=request.detach_grace)
+        self._disarm(record, "grace")
+        if record.end is not None:
+            self._arm(record, "grace", request.detach_grace, self._forget)
+        return self._attach(record, outbox, handle, offset)
+
+    def _attach(
+        self, sequence: Sequence, outbox: Outbox, handle: int, offset: int | None = None
+    ) -> Reader:
+        at = sequence.prefix_length if offset is None else offset
+        sequence.reader = Reader(sequence, outbox, handle, at)
+        outbox.put(sequence.reader)
+        return sequence.reader
+
+    def _submit(self, sequence: Sequence) -> None:
+        spec = sequence.request.spec
+        self._sampling[spec.key] = sequence
+        self._idle.clear()
+        self._engine.submit(spec)
+
+    async def _drop(self) -> None:
+        """Takes what the server has ended out of the engine."""
+        self._drops.clear()
+        keys, self._dropped = self._dropped, []
+        await self._engine.abort(keys)
+
+    def _end(self, sequence: Sequence, end: Finish | ServiceError) -> None:
+        """Ends a sequence once and for all; what it sampled stays for its reader."""
+        if sequence.end is not None:
+            return
+        sequence.end = end
+        key = sequence.request.spec.key
+        if self._sampling.pop(key, None) is not None:  # the engine does not know yet
+            self._dropped.append(key)
+            self._drops.set()
+        self._awaiting_version.pop(sequence, None)
+        self._disarm(sequence, "timeout")
+        kind = end.reason.name.lower()
+        self.ended[kind] += 1
+        log.debug("sequence ended", request_id=sequence.request.request_id, reason=kind)
+        if not self.live:
+            self._idle.set()
+        self._tell(sequence)
+        grace = sequence.request.detach_grace
+        if grace <= 0:
+            self._forget(sequence)
+        elif "grace" not in sequence.timers:
+            self._arm(sequence, "grace", grace, self._forget)
+
+    def _grace_over(self, sequence: Sequence) -> None:
+        if sequence.end is None:
+            self._end(sequence, sequence.finish(FinishReason.ABORTED, "its stream was lost"))
+        self._forget(sequence)
+
+    def _timed_out(self, sequence: Sequence) -> None:
+        if sequence.end is not None:
+            return
+        request = sequence.request
+        if sequence in self._awaiting_version:
+            error = ServiceError(
+                Reason.WEIGHTS_TOO_OLD,
+                f"the server serves version {self._version} and got no version "
+                f"{request.min_weight_version} within {request.timeout:g} s",
+            )
+        else:
+            error = ServiceError(
+                Reason.TIMED_OUT,
+                f"not finished within its timeout of {request.timeout:g} s; "
+                f"{len(sequence.tokens)} output tokens were sampled",
+            )
+        self._end(sequence, error)
+
+    def _forget(self, sequence: Sequence) -> None:
+        for name in list(sequence.timers):
+            self._disarm(sequence, name)
+        if self._records.get(sequence.request.request_id) is sequence:
+            del self._records[sequence.request.request_id]
+
+    def _remember(self, request: Request) -> None:
+        self._attempts[request.request_id] = request.attempt
+        self._attempts.move_to_end(request.request_id)
+        if len(self._attempts) > ATTEMPTS_REMEMBERED:
+            self._attempts.popitem(last=False)
+
+    def _tell(self, sequence: Sequence) -> None:
+        if sequence.reader is not None:
+            sequence.reader.outbox.put(sequence.reader)
+
+    def _arm_timeout(self, sequence: Sequence) -> None:
+        if sequence.request.timeout is not None:
+            self._arm(sequence, "timeout", sequence.request.timeout, self._timed_out)
+
+    def _arm(
+        self, sequence: Sequence, name: str, seconds: float, then: Callable[[Sequence], None]
+    ) -> None:
+        self._disarm(sequence, name)
+        loop = asyncio.get_running_loop()
+        sequence.timers[name] = loop.call_later(seconds, then, sequence)
+
+    def _disarm(self, sequence: Sequence, name: str) -> None:
+        if (timer := sequence.timers.pop(name, None)) is not None:
+            timer.cancel()
+
+
+def _end_of(sequence: Sequence, end: End) -> Finish | ServiceError:
+    match end.reason:
+        case EndReason.STOP:
+            return sequence.finish(FinishReason.STOP)
+        case EndReason.LENGTH:
+            return sequence.finish(FinishReason.LENGTH)
+        case EndReason.FAILED:
+            return sequence.finish(FinishReason.INTERRUPTED, end.message)
+        case EndReason.NOT_FINITE:
+            return ServiceError(
+                Reason.NOT_FINITE,
+                f"the logits after {len(sequence.tokens)} output tokens are NaN or infinite: the "
+                "weights may be broken; other sequences go on",
+            )

@@ -1,0 +1,1 @@
+"""The gRPC services: thin views of the rollouts and the weight updates."""

@@ -1,0 +1,228 @@
+"""StreamRollouts: any number of sequences over one stream, one message an engine step.
+
+Rows are built straight from the sequences, with as little Python a token as can be: a server that
+samples 256 sequences passes through here 256 times a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from rollwire.v1 import rollout_pb2
+
+from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.lifecycle import Rpc
+from rollwire_server.sequences import Outbox
+from rollwire_server.services import messages
+from rollwire_server.services.requests import read_request
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rollwire_server.engines.base import Engine, WeightTag
+    from rollwire_server.lifecycle import Lifecycle
+    from rollwire_server.rollouts import Rollouts
+    from rollwire_server.sequences import Chunk, Reader
+
+MESSAGE_BYTES = 1 << 20
+TOKENS_A_CHUNK = 49_152
+TOKEN_BYTES = 9  # the most that an id and a log-probability take
+ROW_BYTES = 24  # handle, count, offset, oldest revision
+
+
+class Columns:
+    """One message under way: rows of sequences that were sampled under the same weights."""
+
+    __slots__ = ("counts", "events", "handles", "logprobs", "offsets", "oldest", "size",
+                 "token_ids", "weights")  # fmt: skip
+
+    def __init__(self, weights: WeightTag) -> None:
+        self.weights = weights
+        self.handles: list[int] = []
+        self.counts: list[int] = []
+        self.offsets: list[int] = []
+        self.oldest: list[int] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.events: list[rollout_pb2.SequenceEvent] = []
+        self.size = 0
+
+    def add(self, handle: int, chunk: Chunk) -> None:
+        """Adds what a sequence has."""
+        count = len(chunk.token_ids)
+        if count and chunk.run is not None:
+            self.handles.append(handle)
+            self.counts.append(count)
+            self.offsets.append(chunk.offset)
+            self.oldest.append(chunk.run.oldest_kv_revision)
+            self.token_ids += chunk.token_ids
+            self.logprobs += chunk.logprobs
+        if chunk.has_event:
+            self.events.append(_event(handle, chunk))
+
+    def message(self) -> rollout_pb2.StreamRolloutsResponse:
+        """All of it as a message."""
+        revision = self.weights.revision
+        all_current = all(oldest == revision for oldest in self.oldest)
+        return rollout_pb2.StreamRolloutsResponse(
+            weights=messages.weight_tag(self.weights),
+            handles=self.handles,
+            counts=self.counts,
+            offsets=self.offsets,
+            oldest_kv_revisions=() if all_current else self.oldest,
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            events=self.events,
+        )
+
+
+class RolloutStream:
+    """One StreamRollouts call."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        lifecycle: Lifecycle,
+        rollouts: Rollouts,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        self._engine = engine
+        self._lifecycle = lifecycle
+        self._rollouts = rollouts
+        self._context = context
+        self._outbox = Outbox()
+        self._readers: dict[int, Reader] = {}
+        self._refused: list[rollout_pb2.SequenceEvent] = []
+        self._half_closed = False
+        self._broken: ServiceError | None = None
+
+    async def run(self) -> None:
+        """Serves the call until the client has half-closed and every sequence has ended."""
+        reading = asyncio.create_task(self._read(), name="read StreamRollouts")
+        try:
+            while not (self._half_closed and not self._readers and not self._refused):
+                await self._outbox.wait()
+                if self._broken is not None:
+                    raise self._broken
+                for message in self._messages():
+                    await self._context.write(message)
+        finally:
+            reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reading
+            for reader in self._readers.values():
+                self._rollouts.detach(reader)
+
+    # What the client says.
+
+    async def _read(self) -> None:
+        try:
+            while (command := await self._context.read()) is not grpc.aio.EOF:
+                self._obey(command)
+            self._half_closed = True
+        except ServiceError as error:
+            self._broken = error
+        self._outbox.wake()
+
+    def _obey(self, command: rollout_pb2.StreamRolloutsRequest) -> None:
+        handle = command.handle
+        match command.WhichOneof("command"):
+            case "start":
+                if handle in self._readers:
+                    raise ServiceError(
+                        Reason.BAD_REQUEST,
+                        f"handle {handle} is in use on this stream: choose a new one for each",
+                        field="handle",
+                    )
+                self._start(handle, command.start)
+            case "abort":
+                if (reader := self._readers.get(handle)) is not None:
+                    self._rollouts.abort_now(reader.sequence)
+            case _:
+                raise ServiceError(
+                    Reason.BAD_REQUEST, "a message without a command: set start or abort",
+                    field="command",
+                )  # fmt: skip
+
+    def _start(self, handle: int, request: rollout_pb2.GenerateRequest) -> None:
+        try:
+            self._lifecycle.check(Rpc.GENERATE)
+            _check_named(request)
+            checked = read_request(request, self._engine.describe(), self._rollouts.next_key())
+            self._readers[handle] = self._rollouts.start(checked, self._outbox, handle)
+        except ServiceError as error:
+            self._refused.append(
+                rollout_pb2.SequenceEvent(handle=handle, error=messages.sequence_error(error))
+            )
+            self._outbox.wake()
+
+    # What the client is told.
+
+    def _messages(self) -> Iterator[rollout_pb2.StreamRolloutsResponse]:
+        """What is pending now, each sequence's parts in order, a handle once a message."""
+        readers = self._outbox.take()
+        if self._refused:
+            refused, self._refused = self._refused, []
+            yield rollout_pb2.StreamRolloutsResponse(events=refused)
+        while readers:
+            behind: list[Reader] = []
+            for columns in self._round(readers, behind):
+                yield columns.message()
+            readers = behind
+
+    def _round(self, readers: list[Reader], behind: list[Reader]) -> Iterator[Columns]:
+        """One chunk of each reader, in as few messages as weights and size allow."""
+        open_columns: list[Columns] = []
+        columns: Columns | None = None
+        for reader in readers:
+            chunk = reader.next_chunk(TOKENS_A_CHUNK)
+            if chunk is None:
+                continue
+            weights = chunk.run.weights if chunk.run is not None else self._rollouts.tag
+            if columns is None or columns.weights is not weights:
+                columns = next((c for c in open_columns if c.weights is weights), None)
+                if columns is None:
+                    columns = Columns(weights)
+                    open_columns.append(columns)
+            size = ROW_BYTES + TOKEN_BYTES * len(chunk.token_ids) + chunk.extra_bytes
+            if columns.size and columns.size + size > MESSAGE_BYTES:
+                yield columns
+                open_columns.remove(columns)
+                columns = Columns(weights)
+                open_columns.append(columns)
+            columns.size += size
+            columns.add(reader.handle, chunk)
+            if reader.done:
+                self._finished(reader)
+            elif reader.behind:
+                behind.append(reader)
+        yield from open_columns
+
+    def _finished(self, reader: Reader) -> None:
+        if self._readers.get(reader.handle) is reader:
+            del self._readers[reader.handle]
+        self._rollouts.detach(reader)
+
+
+def _check_named(request: rollout_pb2.GenerateRequest) -> None:
+    if not request.request_id:
+        raise ServiceError(
+            Reason.BAD_REQUEST,
+            "StreamRollouts needs a request_id: a UUID for each sequence",
+            field="request_id",
+        )
+
+
+def _event(handle: int, chunk: Chunk) -> rollout_pb2.SequenceEvent:
+    end = chunk.end
+    return rollout_pb2.SequenceEvent(
+        handle=handle,
+        finish=None if end is None or isinstance(end, ServiceError) else messages.finish(end),
+        error=messages.sequence_error(end) if isinstance(end, ServiceError) else None,
+        top_logprobs=messages.top_logprobs(chunk.tops),
+        prompt_logprobs=messages.prompt_logprobs(chunk.prompt_logprobs),
+        routed_experts=messages.routed_experts(chunk.routed_experts),
+    )

@@ -1,0 +1,161 @@
+"""rollwire.v1.RolloutService over gRPC."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
+
+from rollwire_server.engines.base import SleepingWeights
+from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.lifecycle import Rpc
+from rollwire_server.sequences import Outbox
+from rollwire_server.services import messages
+from rollwire_server.services.answering import answering
+from rollwire_server.services.columns import RolloutStream
+from rollwire_server.services.requests import read_duration, read_request
+
+if TYPE_CHECKING:
+    import grpc
+
+    from rollwire_server.engines.base import Engine
+    from rollwire_server.lifecycle import Lifecycle
+    from rollwire_server.memory import Memory
+    from rollwire_server.rollouts import Rollouts
+    from rollwire_server.sequences import Reader
+    from rollwire_server.services.info import ServerInfo
+    from rollwire_server.updates import Updates
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+TOKENS_A_MESSAGE = 65_536  # at most 9 bytes each: well below 1 MiB
+SLEEPING = {
+    rollout_pb2.SLEEPING_WEIGHTS_UNSPECIFIED: SleepingWeights.HOST_BACKUP,
+    rollout_pb2.SLEEPING_WEIGHTS_KEEP: SleepingWeights.KEEP,
+    rollout_pb2.SLEEPING_WEIGHTS_HOST_BACKUP: SleepingWeights.HOST_BACKUP,
+    rollout_pb2.SLEEPING_WEIGHTS_DISCARD: SleepingWeights.DISCARD,
+}
+
+
+class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
+    """Serves sequences; see rollout.proto."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        lifecycle: Lifecycle,
+        rollouts: Rollouts,
+        updates: Updates,
+        memory: Memory,
+        info: ServerInfo,
+    ) -> None:
+        self._engine = engine
+        self._lifecycle = lifecycle
+        self._rollouts = rollouts
+        self._updates = updates
+        self._memory = memory
+        self._info = info
+
+    @answering
+    async def Generate(  # type: ignore[override]  # noqa: N802  writes by itself
+        self, request: rollout_pb2.GenerateRequest, context: Context
+    ) -> None:
+        """One sequence."""
+        self._lifecycle.check(Rpc.GENERATE)
+        outbox = Outbox()
+        checked = read_request(request, self._engine.describe(), self._rollouts.next_key())
+        reader = self._rollouts.start(checked, outbox)
+        try:
+            await self._write(reader, outbox, context)
+        finally:
+            self._rollouts.detach(reader)
+
+    async def _write(self, reader: Reader, outbox: Outbox, context: Context) -> None:
+        request = reader.sequence.request
+        while not reader.done:
+            await outbox.wait()
+            outbox.take()
+            while (chunk := reader.next_chunk(TOKENS_A_MESSAGE)) is not None:
+                message = messages.generate_response(
+                    chunk, request.request_id, request.attempt, self._updates.weights
+                )
+                if not isinstance(chunk.end, ServiceError):
+                    await context.write(message)
+                    continue
+                if chunk.token_ids:
+                    await context.write(message)
+                raise chunk.end
+
+    @answering
+    async def StreamRollouts(  # type: ignore[override]  # noqa: N802  reads and writes by itself
+        self, _: Any, context: Context
+    ) -> None:
+        """Many sequences."""
+        await RolloutStream(self._engine, self._lifecycle, self._rollouts, context).run()
+
+    @answering
+    async def Abort(  # noqa: N802
+        self, request: rollout_pb2.AbortRequest, _: Context
+    ) -> rollout_pb2.AbortResponse:
+        """Ends sequences now."""
+        self._lifecycle.check(Rpc.ABORT)
+        if request.all:
+            if request.sequences:
+                raise ServiceError(
+                    Reason.BAD_REQUEST, "`all` and `sequences` exclude each other", field="all"
+                )
+            return rollout_pb2.AbortResponse(aborted=await self._rollouts.abort_all())
+        aborted, not_found = await self._rollouts.abort(
+            (key.request_id, key.attempt if key.HasField("attempt") else None)
+            for key in request.sequences
+        )
+        return rollout_pb2.AbortResponse(aborted=aborted, not_found=not_found)
+
+    @answering
+    async def Pause(  # noqa: N802
+        self, request: rollout_pb2.PauseRequest, _: Context
+    ) -> rollout_pb2.PauseResponse:
+        """Holds every sequence."""
+        self._lifecycle.check(Rpc.PAUSE)
+        lease = read_duration(request, "lease")
+        pause_id = await self._lifecycle.pause(request.pause_id, lease)
+        return rollout_pb2.PauseResponse(pause_id=pause_id, held_sequences=self._rollouts.live)
+
+    @answering
+    async def Resume(  # noqa: N802
+        self, request: rollout_pb2.ResumeRequest, _: Context
+    ) -> rollout_pb2.ResumeResponse:
+        """Lifts one pause, or all."""
+        self._lifecycle.check(Rpc.RESUME)
+        was_held = self._lifecycle.held
+        await self._lifecycle.resume(request.pause_id)
+        resumed = was_held and not self._lifecycle.held
+        return rollout_pb2.ResumeResponse(
+            resumed_sequences=self._rollouts.live if resumed else 0,
+            remaining_pauses=len(self._lifecycle.pauses),
+            weights=messages.weight_tag(self._updates.weights),
+        )
+
+    @answering
+    async def Sleep(  # noqa: N802
+        self, request: rollout_pb2.SleepRequest, _: Context
+    ) -> rollout_pb2.SleepResponse:
+        """Frees device memory."""
+        freed = await self._memory.sleep(SLEEPING[request.weights])
+        return rollout_pb2.SleepResponse(freed_bytes=freed)
+
+    @answering
+    async def WakeUp(  # noqa: N802
+        self, request: rollout_pb2.WakeUpRequest, _: Context
+    ) -> rollout_pb2.WakeUpResponse:
+        """Takes the memory back."""
+        await self._memory.wake(reload_checkpoint=request.reload_checkpoint)
+        return rollout_pb2.WakeUpResponse(weights=messages.weight_tag(self._updates.weights))
+
+    @answering
+    async def GetServerInfo(  # noqa: N802
+        self, _request: rollout_pb2.GetServerInfoRequest, _context: Context
+    ) -> rollout_pb2.GetServerInfoResponse:
+        """What this server is, holds and is doing."""
+        self._lifecycle.check(Rpc.GET_SERVER_INFO)
+        return self._info.read()

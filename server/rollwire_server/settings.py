@@ -1,0 +1,68 @@
+"""The flags of ``rollwire-server``; each is a ROLLWIRE_ environment variable too."""
+
+from __future__ import annotations
+
+from pathlib import Path  # noqa: TC003  pydantic reads the annotation
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, PositiveInt
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+def _address(value: str) -> str:
+    host, colon, port = value.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError("must be HOST:PORT, for example 127.0.0.1:50051; port 0 picks a free one")
+    return value
+
+
+Address = Annotated[str, AfterValidator(_address)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class ServerSettings(BaseSettings):
+    """Serves rollouts of one model over gRPC."""
+
+    model_config = SettingsConfigDict(env_prefix="ROLLWIRE_", extra="ignore")
+
+    model: str = Field(
+        description="a Hugging Face checkpoint directory, builtin:tiny or builtin:tiny-moe"
+    )
+    engine: Literal["embedded"] = Field("embedded", description="what samples")
+    listen: Address = Field("127.0.0.1:50051", description="HOST:PORT of the API; port 0 picks one")
+    ready_file: Path | None = Field(
+        None, description="gets the addresses as JSON once the server is up"
+    )
+    device: str = Field("auto", description="cpu, cuda, cuda:1, …; auto: a GPU where there is one")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="of the weights; auto: the checkpoint's"
+    )
+    context_length: PositiveInt | None = Field(
+        None, description="longest prompt + output; the model's own, and what memory allows"
+    )
+    max_running: PositiveInt = Field(64, description="sequences that are sampled at once")
+    max_waiting: int = Field(1024, ge=0, description="sequences that may wait beside them")
+    prefill_tokens: PositiveInt = Field(
+        2048, description="prompt tokens a step, so that running sequences keep their pace"
+    )
+    threads: PositiveInt = Field(1, description="CPU threads of the embedded engine")
+    await_weights: bool = Field(
+        default=False, description="serve nothing before the first committed update"
+    )
+    frozen: bool = Field(
+        default=False, description="take no weight updates (a judge, a reward model)"
+    )
+    drain_seconds: Seconds = Field(
+        30.0, description="after SIGTERM, how long sequences may run on before they are interrupted"
+    )
+    pause_lease_seconds: Seconds = Field(
+        300.0, description="lifts a pause that names no lease of its own; 0: never"
+    )
+    bucket_timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        30.0, description="how long a weight transfer may be silent"
+    )
+    reflection: bool = Field(default=True, description="gRPC reflection, for grpcurl")
+    log_format: Literal["auto", "text", "json"] = Field(
+        "auto", description="auto: text on a terminal, else JSON lines"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -1,0 +1,628 @@
+"""Weight updates of one server: announced, received, verified, then committed or discarded.
+
+One update at a time. Nothing that serves is touched before its commit.
+
+    UpdateWeights ─▶ READY ─JoinTransport─▶ RECEIVING ─▶ STAGED ─CommitWeights─▶ committed
+                                 ▲              │           │
+                                 └── STALLED ◀──┘           └─ lease over, DiscardUpdate,
+                                                               a higher term ─▶ discarded
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import time
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import rollwire_transport as transport
+import structlog
+
+from rollwire_server.engines.base import EngineError, KvPolicy, TornWeightsError, WeightTag
+from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.lifecycle import Event, Rpc, State
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Coroutine, Mapping
+
+    from torch import Tensor
+
+    from rollwire_server.engines.base import Applied, Engine
+    from rollwire_server.lifecycle import Lifecycle
+    from rollwire_server.rollouts import Rollouts
+
+log = structlog.get_logger()
+
+COMMITS_REMEMBERED = 64
+REPORT_SECONDS = 0.25  # the API promises a message every 500 ms
+
+
+class Phase(enum.Enum):
+    """How far an update is."""
+
+    READY = "ready"
+    RECEIVING = "receiving"
+    STALLED = "stalled"
+    STAGED = "staged"
+
+
+@dataclass(frozen=True, slots=True)
+class Publisher:
+    """One trainer's life; a higher term takes over."""
+
+    id: str
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What UpdateWeights asks for."""
+
+    publisher: Publisher
+    update_id: str
+    version: int | None
+    allow_version_rollback: bool
+    manifest: transport.Manifest
+    stage_lease: float
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """A server's place in one transport group."""
+
+    epoch: str
+    backend: str
+    rank: int
+    world_size: int
+    rendezvous: str
+    first_bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What UpdateWeights reports."""
+
+    phase: Phase
+    received_bytes: int
+    next_bucket: int
+    digest: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A commit that happened: its answer, told again when asked again."""
+
+    weights: WeightTag
+    receive_ns: int = 0
+    apply_ns: int = 0
+    paused_ns: int = 0
+    held_sequences: int = 0
+    kv_tokens_to_recompute: int = 0
+    already_current: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Update:
+    """One announced update and all that it holds."""
+
+    announcement: Announcement
+    staged: Mapping[str, Tensor]
+    receiver: transport.Receiver
+    phase: Phase = Phase.READY
+    detail: str = ""
+    failure: ServiceError | None = None
+    epoch: str = ""
+    link: transport.Link | None = None
+    joining: asyncio.Task[ServiceError | None] | None = None
+    receiving: asyncio.Task[None] | None = None
+    committing: asyncio.Task[Commit | ServiceError] | None = None
+    receive_ns: int = 0
+    lease_ends: float | None = None
+    lease_timer: asyncio.TimerHandle | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def progress(self) -> Progress:
+        """How far it is now."""
+        staged = self.phase is Phase.STAGED
+        return Progress(
+            phase=self.phase,
+            received_bytes=self.receiver.received_bytes,
+            next_bucket=self.receiver.next_bucket,
+            digest=self.receiver.digest if staged else 0,
+            detail=self.detail,
+        )
+
+    def move(self, phase: Phase, detail: str = "") -> None:
+        """Enters a phase and tells who watches."""
+        self.phase, self.detail = phase, detail
+        self.changed.set()
+
+
+class Updates:
+    """The weight state of one server.
+
+    Life: construct → ``loaded`` → RPCs, with ``tasks`` (owned by the server) alive → ``drop``.
+
+    Args:
+        engine: Holds the weights.
+        lifecycle: Is asked before each step, holds for the commit.
+        rollouts: Learn of each commit.
+        tasks: Owns receiving and committing.
+        frozen: Takes no updates.
+        bucket_timeout: Seconds that a member waits for the next bucket.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        lifecycle: Lifecycle,
+        rollouts: Rollouts,
+        tasks: asyncio.TaskGroup,
+        *,
+        frozen: bool,
+        bucket_timeout: float,
+    ) -> None:
+        self._engine = engine
+        self._lifecycle = lifecycle
+        self._rollouts = rollouts
+        self._tasks = tasks
+        self._bucket_timeout = bucket_timeout
+        self._admission = asyncio.Lock()
+        self.frozen = frozen
+        self.update: Update | None = None
+        self.publisher: Publisher | None = None
+        self.committed_update_id = ""
+        self.history: deque[WeightTag] = deque(maxlen=COMMITS_REMEMBERED)
+        self._commits: OrderedDict[str, Commit] = OrderedDict()
+        self._digests: dict[str, int] = {}
+
+    @property
+    def weights(self) -> WeightTag:
+        """What serves now."""
+        return self.history[0]
+
+    async def loaded(self, weights: WeightTag) -> None:
+        """Learns the initial checkpoint."""
+        self.history.appendleft(weights)
+        self._digests = await self._engine.digests()
+        self._rollouts.committed(weights)
+
+    async def reloaded(self) -> None:
+        """The engine holds its first checkpoint again: the same content under a new revision."""
+        digests = await self._engine.digests()
+        digest = transport.sum_digests(digests.values())
+        weights = WeightTag(None, self.weights.revision + 1, self.weights.server_id, digest)
+        async with self._lifecycle.committing():
+            await self._engine.commit({}, weights, KvPolicy.RECOMPUTE)
+            self._digests = digests
+            self.history.appendleft(weights)
+            self._rollouts.committed(weights)
+
+    async def drop(self, reason: Reason, why: str) -> None:
+        """Drops what is under way; a commit that has begun goes through first."""
+        while (update := self.update) is not None:
+            if update.committing is not None:
+                await asyncio.wait([update.committing])
+            else:
+                await self._drop(update, reason, why)
+
+    # The steps of an update.
+
+    async def announce(self, announcement: Announcement) -> AsyncGenerator[Progress, None]:
+        """Announces an update and reports on it until it is staged, at least every 500 ms.
+
+        Closing the iterator before that discards the update.
+        """
+        update = await self._admit(announcement)
+        try:
+            while True:
+                update.changed.clear()
+                progress = update.progress()
+                yield progress
+                if progress.phase is Phase.STAGED:
+                    return
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(REPORT_SECONDS):
+                        await update.changed.wait()
+                if update.failure is not None:
+                    raise update.failure
+        finally:
+            if update.phase is not Phase.STAGED and self.update is update:
+                self._drop_later(update, "its UpdateWeights call ended before it was staged")
+
+    async def join(self, publisher: Publisher, update_id: str, membership: Membership,
+                   timeout: float) -> None:  # fmt: skip
+        """Joins the transport group of an announced update and starts to receive."""
+        self._check(Rpc.JOIN_TRANSPORT)
+        self._check_publisher(publisher)
+        update = self._expect(update_id)
+        if update.phase is Phase.STAGED:
+            return
+        _check_membership(update, membership)
+        if update.epoch != membership.epoch:
+            update.epoch = membership.epoch
+            update.joining = self._tasks.create_task(
+                _outcome(self._join(update, membership, timeout)), name=f"join {update_id}"
+            )
+        if update.joining is not None:
+            await _result(update.joining)
+
+    async def commit(
+        self, publisher: Publisher, update_id: str, expected_digest: int, policy: KvPolicy
+    ) -> Commit:
+        """Makes a staged update the weights that serve; the same answer when asked again.
+
+        Goes through once begun, whether or not the caller waits for it.
+        """
+        if (done := self._commits.get(update_id)) is not None:
+            return done
+        self._check(Rpc.COMMIT_WEIGHTS)
+        self._check_publisher(publisher)
+        update = self._expect(update_id)
+        if update.committing is None:
+            self._check_commit(update, expected_digest)
+            update.committing = self._tasks.create_task(
+                _outcome(self._commit(update, policy)), name=f"commit {update_id}"
+            )
+        return await _result(update.committing)
+
+    async def discard(self, publisher: Publisher, update_id: str) -> None:
+        """Drops an announced or staged update; what serves stays. Idempotent."""
+        self._check(Rpc.DISCARD_UPDATE)
+        self._check_publisher(publisher)
+        update = self.update
+        if update is None or update.announcement.update_id != update_id:
+            return
+        if update.committing is not None:
+            await asyncio.wait([update.committing])
+        else:
+            await self._drop(update, Reason.NOT_STAGED, f"update {update_id} was discarded")
+
+    async def intact(self) -> bool:
+        """Whether the memory still holds what was committed."""
+        return await self._engine.digests() == self._digests
+
+    # Checks: nothing is touched by them.
+
+    def _check(self, rpc: Rpc) -> None:
+        self._lifecycle.check(rpc)
+        if self.frozen:
+            raise ServiceError(
+                Reason.FROZEN,
+                f"{rpc.value} is refused: the server was started with --frozen and keeps "
+                f"{_told(self.weights)}",
+            )
+
+    def _check_publisher(self, publisher: Publisher) -> None:
+        known = self.publisher
+        if known is None or publisher == known or publisher.term > known.term:
+            return
+        raise ServiceError(
+            Reason.STALE_PUBLISHER,
+            f"publisher {publisher.id!r} with term {publisher.term} is refused: "
+            f"{known.id!r} with term {known.term} took over; a trainer that is to take over "
+            "needs a higher term",
+            metadata={"publisher_id": known.id, "term": str(known.term)},
+        )
+
+    def _check_announcement(self, announcement: Announcement) -> None:
+        manifest, version = announcement.manifest, announcement.version
+        if manifest.encoding is not transport.Encoding.FULL:
+            raise ServiceError(
+                Reason.UNSUPPORTED_ENCODING,
+                "deltas are not supported: publish a full update",
+                field="manifest.encoding",
+            )
+        committed = self.weights.version
+        too_low = version is not None and committed is not None and version < committed
+        if too_low and not announcement.allow_version_rollback:
+            raise ServiceError(
+                Reason.VERSION_NOT_NEWER,
+                f"version {version} is below {committed}, which is committed: publish a higher "
+                "one, or allow_version_rollback",
+                metadata={"version": str(committed)},
+            )
+        if manifest.partial and self._lifecycle.state in (
+            State.QUARANTINED,
+            State.AWAITING_WEIGHTS,
+        ):
+            raise ServiceError(
+                Reason.BASE_MISMATCH,
+                f"a partial update cannot stand on what a server holds that is "
+                f"{self._lifecycle.state.value}: publish a full one",
+            )
+
+    def _check_manifest(self, manifest: transport.Manifest) -> None:
+        try:
+            transport.validate(manifest)
+            transport.compare(manifest, self._engine.schema())
+        except transport.ManifestError as error:
+            raise ServiceError(Reason.MANIFEST_MISMATCH, str(error), field="manifest") from error
+
+    def _check_commit(self, update: Update, expected_digest: int) -> None:
+        update_id = update.announcement.update_id
+        if update.phase is not Phase.STAGED:
+            raise ServiceError(
+                Reason.NOT_STAGED,
+                f"update {update_id} is {update.phase.value}, not staged; the server serves "
+                f"{_told(self.weights)}",
+            )
+        if (digest := update.receiver.digest) != expected_digest:
+            raise ServiceError(
+                Reason.DIGEST_MISMATCH,
+                f"update {update_id} has digest {digest:016x} here and {expected_digest:016x} at "
+                f"the trainer: discard it and publish again; the server serves "
+                f"{_told(self.weights)}",
+            )
+
+    def _expect(self, update_id: str) -> Update:
+        if self.update is None or self.update.announcement.update_id != update_id:
+            raise ServiceError(
+                Reason.NOT_STAGED,
+                f"no update {update_id} is under way (discarded, its lease over, or never "
+                f"announced); the server serves {_told(self.weights)}",
+            )
+        return self.update
+
+    # What happens inside.
+
+    async def _admit(self, announcement: Announcement) -> Update:
+        async with self._admission:
+            self._check(Rpc.UPDATE_WEIGHTS)
+            self._check_publisher(announcement.publisher)
+            current = self.update
+            if current is not None:
+                if _picks_up(announcement, current):
+                    return current
+                if announcement.publisher == self.publisher or current.committing is not None:
+                    raise _in_progress(current)
+            self._check_announcement(announcement)
+            await asyncio.to_thread(self._check_manifest, announcement.manifest)
+            self.publisher = announcement.publisher
+            await self.drop(
+                Reason.STALE_PUBLISHER, f"publisher {announcement.publisher.id!r} took over"
+            )
+            try:
+                staged = await self._engine.stage(announcement.manifest)
+            except EngineError as error:
+                raise ServiceError(Reason.STAGING_FAILED, str(error)) from error
+            receiver = transport.Receiver(announcement.manifest, staged)
+            self.update = Update(announcement, staged, receiver)
+            return self.update
+
+    async def _join(self, update: Update, membership: Membership, timeout: float) -> None:
+        await self._leave_group(update)
+        try:
+            link = await asyncio.to_thread(
+                transport.join,
+                membership.backend,
+                epoch=membership.epoch,
+                rank=membership.rank,
+                world_size=membership.world_size,
+                rendezvous=membership.rendezvous,
+                timeout=timeout,
+            )
+        except transport.TransportError as error:
+            update.move(Phase.STALLED, str(error))
+            late = isinstance(error, transport.TransportTimeout)
+            raise ServiceError(
+                Reason.TRANSPORT_TIMEOUT if late else Reason.TRANSPORT_FAILED,
+                str(error),
+                metadata={"peer": error.peer or ""},
+            ) from error
+        if self.update is not update or update.epoch != membership.epoch:
+            await asyncio.to_thread(link.close)
+            update_id = update.announcement.update_id
+            raise ServiceError(
+                Reason.NOT_STAGED, f"update {update_id} was discarded or joined another group"
+            )
+        update.link = link
+        update.move(Phase.RECEIVING)
+        update.receiving = self._tasks.create_task(
+            self._receive(update, link, membership.first_bucket),
+            name=f"receive {update.announcement.update_id}",
+        )
+
+    async def _receive(self, update: Update, link: transport.Link, first_bucket: int) -> None:
+        began = time.monotonic_ns()
+        try:
+            await asyncio.to_thread(
+                update.receiver.receive,
+                link,
+                first_bucket=first_bucket,
+                bucket_timeout=self._bucket_timeout,
+            )
+        except transport.DigestMismatch as error:
+            update.failure = ServiceError(
+                Reason.DIGEST_MISMATCH,
+                f"{error}; the update is discarded, the server serves {_told(self.weights)}",
+            )
+            update.move(Phase.STALLED, str(error))
+        except transport.TransportError as error:
+            if update.link is link:
+                update.move(Phase.STALLED, str(error))
+        else:
+            self._staged(update)
+        finally:
+            update.receive_ns += time.monotonic_ns() - began
+            await asyncio.to_thread(link.close)
+
+    def _staged(self, update: Update) -> None:
+        lease = update.announcement.stage_lease
+        update.lease_ends = time.monotonic() + lease
+        update.lease_timer = asyncio.get_running_loop().call_later(
+            lease, self._drop_later, update, f"not committed within its lease of {lease:g} s"
+        )
+        update.move(Phase.STAGED)
+
+    async def _commit(self, update: Update, policy: KvPolicy) -> Commit:
+        if update.lease_timer is not None:
+            update.lease_timer.cancel()
+        announcement, now = update.announcement, self.weights
+        digests = {**self._digests, **update.receiver.digests}
+        digest = transport.sum_digests(digests.values())
+        same_version = announcement.version == now.version
+        try:
+            if same_version and now.version is not None and digest != now.digest:
+                raise ServiceError(
+                    Reason.VERSION_CONFLICT,
+                    f"version {now.version} is committed with other content (digest "
+                    f"{now.digest:016x}, this update has {digest:016x}): publish a higher one",
+                )
+            serving = self._lifecycle.state in (State.SERVING, State.PAUSED)
+            if same_version and digest == now.digest and serving:
+                commit = Commit(now, receive_ns=update.receive_ns, already_current=True)
+            else:
+                commit = await self._apply(update, digest, policy)
+                self._digests = digests
+        finally:
+            self.update = None
+        self.committed_update_id = announcement.update_id
+        self._commits[announcement.update_id] = commit
+        if len(self._commits) > COMMITS_REMEMBERED:
+            self._commits.popitem(last=False)
+        return commit
+
+    async def _apply(self, update: Update, digest: int, policy: KvPolicy) -> Commit:
+        version = update.announcement.version
+        weights = WeightTag(version, self.weights.revision + 1, self.weights.server_id, digest)
+        async with self._lifecycle.committing():
+            held_at = time.monotonic_ns()
+            held = self._rollouts.live
+            await self._rollouts.before_commit(version)
+            applied = await self._put_in_place(update, weights, policy)
+            self.history.appendleft(weights)
+            self._lifecycle.happened(Event.COMMITTED)
+            self._rollouts.committed(weights)
+        paused_ns = time.monotonic_ns() - held_at
+        log.info(
+            "committed",
+            version=version,
+            revision=weights.revision,
+            digest=f"{digest:016x}",
+            held_sequences=held,
+            apply_ms=round(applied.apply_ns / 1e6, 1),
+            paused_ms=round(paused_ns / 1e6, 1),
+        )
+        return Commit(
+            weights=weights,
+            receive_ns=update.receive_ns,
+            apply_ns=applied.apply_ns,
+            paused_ns=paused_ns,
+            held_sequences=held,
+            kv_tokens_to_recompute=applied.kv_tokens_to_recompute,
+        )
+
+    async def _put_in_place(self, update: Update, weights: WeightTag, policy: KvPolicy) -> Applied:
+        try:
+            return await self._engine.commit(update.staged, weights, policy)
+        except TornWeightsError as error:
+            self._lifecycle.happened(Event.TORN)
+            await self._rollouts.interrupt_all(f"a commit failed half way: {error}")
+            raise ServiceError(
+                Reason.QUARANTINED,
+                f"the commit failed half way ({error}): the server serves nothing until a full "
+                "update is committed",
+            ) from error
+        except EngineError as error:
+            raise ServiceError(
+                Reason.COMMIT_FAILED,
+                f"{error}; nothing was changed, the server serves {_told(self.weights)}",
+            ) from error
+
+    async def _leave_group(self, update: Update) -> None:
+        """Ends the update's former group, if it had one."""
+        link, receiving = update.link, update.receiving
+        update.link = update.receiving = None
+        if link is not None:
+            link.abort()
+        if receiving is not None:
+            await receiving
+
+    def _drop_later(self, update: Update, why: str) -> None:
+        if update.committing is None:
+            update_id = update.announcement.update_id
+            self._tasks.create_task(
+                self._drop(update, Reason.NOT_STAGED, f"update {update_id} was discarded: {why}"),
+                name=f"discard {update_id}",
+            )
+
+    async def _drop(self, update: Update, reason: Reason, why: str) -> None:
+        if self.update is update:
+            self.update = None
+            log.info("update discarded", update_id=update.announcement.update_id, why=why)
+        if update.lease_timer is not None:
+            update.lease_timer.cancel()
+        if update.failure is None:
+            update.failure = ServiceError(reason, why)
+        update.changed.set()
+        await self._leave_group(update)
+
+
+def _in_progress(current: Update) -> ServiceError:
+    announcement = current.announcement
+    return ServiceError(
+        Reason.UPDATE_IN_PROGRESS,
+        f"update {announcement.update_id} of publisher {announcement.publisher.id!r} is "
+        f"{current.phase.value}: commit or discard it first",
+        metadata={"update_id": announcement.update_id},
+    )
+
+
+def _picks_up(announcement: Announcement, current: Update) -> bool:
+    """Whether this is a staged update announced again: its answer was lost."""
+    same = announcement.update_id == current.announcement.update_id
+    return same and current.phase is Phase.STAGED
+
+
+def _check_membership(update: Update, membership: Membership) -> None:
+    backends = transport.available_backends()
+    usable = [name for name, backend in backends.items() if backend.ok]
+    if membership.backend not in usable:
+        raise ServiceError(
+            Reason.BAD_REQUEST,
+            f"this server cannot use backend {membership.backend!r}, only {', '.join(usable)}",
+            field="backend",
+        )
+    if not 0 < membership.rank < membership.world_size:
+        raise ServiceError(
+            Reason.BAD_REQUEST,
+            f"rank {membership.rank} is no receiver's in a group of {membership.world_size}: "
+            "the trainer has rank 0",
+            field="ranks",
+        )
+    if membership.first_bucket > update.receiver.next_bucket:
+        raise ServiceError(
+            Reason.BAD_REQUEST,
+            f"a group that begins with bucket {membership.first_bucket} leaves a gap: bucket "
+            f"{update.receiver.next_bucket} has not come yet",
+            field="first_bucket",
+        )
+
+
+T = TypeVar("T")
+
+
+async def _outcome(work: Coroutine[Any, Any, T]) -> T | ServiceError:
+    """A task's result or refusal as a value: a refusal is no failure of the task's group."""
+    try:
+        return await work
+    except ServiceError as error:
+        return error
+
+
+async def _result(task: asyncio.Task[T | ServiceError]) -> T:
+    """Waits for a task that goes on when its waiter goes away."""
+    outcome = await asyncio.shield(task)
+    if isinstance(outcome, ServiceError):
+        raise outcome
+    return outcome
+
+
+def _told(weights: WeightTag) -> str:
+    version = "no version" if weights.version is None else f"version {weights.version}"
+    return f"{version}, revision {weights.revision}"
