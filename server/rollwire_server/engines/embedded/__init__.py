@@ -1,0 +1,6 @@
+"""The embedded engine: continuous batching over a Hugging Face language model, in process."""
+
+from .config import EmbeddedConfig
+from .engine import EmbeddedEngine
+
+__all__ = ["EmbeddedConfig", "EmbeddedEngine"]

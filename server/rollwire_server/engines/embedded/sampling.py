@@ -1,0 +1,197 @@
+"""Sampling one token a row: noise that depends on its seed alone, truncation, log-probabilities.
+
+Every function treats rows alone, with sums in an order that does not depend on the batch, so that a
+row's result is the same beside any other rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from rollwire_server.engines.base import LogprobBasis
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# The increment and multipliers of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom
+# Number Generators, 2014), as signed 64-bit integers where torch multiplies by them.
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's finalizer on uint64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
+    return x ^ (x >> np.uint64(31))
+
+
+class Noise:
+    """Exponential noise, one value a token of the vocabulary, from a counter-based hash of (seed,
+    position, token id): the same integers on every device.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        ids = np.arange(1, vocab_size + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+        self._tokens = torch.from_numpy(_mix(ids).view(np.int64)).to(device)
+
+    @staticmethod
+    def keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """One int64 a row of (seed, position after the prompt)."""
+        counters = (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+        return _mix(_mix(seeds + np.uint64(_GOLDEN)) ^ _mix(counters)).view(np.int64)
+
+    def exponential(self, keys: Tensor) -> Tensor:
+        """Exponential noise of rate 1 in fp32, [rows, vocab].
+
+        Small values win, so the uniform number that they come from is a float that is fine near
+        zero rather than a fixed-point one.
+        """
+        x = keys[:, None] ^ self._tokens
+        x *= _signed(_MIX_1)
+        x ^= (x >> 27) & ((1 << 37) - 1)  # a logical shift: torch's is arithmetic
+        x *= _signed(_MIX_2)
+        x = (x >> 31) & ((1 << 33) - 1) ^ x
+        x &= (1 << 63) - 1
+        x |= 1
+        uniform = x.to(torch.float32).mul_(2.0**-63).clamp_(max=1 - 2.0**-24)
+        return uniform.neg_().log1p_().neg_()
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How to sample each row; arrays are [rows], on the host.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k, top_p, min_p: 0, 1.0 and 0.0 turn them off.
+        noise_keys: From ``Noise.keys``.
+        basis: Of each row's log-probabilities, as an index into ``BASES``.
+        banned: Rows and tokens of what must not be drawn.
+    """
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    noise_keys: np.ndarray
+    basis: np.ndarray
+    banned: tuple[list[int], list[int]] = ([], [])
+
+
+BASES = (LogprobBasis.TEMPERATURE, LogprobBasis.MODEL, LogprobBasis.SAMPLED)
+_TEMPERATURE, _MODEL, _SAMPLED = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One token a row.
+
+    Attributes:
+        token_ids: [rows].
+        logprobs: Of every token in the row's basis, fp32, [rows, vocab].
+        finite: Whether a row's logits were all finite; if not, its token means nothing.
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+    finite: Tensor
+
+
+def sample(logits: Tensor, rows: Rows, noise: Noise) -> Sampled:
+    """Draws a token for each row of fp32 ``logits`` [rows, vocab].
+
+    The draw is the largest of score + Gumbel noise, which picks tokens with the probabilities of
+    the softmax of what top-k, top-p and min-p leave of the scores.
+    """
+    scaled = _scale(logits, rows)
+    drawn_from = _restrict(scaled, rows)
+    greedy = rows.temperature == 0
+    if greedy.all():
+        token_ids = drawn_from.argmax(-1)
+    else:
+        keys = torch.from_numpy(rows.noise_keys).to(logits.device)
+        gumbel = noise.exponential(keys).log_()
+        if greedy.any():
+            gumbel[torch.from_numpy(greedy).to(logits.device)] = 0
+        token_ids = torch.sub(drawn_from, gumbel, out=gumbel).argmax(-1)
+    logprobs = _log_probabilities(logits, scaled, drawn_from, rows)
+    # A sum is finite only if its terms are, and costs a tenth of looking at each.
+    return Sampled(token_ids, logprobs, logits.sum(-1).isfinite())
+
+
+def log_probabilities(logits: Tensor, rows: Rows) -> Tensor:
+    """Log-probabilities of every token in each row's basis, fp32, [rows, vocab]."""
+    scaled = _scale(logits, rows)
+    drawn_from = _restrict(scaled, rows) if (rows.basis == _SAMPLED).any() else scaled
+    return _log_probabilities(logits, scaled, drawn_from, rows)
+
+
+def _log_probabilities(logits: Tensor, scaled: Tensor, drawn_from: Tensor, rows: Rows) -> Tensor:
+    chosen = scaled
+    if (model := rows.basis == _MODEL).any():
+        chosen = torch.where(_column(model, logits), logits, chosen)
+    if (sampled := rows.basis == _SAMPLED).any():
+        only_best = torch.full_like(scaled, -torch.inf)
+        only_best.scatter_(1, drawn_from.argmax(-1, keepdim=True), 0.0)
+        greedy = _column(rows.temperature == 0, logits)
+        certain = torch.where(greedy, only_best, drawn_from)
+        chosen = torch.where(_column(sampled, logits), certain, chosen)
+    return chosen.log_softmax(-1)
+
+
+def _scale(logits: Tensor, rows: Rows) -> Tensor:
+    divisor = np.where(rows.temperature == 0, 1, rows.temperature).astype(np.float32)
+    if (divisor == 1).all():
+        return logits
+    return logits / _column(divisor, logits)
+
+
+def _restrict(scaled: Tensor, rows: Rows) -> Tensor:
+    """The scores that are drawn from: -inf for what is banned or cut off."""
+    if rows.banned[0]:
+        scaled = scaled.clone()
+        scaled[rows.banned] = -torch.inf
+    ranked = (rows.top_k > 0) | (rows.top_p < 1)
+    floored = rows.min_p > 0
+    if not ranked.any() and not floored.any():
+        return scaled
+    lowest = scaled.new_full((len(scaled), 1), -torch.inf)
+    if ranked.any():
+        index = torch.from_numpy(ranked.nonzero()[0]).to(scaled.device)
+        lowest[index] = _lowest_ranked(scaled[index], rows.top_k[ranked], rows.top_p[ranked])
+    if floored.any():
+        floor = np.log(rows.min_p, where=floored, out=np.full(len(floored), -np.inf))
+        best = scaled.amax(-1, keepdim=True)
+        lowest = torch.maximum(lowest, best + _column(floor.astype(np.float32), scaled))
+    return scaled.masked_fill(scaled < lowest, -torch.inf)
+
+
+def _lowest_ranked(scaled: Tensor, top_k: np.ndarray, top_p: np.ndarray) -> Tensor:
+    """The lowest score that top-k, then top-p of what that leaves, keep: [rows, 1].
+
+    A bound on scores rather than on ranks, so that equal scores share their fate and nothing
+    depends on how a sort orders them.
+    """
+    vocab = scaled.shape[-1]
+    k = np.where(top_k == 0, vocab, np.minimum(top_k, vocab))
+    scores = scaled.topk(int(k.max()), dim=-1).values
+    beyond = torch.arange(scores.shape[-1], device=scaled.device) >= _column(k, scaled)
+    weights = (scores - scores[:, :1]).exp_().masked_fill_(beyond, 0)
+    mass = weights.cumsum(-1)
+    kept = (mass - weights < _column(top_p.astype(np.float32), scaled) * mass[:, -1:]) & ~beyond
+    last = kept.sum(-1, keepdim=True).sub_(1).clamp_(min=0)
+    return scores.gather(1, last)
+
+
+def _column(values: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(values).to(like.device)[:, None]

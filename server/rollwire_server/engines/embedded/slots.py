@@ -1,0 +1,267 @@
+"""Which sequence sits in which slot of the KV cache, and what each step computes."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .attention import Chunk
+from .sampling import BASES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rollwire_server.engines.base import SequenceSpec
+
+MIN_SHARED_TOKENS = 8
+"""Shorter common prefixes are computed again: that is cheaper than copying them."""
+
+
+@dataclass(slots=True)
+class Running:
+    """A sequence that has a slot.
+
+    Attributes:
+        slot: Its own until it ends.
+        arrival: Orders sequences, oldest first.
+        stop_token_ids: As the spec has them.
+        cached_prompt_tokens: Not computed but copied, of the prompt; None once it has been told.
+        prompt_logprobs_told: Prompt tokens whose log-probabilities have been reported (token 0 has
+            none, and counts as such).
+    """
+
+    spec: SequenceSpec
+    slot: int
+    arrival: int
+    cached_prompt_tokens: int | None = 0
+    prompt_logprobs_told: int = 1
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether some are still to be reported."""
+        return self.spec.prompt_logprobs and self.prompt_logprobs_told < len(self.spec.prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """KV entries that a slot takes from another one instead of computing them."""
+
+    source: int
+    target: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class Plan:
+    """What one step computes.
+
+    Attributes:
+        copies: Before anything else.
+        decoding: Slots of which the last token is computed, ascending.
+        chunks: Runs of tokens of other slots.
+    """
+
+    copies: list[Copy] = field(default_factory=list)
+    decoding: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    chunks: list[Chunk] = field(default_factory=list)
+
+
+class SlotTable:
+    """Slots, the sequences in them and the ones that wait; plans what each step computes.
+
+    One row of every array is one slot. A slot that is free keeps its tokens and KV entries for
+    sequences that begin alike, until another sequence needs it.
+
+    Attributes:
+        tokens: Prompt and output of each slot's sequence, [slots, context].
+        length: How many of them there are.
+        cached: How many of them have KV entries.
+        revision: Of the weights that computed the first entry; no entry of the slot is older.
+        running: The sequence in each slot, if any.
+        waiting: Oldest first.
+    """
+
+    def __init__(self, slots: int, context: int) -> None:
+        self.context = context
+        self.tokens = np.zeros((slots, context), dtype=np.int64)
+        self.length = np.zeros(slots, dtype=np.int64)
+        self.cached = np.zeros(slots, dtype=np.int64)
+        self.revision = np.full(slots, -1, dtype=np.int64)
+        self.live = np.zeros(slots, dtype=bool)
+        self.running: list[Running | None] = [None] * slots
+        self.waiting: deque[SequenceSpec] = deque()
+
+        self.prompt_length = np.zeros(slots, dtype=np.int64)
+        self.limit = np.zeros(slots, dtype=np.int64)
+        self.no_stop_before = np.zeros(slots, dtype=np.int64)
+        self.temperature = np.ones(slots, dtype=np.float32)
+        self.top_k = np.zeros(slots, dtype=np.int64)
+        self.top_p = np.ones(slots, dtype=np.float32)
+        self.min_p = np.zeros(slots, dtype=np.float32)
+        self.seed = np.zeros(slots, dtype=np.uint64)
+        self.basis = np.zeros(slots, dtype=np.int64)
+
+        self._by_key: dict[int, int] = {}
+        self._free_since = np.zeros(slots, dtype=np.int64)  # in releases; least is first to go
+        self._releases = 0
+        self._arrivals = 0
+
+    def remove(self, keys: Iterable[int]) -> None:
+        """Takes sequences out, running or waiting; unknown keys are ignored."""
+        gone = set(keys)
+        for key in gone & self._by_key.keys():
+            self.release(self._by_key[key])
+        if any(spec.key in gone for spec in self.waiting):
+            self.waiting = deque(spec for spec in self.waiting if spec.key not in gone)
+
+    def release(self, slot: int) -> None:
+        """Frees the slot of a sequence that has ended."""
+        sequence = self.at(slot)
+        del self._by_key[sequence.spec.key]
+        self.running[slot] = None
+        self.live[slot] = False
+        self._releases += 1
+        self._free_since[slot] = self._releases
+
+    def at(self, slot: int) -> Running:
+        """The sequence of a slot that has one."""
+        sequence = self.running[slot]
+        if sequence is None:
+            raise LookupError(f"slot {slot} is free")
+        return sequence
+
+    def forget(self, slots: np.ndarray | slice = slice(None)) -> None:
+        """Drops KV entries: what runs is prefilled again, what is free can give nothing."""
+        self.cached[slots] = 0
+
+    def recompute(self) -> int:
+        """Drops the KV entries of what runs; returns how many there were."""
+        entries = int(self.cached[self.live].sum())
+        self.cached[self.live] = 0
+        return entries
+
+    def plan(self, prefill_tokens: int, prompt_logprob_rows: int, revision: int) -> Plan:
+        """What the next step computes under ``revision``: one token of each sequence that decodes,
+        and up to ``prefill_tokens`` of those that do not yet, oldest first, of which
+        ``prompt_logprob_rows`` may need logits.
+        """
+        self._admit(revision)
+        missing = np.where(self.live, self.length - self.cached, 0)
+        plan = Plan(decoding=(missing == 1).nonzero()[0])
+        prefilling = (missing > 1).nonzero()[0].tolist()
+        prefilling.sort(key=lambda slot: self.at(slot).arrival)
+        cached = self.cached.copy()  # a slot that is copied to in this step gives nothing yet
+        for slot in prefilling:
+            if prefill_tokens == 0:
+                break
+            sequence = self.at(slot)
+            room = prefill_tokens
+            if sequence.wants_prompt_logprobs:
+                room = min(room, prompt_logprob_rows)
+            elif self.cached[slot] == 0:
+                copy, wait = self._reuse(slot, cached, revision)
+                if wait:
+                    continue
+                if copy is not None:
+                    plan.copies.append(copy)
+                    self._take_over(slot, copy.tokens)
+                    self.revision[slot] = revision
+            start = int(self.cached[slot])
+            end = min(int(self.length[slot]), start + room)
+            if end == start:
+                continue
+            plan.chunks.append(Chunk(slot, start, end))
+            prefill_tokens -= end - start
+            if sequence.wants_prompt_logprobs:
+                prompt_logprob_rows -= end - start
+        starting = np.array([c.slot for c in plan.chunks if c.start == 0], dtype=np.int64)
+        self.revision[starting] = revision
+        first = plan.decoding[self.cached[plan.decoding] == 0]
+        self.revision[first] = revision
+        return plan
+
+    def _admit(self, revision: int) -> None:
+        free = (~self.live).nonzero()[0]
+        while self.waiting and len(free):
+            spec = self.waiting.popleft()
+            tokens = np.array([*spec.prompt, *spec.prefix], dtype=np.int64)
+            slot = int(free[self._free_since[free].argmin()])
+            entries = 0
+            if not spec.prompt_logprobs:
+                owners = free[(self.revision[free] == revision) & (self.cached[free] > 0)]
+                shared = self._shared(tokens[:-1], owners, self.cached[owners])
+                if len(shared) and shared.max() >= MIN_SHARED_TOKENS:
+                    slot = int(owners[shared.argmax()])
+                    entries = int(shared.max())
+            self._occupy(slot, spec, tokens)
+            if entries:
+                self._take_over(slot, entries)
+            free = free[free != slot]
+
+    def _occupy(self, slot: int, spec: SequenceSpec, tokens: np.ndarray) -> None:
+        sampling = spec.sampling
+        prompt = len(spec.prompt)
+        self._arrivals += 1
+        self.running[slot] = Running(spec, slot, self._arrivals)
+        self._by_key[spec.key] = slot
+        self.live[slot] = True
+        self.tokens[slot, : len(tokens)] = tokens
+        self.length[slot] = len(tokens)
+        self.cached[slot] = 0
+        self.prompt_length[slot] = prompt
+        self.limit[slot] = min(prompt + sampling.max_new_tokens, self.context)
+        self.no_stop_before[slot] = prompt + sampling.min_new_tokens
+        self.temperature[slot] = sampling.temperature
+        self.top_k[slot] = sampling.top_k
+        self.top_p[slot] = sampling.top_p
+        self.min_p[slot] = sampling.min_p
+        self.seed[slot] = sampling.seed
+        self.basis[slot] = BASES.index(spec.logprob_basis)
+
+    def _take_over(self, slot: int, entries: int) -> None:
+        self.cached[slot] = entries
+        sequence = self.at(slot)
+        if sequence.cached_prompt_tokens is not None:
+            sequence.cached_prompt_tokens = min(entries, len(sequence.spec.prompt))
+
+    def _reuse(self, slot: int, cached: np.ndarray, revision: int) -> tuple[Copy | None, bool]:
+        """Entries that others hold of how ``slot`` begins, and whether to wait because an older
+        sequence is about to compute more of them.
+        """
+        tokens = self.tokens[slot, : self.length[slot] - 1]
+        holds = (self.revision == revision) & (cached > 0)
+        arrival = self.at(slot).arrival
+        pending = [
+            s.slot
+            for s in self.running
+            if s is not None
+            and s.arrival < arrival
+            and self.length[s.slot] - cached[s.slot] > 1
+            and (holds[s.slot] or cached[s.slot] == 0)
+        ]
+        owners = holds.nonzero()[0]
+        now = self._shared(tokens, owners, cached[owners])
+        best = int(now.max(initial=0))
+        later = self._shared(tokens, np.array(pending, dtype=np.int64), self.length[pending])
+        if int(later.max(initial=0)) >= max(best + 1, MIN_SHARED_TOKENS):
+            return None, True
+        if best < MIN_SHARED_TOKENS:
+            return None, False
+        return Copy(int(owners[now.argmax()]), slot, best), False
+
+    def _shared(self, tokens: np.ndarray, owners: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+        """How many first tokens each of the slots ``owners`` shares with ``tokens``, up to its
+        bound.
+        """
+        shared = np.zeros(len(owners), dtype=np.int64)
+        if len(tokens) < MIN_SHARED_TOKENS or not len(owners):
+            return shared
+        head = self.tokens[owners, :MIN_SHARED_TOKENS] == tokens[:MIN_SHARED_TOKENS]
+        for i in head.all(1).nonzero()[0].tolist():
+            bound = min(int(bounds[i]), len(tokens))
+            differs = self.tokens[owners[i], :bound] != tokens[:bound]
+            shared[i] = int(differs.argmax()) if differs.any() else bound
+        return shared
