@@ -1,0 +1,43 @@
+# Each target does all of its own set-up. PYTHON chooses the interpreter (3.11 or newer).
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/
+
+.PHONY: demo test test-fast test-protobuf7 lint protos clean
+
+demo: $(VENV)/installed ## two servers, a trainer, a policy that learns
+	$(RUN)rollwire demo
+
+test: $(VENV)/installed lint ## everything that runs without a GPU
+	$(RUN)pytest -m "not gpu"
+
+test-fast: $(VENV)/installed ## what takes seconds
+	$(RUN)pytest -m "not gpu and not slow"
+
+# The committed API code loads on two generations of protobuf; this is the newer one.
+test-protobuf7: .overlay/installed
+	PYTHONPATH=.overlay $(RUN)pytest -m "not gpu and not slow" tests/protos tests/client tests/server
+
+lint: $(VENV)/installed
+	$(RUN)ruff check .
+	$(RUN)ruff format --check .
+	$(RUN)mypy
+	cd protos && ../$(RUN)buf lint
+
+protos: $(VENV)/installed ## makes the API's code again after a change of its .proto files
+	PATH=$(VENV)/bin:$$PATH $(RUN)python scripts/generate_protos.py
+
+$(VENV)/installed: requirements/dev.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rollwire needs Python 3.11 or newer")'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	$(RUN)pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+.overlay/installed: $(VENV)/installed requirements/protobuf7.txt
+	rm -rf .overlay
+	$(RUN)pip install --quiet --disable-pip-version-check --no-deps --target .overlay -r requirements/protobuf7.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) .overlay demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
