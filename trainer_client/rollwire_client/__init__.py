@@ -1,0 +1,116 @@
+"""The trainer's side of rollwire: stream rollouts from a fleet of servers, publish weights to it.
+
+    async with Fleet(["10.0.0.1:7000", "10.0.0.2:7000"]) as fleet:
+        trajectory = await fleet.generate([1, 2, 3], Sampling(max_new_tokens=64))
+
+        publisher = Publisher(fleet)
+        handle = await publisher.publish(version=1, tensors=model.state_dict())
+        report = await handle.committed
+
+Importing it needs no torch; publishing and tensors do (``pip install 'rollwire[transport]'``).
+"""
+
+from rollwire_client.client import RolloutClient, Timeouts
+from rollwire_client.data import (
+    Aborted,
+    Chunk,
+    Finish,
+    FinishReason,
+    KvPolicy,
+    LogprobBasis,
+    Pause,
+    Resumed,
+    Sampling,
+    ServerInfo,
+    ServerState,
+    WeightTag,
+)
+from rollwire_client.errors import (
+    ClosedError,
+    DigestMismatchError,
+    FrozenError,
+    InvalidRequestError,
+    MissingDependencyError,
+    NotFiniteError,
+    PrefixMismatchError,
+    ProtocolError,
+    PublishError,
+    PublishFailedError,
+    PublishInProgressError,
+    QueueFullError,
+    RefusedError,
+    RolloutFailedError,
+    RollwireError,
+    SchemaMismatchError,
+    ServerFailedError,
+    ServerNotReadyError,
+    ServerUnreachableError,
+    StaleAttemptError,
+    StalePublisherError,
+    TimedOutError,
+    TransferError,
+    UnavailableError,
+    UpdateRefusedError,
+    WeightVersionError,
+)
+from rollwire_client.fleet import Fleet
+from rollwire_client.publisher import Publisher, PublishHandle
+from rollwire_client.recipient import PublishTimeouts
+from rollwire_client.reports import PublishReport, ServerReport
+from rollwire_client.rollout import Retries
+from rollwire_client.trajectory import Segment, Trajectory, TrajectoryTensors
+from rollwire_client.wire import RolloutOptions
+
+__all__ = [
+    "Aborted",
+    "Chunk",
+    "ClosedError",
+    "DigestMismatchError",
+    "Finish",
+    "FinishReason",
+    "Fleet",
+    "FrozenError",
+    "InvalidRequestError",
+    "KvPolicy",
+    "LogprobBasis",
+    "MissingDependencyError",
+    "NotFiniteError",
+    "Pause",
+    "PrefixMismatchError",
+    "ProtocolError",
+    "PublishError",
+    "PublishFailedError",
+    "PublishHandle",
+    "PublishInProgressError",
+    "PublishReport",
+    "PublishTimeouts",
+    "Publisher",
+    "QueueFullError",
+    "RefusedError",
+    "Resumed",
+    "Retries",
+    "RolloutClient",
+    "RolloutFailedError",
+    "RolloutOptions",
+    "RollwireError",
+    "Sampling",
+    "SchemaMismatchError",
+    "Segment",
+    "ServerFailedError",
+    "ServerInfo",
+    "ServerNotReadyError",
+    "ServerReport",
+    "ServerState",
+    "ServerUnreachableError",
+    "StaleAttemptError",
+    "StalePublisherError",
+    "TimedOutError",
+    "Timeouts",
+    "Trajectory",
+    "TrajectoryTensors",
+    "TransferError",
+    "UnavailableError",
+    "UpdateRefusedError",
+    "WeightTag",
+    "WeightVersionError",
+]

@@ -1,0 +1,243 @@
+"""One rollout server, as a trainer sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self, Unpack
+
+import grpc
+from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
+
+from rollwire_client import wire
+from rollwire_client.calls import unary
+from rollwire_client.data import Aborted, Chunk, Pause, Resumed, Sampling, ServerInfo
+from rollwire_client.errors import ClosedError, RollwireError
+from rollwire_client.link import Attempt, Link
+from rollwire_client.trajectory import Draft, Trajectory
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Iterable, Sequence
+
+_OPTIONS = (
+    # Rollwire servers take a ping every 5 s; more often than a server allows means GOAWAY.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    # A server that comes back is found within a second, not within gRPC's two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.use_local_subchannel_pool", 1),
+    # Weight schemas and manifests of 100,000 tensors take 10 MiB.
+    ("grpc.max_receive_message_length", 16 << 20),
+    ("grpc.max_send_message_length", 16 << 20),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """How long a client waits for a server, in seconds.
+
+    Attributes:
+        call: For the answer to a call.
+        silence: After this long without a message for live sequences, the server is asked whether
+            it is there.
+        probe: For the answer to that; then the link counts as lost.
+        close: For the server to end what a closing client aborts.
+    """
+
+    call: float = 10.0
+    silence: float = 5.0
+    probe: float = 5.0
+    close: float = 2.0
+
+
+class RolloutClient:
+    """A client of one server; an async context manager.
+
+    It holds one channel, and one StreamRollouts call for any number of sequences, opened when the
+    first of them starts and again after it was lost. Closing it aborts what is under way.
+
+    Args:
+        address: HOST:PORT of the server.
+        timeouts: How long to wait for it.
+    """
+
+    def __init__(self, address: str, *, timeouts: Timeouts | None = None) -> None:
+        self.address = address
+        self.timeouts = timeouts or Timeouts()
+        self._channel: grpc.aio.Channel | None = None
+        self._link: Link | None = None
+        self._opening = asyncio.Lock()
+        self._context_length = 0
+
+    async def __aenter__(self) -> Self:
+        self._channel = grpc.aio.insecure_channel(self.address, options=_OPTIONS)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Aborts what is under way and closes the channel. Idempotent."""
+        channel, self._channel = self._channel, None
+        if channel is None:
+            return
+        if self._link is not None:
+            await self._link.close(self.timeouts.close)
+        await channel.close()
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """The channel to the server, for its other services.
+
+        Raises:
+            ClosedError: The client is not open.
+        """
+        if self._channel is None:
+            raise ClosedError(
+                f"the client of {self.address} is not open: use `async with`", server=self.address
+            )
+        return self._channel
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Tokens that sequences under way may still bring."""
+        return self._link.outstanding_tokens if self._link is not None else 0
+
+    def stream(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling = wire.DEFAULT_SAMPLING,
+        **options: Unpack[wire.RolloutOptions],
+    ) -> AsyncGenerator[Chunk, None]:
+        """Samples one sequence and yields its tokens as they come.
+
+        The last chunk has ``finish``, whatever its reason: an interruption is not resumed here (a
+        ``Fleet`` does that). Leaving the iteration aborts the sequence on the server.
+
+        Args:
+            prompt_ids: Token ids, at least one.
+            sampling: How to sample.
+            **options: See ``RolloutOptions``.
+
+        Raises:
+            RollwireError: With what was sampled before it in ``.trajectory``.
+        """
+        request = wire.request(prompt_ids, sampling, **options)
+        return self._run(request, Draft(request.request_id, prompt_ids), whole=False)
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling = wire.DEFAULT_SAMPLING,
+        **options: Unpack[wire.RolloutOptions],
+    ) -> Trajectory:
+        """Samples one sequence to its end; see ``stream``."""
+        request = wire.request(prompt_ids, sampling, **options)
+        draft = Draft(request.request_id, prompt_ids)
+        async for _ in self._run(request, draft, whole=True):
+            pass
+        return draft.trajectory()
+
+    async def start(self, request: rollout_pb2.GenerateRequest) -> Attempt:
+        """Starts one attempt at a sequence; the caller reads it and closes it."""
+        link = await self._open()
+        limit = request.sampling.max_new_tokens or self._context_length
+        room = max(self._context_length - len(request.prompt_token_ids), 0)
+        budget = max(min(limit, room), len(request.output_token_ids))
+        return link.start(request, budget)
+
+    async def info(self) -> ServerInfo:
+        """What the server is, holds and is doing.
+
+        Raises:
+            ServerUnreachableError: Nothing answers at the address within ``timeouts.call``.
+        """
+        return await self._info(self.timeouts.call)
+
+    async def abort(self, request_ids: Iterable[str]) -> Aborted:
+        """Ends sequences on the server; whoever reads them gets ``FinishReason.ABORTED``."""
+        keys = [rollout_pb2.SequenceKey(request_id=request_id) for request_id in request_ids]
+        return await self._abort(rollout_pb2.AbortRequest(sequences=keys))
+
+    async def abort_all(self) -> Aborted:
+        """Ends every sequence of the server, also those of other clients."""
+        return await self._abort(rollout_pb2.AbortRequest(all=True))
+
+    async def pause(self, pause_id: str = "", *, lease: float | None = None) -> Pause:
+        """Stops sampling at the next step and holds every sequence, until ``resume``.
+
+        Args:
+            pause_id: Names the pause; "" lets the server make a name.
+            lease: Seconds after which it is lifted by itself; 0 never, None the server's default.
+        """
+        request = rollout_pb2.PauseRequest(pause_id=pause_id)
+        if lease is not None:
+            request.lease.CopyFrom(wire.duration(lease))
+        answer = await unary(
+            self._rollouts.Pause, request, server=self.address, timeout=self.timeouts.call
+        )
+        return Pause(answer.pause_id, answer.held_sequences)
+
+    async def resume(self, pause_id: str = "") -> Resumed:
+        """Lifts one pause, or all of them if ``pause_id`` is ""."""
+        answer = await unary(
+            self._rollouts.Resume,
+            rollout_pb2.ResumeRequest(pause_id=pause_id),
+            server=self.address,
+            timeout=self.timeouts.call,
+        )
+        return Resumed(
+            answer.resumed_sequences, answer.remaining_pauses, wire.weight_tag(answer.weights)
+        )
+
+    @property
+    def _rollouts(self) -> rollout_pb2_grpc.RolloutServiceStub:
+        return rollout_pb2_grpc.RolloutServiceStub(self.channel)
+
+    async def _run(
+        self, request: rollout_pb2.GenerateRequest, draft: Draft, *, whole: bool
+    ) -> AsyncGenerator[Chunk, None]:
+        attempt = None
+        try:
+            attempt = await self.start(request)
+            while (chunk := await attempt.next(whole=whole)) is not None:
+                draft.add(chunk, self.address)
+                yield chunk
+        except RollwireError as error:
+            error.trajectory = draft.trajectory()
+            raise
+        finally:
+            if attempt is not None:
+                attempt.close()
+
+    async def _open(self) -> Link:
+        if self._link is not None and self._link.lost is None:
+            return self._link
+        async with self._opening:
+            if self._link is None or self._link.lost is not None:
+                # A stream has no deadline, so the server is first asked whether it is there.
+                self._context_length = (await self.info()).context_length
+                self._link = Link(
+                    self._rollouts.StreamRollouts(),
+                    self.address,
+                    probe=lambda: self._info(self.timeouts.probe),
+                    silence=self.timeouts.silence,
+                )
+            return self._link
+
+    async def _info(self, timeout: float) -> ServerInfo:
+        answer = await unary(
+            self._rollouts.GetServerInfo,
+            rollout_pb2.GetServerInfoRequest(),
+            server=self.address,
+            timeout=timeout,
+        )
+        return wire.server_info(answer, self.address)
+
+    async def _abort(self, request: rollout_pb2.AbortRequest) -> Aborted:
+        answer = await unary(
+            self._rollouts.Abort, request, server=self.address, timeout=self.timeouts.call
+        )
+        return Aborted(answer.aborted, tuple(answer.not_found))

@@ -1,0 +1,380 @@
+"""One StreamRollouts call: any number of attempts at sequences, multiplexed in columns.
+
+    Link ─ open ─▶ reads, writes, watches ─▶ lost: every attempt on it ends with the error
+
+A message of the server carries one engine step of all attempts. Each attempt keeps what it got in
+pieces of equal weights, so that a slow reader finds few large chunks instead of many small ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import logging
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import grpc
+from rollwire.v1 import common_pb2, rollout_pb2
+
+from rollwire_client import errors, wire
+from rollwire_client.data import Chunk, Finish, FinishReason, WeightTag
+from rollwire_client.errors import (
+    ClosedError,
+    ProtocolError,
+    RollwireError,
+    ServerUnreachableError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    Call = grpc.aio.StreamStreamCall[
+        rollout_pb2.StreamRolloutsRequest, rollout_pb2.StreamRolloutsResponse
+    ]
+
+E = TypeVar("E", bound=Exception)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Tokens that were sampled under the same weights and are not read yet."""
+
+    offset: int
+    token_ids: list[int]
+    logprobs: list[float]
+    weights: WeightTag
+    oldest_kv_revision: int
+
+    def chunk(self, finish: Finish | None) -> Chunk:
+        return Chunk(
+            self.offset,
+            tuple(self.token_ids),
+            tuple(self.logprobs),
+            self.weights,
+            self.oldest_kv_revision,
+            finish,
+        )
+
+
+class Attempt:
+    """One attempt at a sequence on one server: read it with ``next``, then ``close`` it."""
+
+    __slots__ = (
+        "_error",
+        "_finish",
+        "_link",
+        "_pieces",
+        "_waiter",
+        "_whole",
+        "budget",
+        "ended",
+        "handle",
+        "next_offset",
+    )
+
+    def __init__(self, link: Link, handle: int, offset: int, budget: int) -> None:
+        self.handle = handle
+        self.next_offset = offset
+        self.budget = budget
+        self.ended = False
+        self._link = link
+        self._pieces: deque[_Piece] = deque()
+        self._finish: Finish | None = None
+        self._error: RollwireError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._whole = False
+
+    async def next(self, *, whole: bool = False) -> Chunk | None:
+        """The next chunk; None after the last one.
+
+        Args:
+            whole: Wait for the end of the attempt first: a reader that wants it as a whole is
+                woken once, not by every step.
+
+        Raises:
+            RollwireError: What the attempt failed with, after the last chunk before it.
+        """
+        while not self.ended and (whole or not self._pieces):
+            self._whole = whole
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._pieces:
+            piece = self._pieces.popleft()
+            return piece.chunk(None if self._pieces else self._finish)
+        if self._error is not None:
+            raise self._error
+        return None
+
+    def close(self) -> None:
+        """Ends it on the server if it has not ended yet."""
+        if not self.ended:
+            self._link.abort(self)
+
+    def take(
+        self,
+        offset: int,
+        token_ids: list[int],
+        logprobs: list[float],
+        weights: WeightTag,
+        oldest_kv_revision: int,
+    ) -> int:
+        """Appends what a message brings and says how many of its tokens are new.
+
+        Raises:
+            ProtocolError: There is a gap before ``offset``.
+        """
+        if offset != self.next_offset:
+            known = self.next_offset - offset
+            if known < 0:
+                raise ProtocolError(
+                    f"{self._link.address}: tokens {self.next_offset} to {offset - 1} of the "
+                    f"sequence never came: the server skipped them",
+                    server=self._link.address,
+                )
+            token_ids, logprobs = token_ids[known:], logprobs[known:]
+        if not token_ids:
+            return 0
+        if (
+            self._pieces
+            and (last := self._pieces[-1]).weights is weights
+            and last.oldest_kv_revision == oldest_kv_revision
+        ):
+            last.token_ids += token_ids
+            last.logprobs += logprobs
+        else:
+            self._pieces.append(
+                _Piece(self.next_offset, token_ids, logprobs, weights, oldest_kv_revision)
+            )
+        self.next_offset += len(token_ids)
+        if self._waiter is not None and not self._whole:
+            self._wake()
+        return len(token_ids)
+
+    def finish(self, finish: Finish, weights: WeightTag) -> None:
+        """Ends it as the server says.
+
+        Raises:
+            ProtocolError: The server sampled more tokens than it sent.
+        """
+        if (
+            finish.output_tokens > self.next_offset
+            and finish.reason is not FinishReason.SUPERSEDED  # the newer stream has the rest
+        ):
+            raise ProtocolError(
+                f"{self._link.address}: the sequence ended with {finish.output_tokens} tokens, of "
+                f"which {self.next_offset} came",
+                server=self._link.address,
+            )
+        if not self._pieces:
+            self._pieces.append(_Piece(self.next_offset, [], [], weights, weights.revision))
+        self._finish = finish
+        self.end(None)
+
+    def end(self, error: RollwireError | None) -> None:
+        """Ends it: no more comes from the server."""
+        self.ended = True
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Link:
+    """An open StreamRollouts call.
+
+    Attributes:
+        address: Of the server.
+        lost: Why the link serves no more; None while it does.
+        outstanding_tokens: Tokens that its attempts may still bring.
+    """
+
+    def __init__(
+        self, call: Call, address: str, *, probe: Callable[[], Awaitable[object]], silence: float
+    ) -> None:
+        """Takes over ``call``; ``probe`` raises if the server is gone, and is asked whenever
+        nothing came for ``silence`` seconds.
+        """
+        self.address = address
+        self.lost: RollwireError | None = None
+        self.outstanding_tokens = 0
+        self._call = call
+        self._probe = probe
+        self._silence = silence
+        self._heard = 0.0
+        self._attempts: dict[int, Attempt] = {}
+        self._handles = 0
+        self._tag: tuple[common_pb2.WeightTag, WeightTag] | None = None
+        self._outgoing: asyncio.Queue[rollout_pb2.StreamRolloutsRequest | None] = asyncio.Queue()
+        self._task = asyncio.create_task(self._serve(), name=f"rollwire link to {address}")
+
+    def start(self, request: rollout_pb2.GenerateRequest, budget: int) -> Attempt:
+        """Sends a request that may bring the output to at most ``budget`` tokens.
+
+        Raises:
+            RollwireError: The link is lost.
+        """
+        if self.lost is not None:
+            raise copy.copy(self.lost)
+        self._handles += 1
+        attempt = Attempt(self, self._handles, len(request.output_token_ids), budget)
+        self._attempts[attempt.handle] = attempt
+        self.outstanding_tokens += budget - attempt.next_offset
+        self._outgoing.put_nowait(
+            rollout_pb2.StreamRolloutsRequest(handle=attempt.handle, start=request)
+        )
+        return attempt
+
+    def abort(self, attempt: Attempt) -> None:
+        """Tells the server to end an attempt; its last chunk says so."""
+        if attempt.handle in self._attempts:
+            self._outgoing.put_nowait(
+                rollout_pb2.StreamRolloutsRequest(
+                    handle=attempt.handle, abort=rollout_pb2.AbortSequence()
+                )
+            )
+
+    async def close(self, timeout: float) -> None:
+        """Aborts what is under way, lets the server end it, and closes the call.
+
+        A server that does not answer within ``timeout`` seconds is left alone.
+        """
+        for attempt in list(self._attempts.values()):
+            self.abort(attempt)
+        self._outgoing.put_nowait(None)
+        await asyncio.wait([self._task], timeout=timeout)
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _serve(self) -> None:
+        """Runs the call until it ends; what goes wrong ends the attempts, not this task."""
+        error: RollwireError = ServerUnreachableError(
+            f"{self.address}: the server ended the stream", server=self.address
+        )
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                beside = [tasks.create_task(self._write()), tasks.create_task(self._watch())]
+                await self._read()
+                for task in beside:
+                    task.cancel()
+        except* grpc.aio.AioRpcError as group:
+            error = errors.from_rpc(_first(group), self.address)
+        except* RollwireError as group:
+            error = _first(group)
+        except* asyncio.CancelledError:
+            error = ClosedError(f"{self.address}: the client was closed", server=self.address)
+        finally:
+            self._call.cancel()
+            self._lose(error)
+
+    async def _read(self) -> None:
+        clock = asyncio.get_running_loop().time
+        self._heard = clock()
+        async for message in self._call:
+            self._heard = clock()
+            self._deliver(message)
+
+    async def _write(self) -> None:
+        with contextlib.suppress(asyncio.InvalidStateError):  # it has ended; the reader knows why
+            while (message := await self._outgoing.get()) is not None:
+                await self._call.write(message)
+            await self._call.done_writing()
+
+    async def _watch(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(self._silence / 2)
+            if self._attempts and clock() - self._heard > self._silence:
+                await self._probe()
+                self._heard = clock()
+
+    def _deliver(self, message: rollout_pb2.StreamRolloutsResponse) -> None:
+        weights = self._weights(message.weights)
+        handles, counts = message.handles, message.counts
+        token_ids, logprobs = message.token_ids[:], message.logprobs[:]
+        oldest = message.oldest_kv_revisions or [weights.revision] * len(handles)
+        if not (
+            len(handles) == len(counts) == len(message.offsets) == len(oldest)
+            and sum(counts) == len(token_ids) == len(logprobs)
+        ):
+            raise ProtocolError(
+                f"{self.address}: the columns of a message do not fit each other: {len(handles)} "
+                f"handles, {len(token_ids)} token ids, {len(logprobs)} log-probabilities",
+                server=self.address,
+            )
+        attempts = self._attempts
+        start = new = 0
+        for handle, count, offset, revision in zip(
+            handles, counts, message.offsets, oldest, strict=True
+        ):
+            end = start + count
+            if (attempt := attempts.get(handle)) is not None:
+                try:
+                    new += attempt.take(
+                        offset, token_ids[start:end], logprobs[start:end], weights, revision
+                    )
+                except ProtocolError as error:
+                    self._give_up(attempt, error)
+            start = end
+        self.outstanding_tokens -= new
+        for event in message.events:
+            self._on_event(event, weights)
+
+    def _on_event(self, event: rollout_pb2.SequenceEvent, weights: WeightTag) -> None:
+        attempt = self._attempts.get(event.handle)
+        if attempt is None:
+            return
+        if event.HasField("finish"):
+            finish = wire.finish(event.finish)
+            if finish is None:
+                problem = f"{self.address}: a sequence ended for no known reason: {event.finish}"
+                self._forget(attempt)
+                attempt.end(ProtocolError(problem, server=self.address))
+                return
+            self._forget(attempt)
+            try:
+                attempt.finish(finish, weights)
+            except ProtocolError as error:
+                attempt.end(error)
+        elif event.HasField("error"):
+            self._forget(attempt)
+            attempt.end(errors.from_sequence(event.error, self.address))
+
+    def _weights(self, message: common_pb2.WeightTag) -> WeightTag:
+        # One object for equal tags, so that pieces can compare them by identity.
+        if self._tag is None or self._tag[0] != message:
+            self._tag = (message, wire.weight_tag(message))
+        return self._tag[1]
+
+    def _give_up(self, attempt: Attempt, error: RollwireError) -> None:
+        self.abort(attempt)
+        self._forget(attempt)
+        attempt.end(error)
+
+    def _forget(self, attempt: Attempt) -> None:
+        del self._attempts[attempt.handle]
+        self.outstanding_tokens -= attempt.budget - attempt.next_offset
+
+    def _lose(self, error: RollwireError) -> None:
+        self.lost = error
+        attempts = list(self._attempts.values())
+        if attempts:
+            logger.info("%s; %d sequences were under way", error, len(attempts))
+        for attempt in attempts:
+            self._forget(attempt)
+            attempt.end(copy.copy(error))  # each gets a trajectory of its own
+
+
+def _first(group: BaseExceptionGroup[E]) -> E:
+    """The first error in a group that may be nested."""
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

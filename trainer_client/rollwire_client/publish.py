@@ -1,0 +1,239 @@
+"""One publish, from its announcement to its report."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from typing import TYPE_CHECKING
+
+import rollwire_transport as transport
+from rollwire.v1 import weights_pb2
+
+from rollwire_client import wire
+from rollwire_client.errors import (
+    DigestMismatchError,
+    PublishError,
+    PublishFailedError,
+    SchemaMismatchError,
+    ServerUnreachableError,
+    StalePublisherError,
+)
+from rollwire_client.recipient import Phase, PublishTimeouts, Recipient
+from rollwire_client.reports import PublishReport, ServerReport
+from rollwire_client.routes import local_address
+from rollwire_client.tasks import end
+from rollwire_client.transfer import Transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rollwire_client.data import KvPolicy
+    from rollwire_client.fleet import Fleet
+    from rollwire_client.schema import Source
+
+logger = logging.getLogger(__name__)
+
+
+class Publish:
+    """One update of a fleet: announce → transfer → commit, or discard.
+
+    Attributes:
+        version: The trainer's step.
+        update_id: Names it on the servers.
+        total_bytes: What each server gets.
+        sent_bytes: What all of them have.
+        announced: Set when every server is ready, or out.
+        released: Set when every server has everything, or is out.
+
+    Raises:
+        SchemaMismatchError: The tensors cannot be laid out.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        publisher: weights_pb2.Publisher,
+        version: int | None,
+        specs: Sequence[transport.TensorSpec],
+        source: Source,
+        *,
+        partial: bool,
+        allow_version_rollback: bool,
+        bucket_bytes: int | None,
+        backend: str | None,
+        host: str | None,
+        kv_policy: KvPolicy,
+        timeouts: PublishTimeouts,
+    ) -> None:
+        self.version = version
+        self.update_id = uuid.uuid4().hex
+        self.sent_bytes = 0
+        self.announced = asyncio.Event()
+        self.released = asyncio.Event()
+        self._fleet = fleet
+        self._source = source
+        self._backend = backend
+        self._host = host
+        self._kv_policy = kv_policy
+        self._timeouts = timeouts
+        try:
+            self._manifest = transport.plan(
+                specs,
+                bucket_bytes=bucket_bytes or transport.DEFAULT_BUCKET_BYTES,
+                partial=partial,
+            )
+        except transport.ManifestError as error:
+            raise SchemaMismatchError(f"the tensors cannot be sent: {error}") from error
+        self.total_bytes = sum(bucket.size for bucket in self._manifest.buckets)
+        self._request = weights_pb2.UpdateWeightsRequest(
+            publisher=publisher,
+            update_id=self.update_id,
+            version=version,
+            allow_version_rollback=allow_version_rollback,
+            manifest=wire.manifest(self._manifest),
+            stage_lease=wire.duration(timeouts.stage_lease),
+        )
+        self._recipients = [
+            Recipient(member.client, publisher, self.update_id, timeouts)
+            for member in fleet.members
+        ]
+        self._committed: dict[Recipient, weights_pb2.CommitWeightsResponse] = {}
+
+    async def run(self) -> PublishReport:
+        """Publishes; servers that have not committed when this ends have discarded the update.
+
+        Raises:
+            PublishFailedError: No server committed.
+            PublishError: It cannot go on.
+        """
+        began = asyncio.get_running_loop().time()
+        following = [asyncio.create_task(r.follow(self._request)) for r in self._recipients]
+        try:
+            await self._announce()
+            digest = await self._transfer()
+            await self._commit(digest)
+        finally:
+            await end(following)
+            await self._discard()
+        for recipient in self._recipients:
+            if recipient.error is not None:
+                logger.warning("version %s was not published: %s", self.version, recipient.error)
+        return PublishReport(
+            version=self.version,
+            update_id=self.update_id,
+            digest=digest,
+            bytes=self.total_bytes,
+            seconds=asyncio.get_running_loop().time() - began,
+            servers=tuple(self._report(recipient) for recipient in self._recipients),
+        )
+
+    async def _announce(self) -> None:
+        await asyncio.gather(
+            *(r.wait(lambda r: r.phase is not Phase.ANNOUNCED) for r in self._recipients)
+        )
+        for recipient in self._recipients:
+            if isinstance(recipient.error, StalePublisherError):
+                raise recipient.error
+        await self._require("no server takes the update")
+        self.announced.set()
+
+    async def _transfer(self) -> int:
+        """Moves the tensors; returns the digest of what was sent."""
+        transfer = Transfer(
+            self._manifest,
+            self._source,
+            backend=self._backend or self._common_backend(),
+            host=self._host or await self._find_host(),
+            timeouts=self._timeouts,
+            progress=self._progressed,
+        )
+        await transfer.run(self._recipients)
+        await self._require("no server has received it")
+        for recipient in self._recipients:
+            if recipient.staged and recipient.digest != transfer.digest:
+                recipient.fail(_other_digest(recipient, transfer.digest))
+        await self._require("no server has received what was sent")
+        self.released.set()
+        return transfer.digest
+
+    async def _commit(self, digest: int) -> None:
+        async def commit(recipient: Recipient) -> None:
+            answer = await recipient.commit(digest, self._kv_policy)
+            if answer is not None:
+                self._committed[recipient] = answer
+                self._fleet.learn(recipient.address, wire.weight_tag(answer.weights))
+
+        await asyncio.gather(*(commit(r) for r in self._recipients if r.staged))
+        await self._require("no server has committed it")
+        answer = next(iter(self._committed.values()))
+        self._fleet.expect(wire.weight_tag(answer.weights))
+
+    async def _require(self, problem: str) -> None:
+        """Raises if every server is out."""
+        if any(recipient.error is None for recipient in self._recipients):
+            return
+        served = await asyncio.gather(*(r.serves() for r in self._recipients))
+        told = [f"{r.error} [{now}]" for r, now in zip(self._recipients, served, strict=True)]
+        raise PublishFailedError(
+            f"version {self.version} was not published, {problem}: {'; '.join(told)}",
+            {r.address: r.error for r in self._recipients if r.error is not None},
+        )
+
+    async def _discard(self) -> None:
+        """Makes servers drop what they did not commit; one that is gone does so by itself."""
+        await asyncio.gather(
+            *(
+                recipient.discard()
+                for recipient in self._recipients
+                if recipient not in self._committed
+                and recipient.phase is not Phase.ANNOUNCED
+                and not isinstance(recipient.error, ServerUnreachableError)
+            )
+        )
+
+    def _common_backend(self) -> str:
+        usable = [name for name, b in transport.available_backends().items() if b.ok]
+        servers = [r for r in self._recipients if r.error is None]
+        for name in usable:
+            if all(name in recipient.transports for recipient in servers):
+                return name
+        told = "; ".join(f"{r.address}: {', '.join(r.transports) or 'none'}" for r in servers)
+        raise PublishError(
+            f"no transport that all can use: here {', '.join(usable) or 'none'}; {told}"
+        )
+
+    async def _find_host(self) -> str:
+        addresses = [r.address for r in self._recipients if r.error is None]
+        try:
+            return await asyncio.to_thread(local_address, addresses)
+        except OSError as error:
+            raise PublishError(
+                f"no address of this machine by which servers reach it: {error}; name one as `host`"
+            ) from error
+
+    def _progressed(self, sent_bytes: int) -> None:
+        self.sent_bytes = sent_bytes
+
+    def _report(self, recipient: Recipient) -> ServerReport:
+        answer = self._committed.get(recipient, weights_pb2.CommitWeightsResponse())
+        return ServerReport(
+            address=recipient.address,
+            weights=wire.weight_tag(answer.weights) if recipient in self._committed else None,
+            error=recipient.error,
+            received_bytes=recipient.received_bytes,
+            staging_seconds=recipient.seconds,
+            apply_seconds=answer.timing.apply_ns / 1e9,
+            paused_seconds=answer.timing.paused_ns / 1e9,
+            held_sequences=answer.timing.held_sequences,
+            kv_tokens_to_recompute=answer.timing.kv_tokens_to_recompute,
+            already_current=answer.already_current,
+        )
+
+
+def _other_digest(recipient: Recipient, sent: int) -> DigestMismatchError:
+    return DigestMismatchError(
+        f"{recipient.address}: received an update of digest {recipient.digest:016x}, sent was "
+        f"{sent:016x}",
+        server=recipient.address,
+    )

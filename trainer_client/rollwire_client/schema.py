@@ -1,0 +1,94 @@
+"""Whether a trainer's tensors are what the servers want, and how they are sent."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import rollwire_transport as transport
+
+from rollwire_client.errors import SchemaMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rollwire_transport import TensorSpec
+    from torch import Tensor
+
+Source = Callable[[], Iterable[tuple[str, "Tensor"]]]
+
+_SHOWN = 20  # of the problems, in an error's message
+
+
+def fit(
+    tensors: Mapping[str, Tensor] | Source, schema: Sequence[TensorSpec], *, partial: bool
+) -> tuple[list[TensorSpec], Source]:
+    """What is sent, aliases included, and where it comes from.
+
+    A mapping is checked here. A callable is not asked for anything yet: it must give the tensors in
+    the order of the schema, which the sender checks as they come.
+
+    Raises:
+        SchemaMismatchError: The mapping is not what the servers want.
+    """
+    if callable(tensors):
+        return list(schema), tensors
+    sent = _chosen(tensors, schema, partial=partial)
+    aliases = [s for s in schema if s.alias_of in sent]
+    specs = [transport.describe(name, tensor) for name, tensor in sent.items()]
+    return specs + aliases, lambda: iter(sent.items())
+
+
+def _chosen(
+    tensors: Mapping[str, Tensor], schema: Sequence[TensorSpec], *, partial: bool
+) -> dict[str, Tensor]:
+    """The tensors to send under the servers' names, each memory once."""
+    wanted = {spec.name: spec for spec in schema}
+    alias_of = {spec.name: spec.alias_of for spec in schema if spec.alias_of is not None}
+    same_memory = {
+        spec.name: spec.alias_of or spec.name for spec in transport.describe_all(tensors)
+    }
+    missing = [] if partial else [n for n in wanted if n not in tensors and n not in alias_of]
+    sent: dict[str, Tensor] = {}
+    problems: list[str] = []
+    for name, tensor in tensors.items():
+        if name not in wanted:
+            problems.append(f"{name} is unknown to the servers{_renamed(name, missing)}")
+            continue
+        source = alias_of.get(name, name)
+        if source != name and source in tensors:
+            if same_memory[name] != same_memory[source]:
+                problems.append(
+                    f"{name} is tied to {source} on the servers, and a tensor of its own here: "
+                    "tie them, or leave it out"
+                )
+            continue
+        problems += _differences(name, tensor, wanted[source])
+        sent.setdefault(source, tensor)
+    problems += [f"{name} is missing" for name in missing if name not in sent]
+    if problems:
+        shown = problems[:_SHOWN]
+        if more := len(problems) - len(shown):
+            shown.append(f"and {more} more")
+        raise SchemaMismatchError(
+            "the tensors are not those that the servers want; nothing was sent: " + "; ".join(shown)
+        )
+    return sent
+
+
+def _differences(name: str, tensor: Tensor, want: TensorSpec) -> Iterable[str]:
+    got = replace(transport.describe(name, tensor), name=want.name)
+    if got.shape != want.shape:
+        yield (
+            f"{name} has shape {list(got.shape)}, the servers want {list(want.shape)}: "
+            "split or reshape it"
+        )
+    if got.dtype != want.dtype:
+        yield f"{name} is {got.dtype}, the servers want {want.dtype}: cast it"
+
+
+def _renamed(name: str, missing: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, missing, n=1)
+    return f": rename it to {close[0]}, perhaps" if close else ""

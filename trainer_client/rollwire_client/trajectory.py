@@ -1,0 +1,158 @@
+"""What a sequence became: its tokens, and which weights sampled each of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rollwire_client.data import Chunk, Finish, FinishReason, WeightTag
+from rollwire_client.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Output tokens ``start`` to ``end`` (exclusive), all sampled under the same weights.
+
+    Attributes:
+        start: Index of the first one in the output.
+        end: Index after the last one.
+        weights: What sampled them.
+        oldest_kv_revision: The lowest revision that computed a key or value which any of them
+            attended to.
+    """
+
+    start: int
+    end: int
+    weights: WeightTag
+    oldest_kv_revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryTensors:
+    """A trajectory as a loss takes it; every tensor has the shape [prompt + output].
+
+    Attributes:
+        token_ids: int64; the prompt, then the output.
+        logprobs: float32; of each token as its policy gave it, 0 on the prompt.
+        versions: int64; the weight version that sampled each token, -1 where there is none (on the
+            prompt, and under weights without a version).
+        mask: bool; true where a token was sampled, false on the prompt.
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+    versions: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One sequence, however often it was interrupted and wherever it ran.
+
+    Attributes:
+        request_id: Its name on the servers.
+        prompt_ids: The prompt.
+        token_ids: The output.
+        logprobs: One for each output token.
+        segments: The output in runs of equal WeightTag; they touch, and cover it.
+        finish: How it ended; None where an error ended it (see ``RollwireError.trajectory``).
+        servers: Addresses of the servers that sampled it, in order.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    segments: tuple[Segment, ...]
+    finish: Finish | None
+    servers: tuple[str, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Whether it came to its own end: a stop token or the length limit."""
+        return self.finish is not None and self.finish.reason in {
+            FinishReason.STOP,
+            FinishReason.LENGTH,
+        }
+
+    @property
+    def versions(self) -> tuple[int | None, ...]:
+        """The weight version that sampled each output token."""
+        return tuple(
+            segment.weights.version
+            for segment in self.segments
+            for _ in range(segment.start, segment.end)
+        )
+
+    def to_tensors(self) -> TrajectoryTensors:
+        """The trajectory as CPU tensors.
+
+        Raises:
+            MissingDependencyError: torch is not installed.
+        """
+        try:
+            import torch
+        except ImportError as error:
+            raise MissingDependencyError(
+                "tensors need torch: pip install 'rollwire[transport]'"
+            ) from error
+        prompt = len(self.prompt_ids)
+        versions = [-1 if version is None else version for version in self.versions]
+        return TrajectoryTensors(
+            token_ids=torch.tensor(self.prompt_ids + self.token_ids, dtype=torch.int64),
+            logprobs=torch.tensor((0.0,) * prompt + self.logprobs, dtype=torch.float32),
+            versions=torch.tensor([-1] * prompt + versions, dtype=torch.int64),
+            mask=torch.arange(prompt + len(self.token_ids)) >= prompt,
+        )
+
+
+class Draft:
+    """A trajectory that is still being sampled."""
+
+    def __init__(self, request_id: str, prompt_ids: Sequence[int]) -> None:
+        self.token_ids: list[int] = []
+        self._request_id = request_id
+        self._prompt_ids = tuple(prompt_ids)
+        self._logprobs: list[float] = []
+        self._segments: list[Segment] = []
+        self._servers: list[str] = []
+        self._finish: Finish | None = None
+
+    def add(self, chunk: Chunk, server: str) -> None:
+        """Appends what ``server`` sampled."""
+        self._finish = chunk.finish
+        if not chunk.token_ids:
+            return
+        if not self._servers or self._servers[-1] != server:
+            self._servers.append(server)
+        start = len(self.token_ids)
+        self.token_ids += chunk.token_ids
+        self._logprobs += chunk.logprobs
+        oldest = chunk.oldest_kv_revision
+        if self._segments and self._segments[-1].weights == chunk.weights:
+            last = self._segments.pop()
+            start, oldest = last.start, min(last.oldest_kv_revision, oldest)
+        self._segments.append(Segment(start, len(self.token_ids), chunk.weights, oldest))
+
+    @property
+    def newest_version(self) -> int | None:
+        """The newest weight version that sampled any of it."""
+        versions = [s.weights.version for s in self._segments if s.weights.version is not None]
+        return max(versions, default=None)
+
+    def trajectory(self) -> Trajectory:
+        """As it is now."""
+        return Trajectory(
+            request_id=self._request_id,
+            prompt_ids=self._prompt_ids,
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self._logprobs),
+            segments=tuple(self._segments),
+            finish=self._finish,
+            servers=tuple(self._servers),
+        )

@@ -1,0 +1,257 @@
+"""Moves an update to the servers of a publish, over one transport group after another.
+
+A group holds those that do not have everything yet. When it fails, those that are dead or to blame
+are cut out, and the rest form a new one and go on from the lowest bucket that one of them misses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+import rollwire_transport as transport
+from rollwire.v1 import weights_pb2
+
+from rollwire_client.errors import (
+    RollwireError,
+    SchemaMismatchError,
+    TransferError,
+)
+from rollwire_client.recipient import Phase, PublishTimeouts, Recipient
+from rollwire_client.tasks import end
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rollwire_client.schema import Source
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+# A server that is alive but fails in the transport may have been the victim of another once.
+_STRIKES = 2
+
+
+class _GroupFailed(Exception):  # noqa: N818 - what happened to a group, not shown to anybody
+    """A group failed; ``culprit`` is the server to blame, where it is known."""
+
+    def __init__(self, error: RollwireError, culprit: Recipient | None) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.culprit = culprit
+
+
+class Transfer:
+    """Sends one update to a set of recipients.
+
+    Args:
+        manifest: The layout.
+        source: Gives a fresh iterator of (name, tensor).
+        backend: Of the transport.
+        host: Under which the servers reach this machine.
+        timeouts: How long to wait.
+        progress: Called with the bytes that every server of the group has, from another thread.
+    """
+
+    def __init__(
+        self,
+        manifest: transport.Manifest,
+        source: Source,
+        *,
+        backend: str,
+        host: str,
+        timeouts: PublishTimeouts,
+        progress: Callable[[int], None],
+    ) -> None:
+        self._sender = transport.Sender(manifest)
+        self._source = source
+        self._backend = backend
+        self._host = host
+        self._timeouts = timeouts
+        self._progress = progress
+        self._strikes: Counter[Recipient] = Counter()
+        self._threads = ThreadPoolExecutor(thread_name_prefix="rollwire-publish")
+
+    @property
+    def digest(self) -> int:
+        """Of what was sent, once all was."""
+        return self._sender.digest
+
+    async def run(self, recipients: Sequence[Recipient]) -> None:
+        """Returns when every recipient is staged or out.
+
+        Raises:
+            SchemaMismatchError: The source gives something else than the manifest says.
+            TransferError: No group can be formed from here.
+        """
+        try:
+            while group := [r for r in recipients if r.error is None and not r.staged]:
+                try:
+                    await self._watched(group)
+                except _GroupFailed as failed:
+                    logger.warning("a transport group of %d failed: %s", len(group), failed)
+                    self._blame(group, failed)
+                    # How far they came is worth a moment, but not needed: joining the next group
+                    # makes a server leave this one.
+                    await _settled(group, self._timeouts.stalled)
+                else:
+                    for late in await _settled(group, self._timeouts.staged):
+                        late.fail(self._not_staged(late))
+        finally:
+            self._threads.shutdown(wait=False)
+
+    async def _watched(self, group: list[Recipient]) -> None:
+        """One group from its meeting to its end, given up at once when a member dies.
+
+        Raises:
+            _GroupFailed: It did not come to its end.
+        """
+        work = asyncio.create_task(self._exchange(group))
+        deaths = [asyncio.create_task(r.wait(lambda _: False)) for r in group]
+        try:
+            await asyncio.wait([work, *deaths], return_when=asyncio.FIRST_COMPLETED)
+            dead = next((r for r in group if r.error is not None), None)
+            if not work.done() and dead is not None and dead.error is not None:
+                raise _GroupFailed(dead.error, dead)
+            await work
+        finally:
+            await end([work, *deaths])
+
+    async def _exchange(self, group: list[Recipient]) -> None:
+        first_bucket = min(recipient.next_bucket for recipient in group)
+        link = await self._form(group, first_bucket)
+        try:
+            await self._in_thread(
+                lambda: self._sender.send(
+                    link,
+                    self._source,
+                    first_bucket=first_bucket,
+                    bucket_timeout=self._timeouts.bucket,
+                    progress=self._progress,
+                ),
+                stop=link.abort,
+            )
+        except transport.TransportError as error:
+            raise _group_failed(error, group) from error
+        except transport.ManifestError as error:
+            raise SchemaMismatchError(
+                f"the tensors do not come as the servers want them, in the order of "
+                f"Publisher.schema(); nothing was committed: {error}"
+            ) from error
+        finally:
+            link.close()
+
+    async def _form(self, group: list[Recipient], first_bucket: int) -> transport.Link:
+        epoch = secrets.token_hex(16)
+        try:
+            meeting = transport.open_meeting(
+                self._backend, epoch=epoch, world_size=len(group) + 1, host=self._host
+            )
+        except (transport.TransportError, OSError) as error:
+            raise TransferError(f"the servers cannot meet at {self._host}: {error}") from error
+        forming = asyncio.create_task(
+            self._in_thread(
+                lambda: meeting.form(self._timeouts.join),
+                stop=meeting.close,
+                undo=lambda link: link.close(),
+            )
+        )
+        joining = {
+            asyncio.create_task(
+                recipient.join(
+                    weights_pb2.JoinTransportRequest(
+                        epoch=epoch,
+                        backend=self._backend,
+                        ranks=[rank],
+                        world_size=len(group) + 1,
+                        rendezvous=meeting.rendezvous,
+                        first_bucket=first_bucket,
+                    )
+                )
+            ): recipient
+            for rank, recipient in enumerate(group, start=1)
+        }
+        link = None
+        try:
+            await asyncio.wait([forming, *joining], return_when=asyncio.FIRST_EXCEPTION)
+            for task, recipient in joining.items():
+                if task.done():
+                    _raise_for(task, recipient)
+            link = await forming
+        except transport.TransportError as error:
+            raise _group_failed(error, group) from error
+        finally:
+            meeting.close()
+            await end([forming, *joining])
+            if link is None and not forming.cancelled() and forming.exception() is None:
+                forming.result().close()
+        return link
+
+    async def _in_thread(
+        self,
+        work: Callable[[], T],
+        *,
+        stop: Callable[[], None],
+        undo: Callable[[T], None] = lambda _: None,
+    ) -> T:
+        """Runs blocking work beside the event loop; a cancelled caller stops it, and waits."""
+        loop = asyncio.get_running_loop()
+        running = loop.run_in_executor(self._threads, work)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await loop.run_in_executor(self._threads, stop)
+            await asyncio.wait([running])
+            if running.exception() is None:
+                undo(running.result())
+            raise
+
+    def _blame(self, group: list[Recipient], failed: _GroupFailed) -> None:
+        suspects = group if failed.culprit is None else [failed.culprit]
+        for suspect in suspects:
+            self._strikes[suspect] += 1
+            may_be_victim = isinstance(failed.error, TransferError)
+            if self._strikes[suspect] == _STRIKES or not may_be_victim:
+                suspect.fail(failed.error)
+
+    def _not_staged(self, recipient: Recipient) -> TransferError:
+        return TransferError(
+            f"{recipient.address}: got everything, but did not verify it within "
+            f"{self._timeouts.staged:g} s",
+            server=recipient.address,
+        )
+
+
+def _group_failed(error: transport.TransportError, group: Sequence[Recipient]) -> _GroupFailed:
+    """What the transport says of a rank, as said of a server."""
+    rank = (error.peer or "").removeprefix("rank ")
+    culprit = group[int(rank) - 1] if rank.isdecimal() and 0 < int(rank) <= len(group) else None
+    address = culprit.address if culprit is not None else None
+    where = f"{address}: " if address is not None else ""
+    return _GroupFailed(TransferError(f"{where}{error}", server=address), culprit)
+
+
+async def _settled(group: Sequence[Recipient], timeout: float) -> list[Recipient]:
+    """Waits until all are stalled, staged or out; returns those that are not by then."""
+    settled = {Phase.STALLED, Phase.STAGED}
+    waits = {
+        asyncio.create_task(recipient.wait(lambda r: r.phase in settled)): recipient
+        for recipient in group
+    }
+    try:
+        _, late = await asyncio.wait(waits, timeout=timeout)
+        return [waits[task] for task in late]
+    finally:
+        await end(waits)
+
+
+def _raise_for(joined: asyncio.Task[None], recipient: Recipient) -> None:
+    try:
+        joined.result()
+    except RollwireError as error:
+        raise _GroupFailed(error, recipient) from error

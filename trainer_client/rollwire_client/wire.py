@@ -1,0 +1,204 @@
+"""Between protobuf messages and the library's own data."""
+
+from __future__ import annotations
+
+import enum
+import uuid
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+
+from google.protobuf import duration_pb2
+from rollwire.v1 import common_pb2, rollout_pb2, weights_pb2
+
+from rollwire_client.data import (
+    Finish,
+    FinishReason,
+    KvPolicy,
+    LogprobBasis,
+    Sampling,
+    ServerInfo,
+    ServerState,
+    WeightTag,
+)
+from rollwire_client.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rollwire_transport import Manifest, TensorSpec
+
+
+E = TypeVar("E", bound=enum.Enum)
+
+
+def _numbers(kind: type[E], wire: Any, prefix: str) -> Mapping[E, Any]:
+    """The wire's number of each member that the wire has."""
+    named = dict(wire.items())
+    return {m: named[prefix + m.name] for m in kind if prefix + m.name in named}
+
+
+_BASES = _numbers(LogprobBasis, rollout_pb2.LogprobBasis, "LOGPROB_BASIS_")
+_BASE_OF = {number: basis for basis, number in _BASES.items()}
+_REASON_OF = {
+    number: reason
+    for reason, number in _numbers(FinishReason, rollout_pb2.FinishReason, "FINISH_REASON_").items()
+}
+_STATE_OF = {
+    number: state
+    for state, number in _numbers(ServerState, common_pb2.ServerState, "SERVER_STATE_").items()
+}
+KV_POLICIES = _numbers(KvPolicy, common_pb2.KvPolicy, "KV_POLICY_")
+
+
+class RolloutOptions(TypedDict, total=False):
+    """What can be said of a rollout beside prompt and sampling.
+
+    Attributes:
+        request_id: Names the sequence, globally unique. Default: a random one.
+        logprob_basis: Of the log-probabilities. Default: ``LogprobBasis.TEMPERATURE``.
+        min_weight_version: Do not sample under older weights: the sequence waits for newer ones.
+        max_weight_version: Do not sample under newer weights: their commit ends the sequence.
+        timeout: Seconds from start to last token, then ``TimedOutError``. Default: no limit.
+    """
+
+    request_id: str
+    logprob_basis: LogprobBasis
+    min_weight_version: int | None
+    max_weight_version: int | None
+    timeout: float | None
+
+
+DEFAULT_SAMPLING = Sampling()
+
+
+def request(
+    prompt_ids: Sequence[int], sampling: Sampling, **options: Unpack[RolloutOptions]
+) -> rollout_pb2.GenerateRequest:
+    """The first attempt at a sequence, as it goes over the wire.
+
+    Raises:
+        InvalidRequestError: A value does not fit its field, such as a negative token id.
+    """
+    try:
+        made = rollout_pb2.GenerateRequest(
+            request_id=options.get("request_id") or uuid.uuid4().hex,
+            prompt_token_ids=prompt_ids,
+            sampling=rollout_pb2.SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                max_new_tokens=sampling.max_new_tokens,
+                min_new_tokens=sampling.min_new_tokens,
+                stop_token_ids=sampling.stop_token_ids,
+                ignore_eos=sampling.ignore_eos,
+                seed=sampling.seed,
+            ),
+            logprob_basis=_BASES[options.get("logprob_basis", LogprobBasis.TEMPERATURE)],
+            min_weight_version=options.get("min_weight_version"),
+            max_weight_version=options.get("max_weight_version"),
+        )
+        if (timeout := options.get("timeout")) is not None:
+            made.timeout.CopyFrom(duration(timeout))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"the request has a value that cannot be: {error}") from error
+    return made
+
+
+def duration(seconds: float) -> duration_pb2.Duration:
+    """Seconds, as the wire has them."""
+    made = duration_pb2.Duration()
+    made.FromNanoseconds(round(seconds * 1e9))
+    return made
+
+
+def weight_tag(message: common_pb2.WeightTag) -> WeightTag:
+    """A server's stamp."""
+    return WeightTag(
+        version=message.version if message.HasField("version") else None,
+        revision=message.revision,
+        server_id=message.server_id,
+        digest=message.digest,
+    )
+
+
+def finish(message: rollout_pb2.Finish) -> Finish | None:
+    """The end of a sequence; None if its reason is not one of the API's."""
+    reason = _REASON_OF.get(message.reason)
+    if reason is None:
+        return None
+    return Finish(
+        reason=reason,
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+        message=message.message,
+        prompt_tokens=message.prompt_tokens,
+        output_tokens=message.output_tokens,
+        cached_prompt_tokens=message.cached_prompt_tokens,
+    )
+
+
+def server_info(message: rollout_pb2.GetServerInfoResponse, address: str) -> ServerInfo:
+    """What the server at ``address`` says of itself."""
+    return ServerInfo(
+        address=address,
+        server_id=message.server_id,
+        state=_STATE_OF.get(message.state, ServerState.UNKNOWN),
+        weights=weight_tag(message.weights),
+        engine=message.engine,
+        model=message.model,
+        software_version=message.software_version,
+        vocab_size=message.vocab_size,
+        context_length=message.context_length,
+        eos_token_ids=tuple(message.eos_token_ids),
+        logprob_bases=frozenset(
+            _BASE_OF[number] for number in message.logprob_bases if number in _BASE_OF
+        ),
+        deterministic=message.deterministic,
+        accepts_updates=message.accepts_updates,
+        transports=tuple(message.transports),
+        max_running_sequences=message.max_running_sequences,
+        running_sequences=message.running_sequences,
+        waiting_sequences=message.waiting_sequences,
+        held_sequences=message.held_sequences,
+        kv_tokens_used=message.kv_tokens_used,
+        kv_tokens_total=message.kv_tokens_total,
+    )
+
+
+def manifest(layout: Manifest) -> weights_pb2.Manifest:
+    """The layout of a full update."""
+    return weights_pb2.Manifest(
+        tensors=[
+            weights_pb2.TensorSpec(
+                name=spec.name, dtype=spec.dtype, shape=spec.shape, alias_of=spec.alias_of or ""
+            )
+            for spec in layout.tensors
+        ],
+        buckets=[
+            weights_pb2.Bucket(
+                size=bucket.size,
+                spans=[
+                    weights_pb2.Span(
+                        tensor=span.tensor,
+                        tensor_offset=span.tensor_offset,
+                        bucket_offset=span.bucket_offset,
+                        length=span.length,
+                    )
+                    for span in bucket.spans
+                ],
+                sender=bucket.sender,
+            )
+            for bucket in layout.buckets
+        ],
+        encoding=weights_pb2.ENCODING_FULL,
+        partial=layout.partial,
+    )
+
+
+def schema(message: weights_pb2.GetWeightSchemaResponse) -> tuple[TensorSpec, ...]:
+    """The tensors that a server wants, in its order."""
+    from rollwire_transport import TensorSpec
+
+    return tuple(
+        TensorSpec(spec.name, spec.dtype, tuple(spec.shape), spec.alias_of or None)
+        for spec in message.tensors
+    )
