@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 MAX_DIMENSIONS = 64  # torch's own limit
 MAX_TENSOR_BYTES = 1 << 48  # beyond any machine; keeps all arithmetic on sizes small
-MAX_BUCKET_BYTES = 4 << 30  # each end reserves some buffers of the largest bucket
+MAX_BUCKET_BYTES = 1 << 30  # each end reserves some buffers of the largest bucket
 MAX_NAME_BYTES = 4096
 
 _SHOWN = 20  # of the problems, in an error's message
@@ -94,9 +94,11 @@ def _tensor_problems(manifest: Manifest, sizes: list[int | None]) -> Iterator[st
     """What is wrong with the tensors; fills ``sizes`` with their bytes, None where unknown."""
     specs: dict[str, TensorSpec] = {}
     for index, spec in enumerate(manifest.tensors):
-        label = f"tensor {index} ({spec.name[:80]})"
-        if not 0 < len(spec.name.encode()) <= MAX_NAME_BYTES:
+        label = _label(index, spec)
+        if not 0 < len(spec.name.encode(errors="surrogatepass")) <= MAX_NAME_BYTES:
             yield f"{label}: its name must have 1 to {MAX_NAME_BYTES} bytes"
+        if not _is_text(spec.name):
+            yield f"{label}: its name is not valid Unicode"
         if spec.name in specs:
             yield f"{label}: its name is there twice"
         specs.setdefault(spec.name, spec)
@@ -114,7 +116,7 @@ def _tensor_problems(manifest: Manifest, sizes: list[int | None]) -> Iterator[st
     for index, spec in enumerate(manifest.tensors):
         if spec.alias_of is None:
             continue
-        label = f"tensor {index} ({spec.name[:80]})"
+        label = _label(index, spec)
         source = specs.get(spec.alias_of)
         if source is None or source.alias_of is not None:
             yield f"{label}: alias of {spec.alias_of[:80]!r}, which is not a tensor that is sent"
@@ -122,6 +124,14 @@ def _tensor_problems(manifest: Manifest, sizes: list[int | None]) -> Iterator[st
             yield f"{label}: alias of {spec.alias_of!r}, which has another dtype or shape"
     if not any(t.alias_of is None for t in manifest.tensors):
         yield "there are no tensors"
+
+
+def _label(index: int, spec: TensorSpec) -> str:
+    return f"tensor {index} ({spec.name[:80]!a})"
+
+
+def _is_text(name: str) -> bool:
+    return name.isascii() or not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def _bounded_product(size: int, shape: tuple[int, ...]) -> int | None:
@@ -187,4 +197,4 @@ def _bucket_problems(manifest: Manifest, sizes: list[int | None]) -> Iterator[st
             yield f"{label} has {bucket.size} bytes, but its last span ends at {end}"
     for index, (spec, size, came) in enumerate(zip(manifest.tensors, sizes, covered, strict=True)):
         if spec.alias_of is None and size is not None and came != size:
-            yield f"tensor {index} ({spec.name[:80]}) has {size} bytes, its spans end at {came}"
+            yield f"{_label(index, spec)} has {size} bytes, its spans end at {came}"

@@ -48,7 +48,7 @@ from rollwire_transport.manifest import Span, TensorSpec
 from rollwire_transport.tensors import as_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -107,29 +107,48 @@ def bucket_digest(index: int, sums: Sequence[int]) -> int:
 
 def span_sums(data: Tensor, spans: Sequence[Span]) -> list[int]:
     """The sum of each span of ``data``, the bytes of a bucket: a contiguous uint8 tensor."""
-    sum_words = _sum_words_numpy if data.device.type == "cpu" else _sum_words_torch
-    sums = []
-    for span in spans:
-        piece = data[span.bucket_offset : span.bucket_offset + span.length]
-        if piece.data_ptr() % 8:  # a view of some larger tensor; buckets are always aligned
-            piece = piece.clone()
-        whole, first = span.length // 8 * 8, span.tensor_offset // 8
-        total = sum_words(piece[:whole].view(torch.int64), first)
-        if whole < span.length:
-            last = piece.new_zeros(8)
-            last[: span.length - whole] = piece[whole:]
-            total = total + sum_words(last.view(torch.int64), first + whole // 8)
-        sums.append(total)
-    if sums and isinstance(sums[0], Tensor):  # one wait for the device, not one a span
-        sums = torch.stack(sums).tolist()
-    return [total & _MASK for total in sums]
+    sum_words = _sum_words_cpu if data.device.type == "cpu" else _sum_words
+    sums = [_span_sum(data, span, sum_words) for span in spans]
+    if not sums:
+        return []
+    # One wait for the device, not one a span.
+    return [total & _MASK for total in torch.stack(sums).tolist()]
+
+
+def _span_sum(data: Tensor, span: Span, sum_words: Callable[[Tensor, int], Tensor]) -> Tensor:
+    piece = data[span.bucket_offset : span.bucket_offset + span.length]
+    if piece.data_ptr() % 8:  # a view of some larger tensor; buckets are always aligned
+        piece = piece.clone()
+    whole, first = span.length // 8 * 8, span.tensor_offset // 8
+    total = sum_words(piece[:whole].view(torch.int64), first)
+    if whole < span.length:
+        last = piece.new_zeros(8)
+        last[: span.length - whole] = piece[whole:]
+        total = total + sum_words(last.view(torch.int64), first + whole // 8)
+    return total
+
+
+def _sum_words(words: Tensor, first: int) -> Tensor:
+    """The sum of int64 ``words``, of which the first has index ``first`` in its tensor."""
+    total = words.new_zeros(())
+    for start in range(0, words.numel(), _DEVICE_TILE):
+        tile = words[start : start + _DEVICE_TILE]
+        begin = first + start
+        x = torch.arange(begin, begin + tile.numel(), device=words.device)
+        x.mul_(_signed(_GOLDEN)).add_(tile)
+        for shift, factor in _STEPS:
+            x.bitwise_xor_((x >> shift).bitwise_and_((1 << 64 - shift) - 1))
+            if factor != 1:
+                x.mul_(_signed(factor))
+        total += x.sum()
+    return total
 
 
 _CPU_KEYS = np.arange(_CPU_TILE, dtype=np.uint64) * np.uint64(_GOLDEN)
 
 
-def _sum_words_numpy(words: Tensor, first: int) -> int:
-    # numpy, not torch: it has shifts of unsigned words, twice as fast as shifting and masking.
+def _sum_words_cpu(words: Tensor, first: int) -> Tensor:
+    """As ``_sum_words``, by numpy: it shifts unsigned words, where torch must shift and mask."""
     source: NDArray[np.uint64] = words.numpy().view(np.uint64)
     scratch = np.empty((2, min(len(source), _CPU_TILE)), dtype=np.uint64)
     total = 0
@@ -144,22 +163,7 @@ def _sum_words_numpy(words: Tensor, first: int) -> int:
             if factor != 1:
                 np.multiply(x, np.uint64(factor), out=x)
         total += int(x.sum(dtype=np.uint64))
-    return total
-
-
-def _sum_words_torch(words: Tensor, first: int) -> Tensor:
-    total = words.new_zeros(())
-    for start in range(0, words.numel(), _DEVICE_TILE):
-        tile = words[start : start + _DEVICE_TILE]
-        begin = first + start
-        x = torch.arange(begin, begin + tile.numel(), device=words.device)
-        x.mul_(_signed(_GOLDEN)).add_(tile)
-        for shift, factor in _STEPS:
-            x.bitwise_xor_((x >> shift).bitwise_and_((1 << 64 - shift) - 1))
-            if factor != 1:
-                x.mul_(_signed(factor))
-        total += x.sum()
-    return total
+    return torch.tensor(_signed(total & _MASK))
 
 
 def _signed(value: int) -> int:

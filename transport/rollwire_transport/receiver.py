@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rollwire_transport.checks import ManifestError, validate
 from rollwire_transport.digest import bucket_digest, span_sums
+from rollwire_transport.errors import TransportTimeout
 from rollwire_transport.header import WORDS, check_digest, read_header
 from rollwire_transport.ledger import Ledger
 from rollwire_transport.tensors import as_bytes, describe
@@ -107,16 +108,26 @@ class Receiver:
 
         def post(index: int, slot: _Slot) -> None:
             payload = slot.buffer[: buckets[index].size]
+            slot.header.zero_()
             in_flight.append((slot, link.receive(slot.header, payload)))
 
         for offset, slot in enumerate(slots):
             post(first_bucket + offset, slot)
         for index in range(first_bucket, len(buckets)):
             slot, transfer = in_flight.popleft()
-            transfer.wait(bucket_timeout)
+            self._wait(index, slot, transfer, bucket_timeout, link.upstream)
             self._take(index, slot, link.upstream)
             if index + len(slots) < len(buckets):
                 post(index + len(slots), slot)
+
+    def _wait(self, index: int, slot: _Slot, transfer: Transfer, timeout: float, peer: str) -> None:
+        try:
+            transfer.wait(timeout)
+        except TransportTimeout:
+            # A bucket of another size never comes in its place, but its header does.
+            if slot.header.any():
+                read_header(slot.header, index, self._manifest.buckets[index].size, peer)
+            raise
 
     def _take(self, index: int, slot: _Slot, peer: str) -> None:
         bucket = self._manifest.buckets[index]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollwire_transport.errors import TransportError
 from rollwire_transport.links import gloo
-from rollwire_transport.links.base import Availability, Link, Meeting, Transfer
+from rollwire_transport.links.base import Availability, Backend, Link, Meeting, Transfer
 
 __all__ = [
     "Availability",
@@ -16,7 +16,7 @@ __all__ = [
     "open_meeting",
 ]
 
-_BACKENDS = {"gloo": gloo}
+_BACKENDS: dict[str, Backend] = {"gloo": gloo}
 _PLANNED = ("nccl", "ucx")
 
 
@@ -41,9 +41,12 @@ def open_meeting(
         port: 0 takes a free one, and keeps it.
 
     Raises:
+        ValueError: ``host`` names no one address, or ``world_size`` is below 2.
         TransportError: The backend cannot be used here.
         OSError: The address cannot be listened on.
     """
+    if world_size < 2:
+        raise ValueError(f"a group of {world_size} has nobody to send to")
     return _usable(backend).open_meeting(epoch=epoch, world_size=world_size, host=host, port=port)
 
 
@@ -71,7 +74,7 @@ def join(
     )
 
 
-def _usable(backend: str):
+def _usable(backend: str) -> Backend:
     availability = available_backends().get(backend)
     if availability is None:
         raise TransportError(f"there is no backend {backend!r}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -106,3 +106,18 @@ class Meeting(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Ends the meeting, from any thread; a link that it formed goes on."""
+
+
+class Backend(Protocol):
+    """What a backend's module offers; see ``links`` for the arguments."""
+
+    def available(self) -> Availability:
+        """Whether this machine can use it."""
+
+    def open_meeting(self, *, epoch: str, world_size: int, host: str, port: int) -> Meeting:
+        """The trainer's end of a new group."""
+
+    def join(
+        self, *, epoch: str, rank: int, world_size: int, rendezvous: str, timeout: float
+    ) -> Link:
+        """A server's end of a group."""

@@ -1,26 +1,35 @@
 """Gloo: over TCP, from and to host memory, on any machine.
 
 Each bucket goes from rank 0 to every receiver point to point. A broadcast would spare the sender
-some of the copies, but when it fails it cannot say who failed, and it leaves the others waiting.
+some of the copies, but when it fails it cannot say who failed, and leaves the others waiting.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
+import math
+import re
 import socket
 import threading
 import time
 from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from rollwire_transport.errors import TransportError, TransportTimeout
 from rollwire_transport.links.base import Availability, Link, Meeting, Transfer
 
-# Tags tell the streams between two ranks apart.
-_HEADER, _PAYLOAD, _FINISH, _NEVER = range(4)
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch._C._distributed_c10d import Store
+
+# Tags tell the streams between two ranks apart. A payload's tag is _PAYLOAD plus its size: gloo
+# ends the process that gets a message longer than it expected, so ends that disagree on a size
+# must not find each other's message.
+_HEADER, _FINISH, _NEVER, _PAYLOAD = range(4)
 
 _POLL_SECONDS = 0.005
 
@@ -44,16 +53,12 @@ def join(*, epoch: str, rank: int, world_size: int, rendezvous: str, timeout: fl
     # The connection that finds the store also tells by which of our addresses it is reached.
     try:
         with socket.create_connection((host, port), timeout=timeout) as probe:
-            address = probe.getsockname()[0]
-            store_address = probe.getpeername()[0]
+            address, store_address = probe.getsockname()[0], probe.getpeername()[0]
     except OSError as error:
         kind = TransportTimeout if isinstance(error, TimeoutError) else TransportError
         raise kind(f"nobody meets at {rendezvous}: {error}", "rank 0") from error
     try:
-        tcp_store = dist.TCPStore(
-            store_address, port, is_master=False, timeout=_left(deadline), wait_for_workers=False
-        )
-        store = dist.PrefixStore(epoch, tcp_store)
+        store = _store(epoch, store_address, port, _left(deadline))
         if not store.check(["world_size"]):
             raise TransportError(f"no group of this epoch meets at {rendezvous}", "rank 0")
         expected = int(store.get("world_size"))
@@ -72,31 +77,28 @@ def join(*, epoch: str, rank: int, world_size: int, rendezvous: str, timeout: fl
 class _GlooMeeting(Meeting):
     def __init__(self, epoch: str, world_size: int, host: str, port: int) -> None:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if ipaddress.ip_address(address[0]).is_unspecified:
+            raise ValueError(f"host {host!r} is no address by which the others reach this machine")
+        # Bound here and handed over: a port that is found free and bound later may be taken.
         listener = socket.create_server(address[:2], family=family, backlog=512)
         self._address, port = listener.getsockname()[:2]
         self.rendezvous = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._world_size = world_size
         self._closed = threading.Event()
-        tcp_store = dist.TCPStore(
-            self._address,
-            port,
-            is_master=True,
-            timeout=timedelta(seconds=10),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        self._store: dist.Store | None = dist.PrefixStore(epoch, tcp_store)
-        self._store.set("world_size", str(world_size))
+        store = _store(epoch, self._address, port, timedelta(seconds=10), listener)
+        store.set("world_size", str(world_size))
+        self._store: Store | None = store
 
     def form(self, timeout: float) -> Link:
         deadline = time.monotonic() + timeout
         store = self._store
         if store is None:
             raise TransportError("the meeting was closed")
-        while missing := [r for r in range(1, self._world_size) if not _joined(store, r)]:
+        others = range(1, self._world_size)
+        while missing := [f"rank {r}" for r in others if not store.check([f"joined/{r}"])]:
             if time.monotonic() > deadline:
-                who = ", ".join(f"rank {r}" for r in missing)
-                raise TransportTimeout(f"{who} did not join in {timeout:g} s", f"rank {missing[0]}")
+                who = ", ".join(missing)
+                raise TransportTimeout(f"{who} did not join within {timeout:g} s", missing[0])
             if self._closed.wait(_POLL_SECONDS):
                 raise TransportError("the meeting was closed")
         try:
@@ -110,115 +112,150 @@ class _GlooMeeting(Meeting):
         self._store = None
 
 
+class _Work(Protocol):
+    def wait(self, timeout: timedelta) -> bool: ...
+
+
+class _Group(Protocol):  # what is used of ProcessGroupGloo, whose stubs lack it
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> _Work: ...
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> _Work: ...
+
+
 class _GlooTransfer(Transfer):
-    def __init__(
-        self, link: _GlooLink, works: list[tuple[int, dist.Work]], tensors: tuple[Tensor, ...]
-    ) -> None:
+    """Messages under way, each with the rank at its other end."""
+
+    def __init__(self, link: _GlooLink) -> None:
         self._link = link
-        self._works = works
-        self._tensors = tensors
+        self._works: list[tuple[int, _Work, Tensor]] = []
+
+    def add(self, rank: int, work: _Work, tensor: Tensor) -> None:
+        self._works.append((rank, work, tensor))
 
     def wait(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        for rank, work in self._works:
+        for rank, work, _ in self._works:
             try:
                 work.wait(_left(deadline))
             except RuntimeError as error:
-                raise self._link.failure(error, deadline, rank) from error
+                raise self._link.failure(error, rank, deadline) from error
 
 
 class _GlooLink(Link):
-    def __init__(self, group: dist.ProcessGroupGloo, rank: int, world_size: int) -> None:
+    def __init__(self, group: _Group, rank: int, world_size: int) -> None:
         self.device = torch.device("cpu")
         self.upstream = "rank 0"
-        self._group: dist.ProcessGroupGloo | None = group
+        self._rank = rank
         self._peers = range(1, world_size) if rank == 0 else range(1)
-        self._others = [r for r in range(world_size) if r != rank]
+        self._world_size = world_size
         self._lock = threading.Lock()
-        self._aborted = False
+        self._group: _Group | None = group  # None once aborted or closed
+        self._finished = False
 
     def send(self, header: Tensor, payload: Tensor) -> Transfer:
-        return self._post("send", ((header, _HEADER), (payload, _PAYLOAD)))
+        transfer = _GlooTransfer(self)
+        for tensor, tag in ((header, _HEADER), (payload, _PAYLOAD + payload.numel())):
+            for peer in self._peers:
+                self._post_send(transfer, tensor, peer, tag)
+        return transfer
 
     def receive(self, header: Tensor, payload: Tensor) -> Transfer:
-        return self._post("recv", ((header, _HEADER), (payload, _PAYLOAD)))
+        transfer = _GlooTransfer(self)
+        self._post_receive(transfer, header, 0, _HEADER)
+        self._post_receive(transfer, payload, 0, _PAYLOAD + payload.numel())
+        return transfer
 
     def finish(self, timeout: float) -> None:
-        sender = self._peers.start == 1
-        marks = [torch.zeros(1, dtype=torch.uint8) for _ in self._peers]
-        deadline = time.monotonic() + timeout
-        transfers = [
-            self._post("recv" if sender else "send", ((mark, _FINISH),), peer)
-            for mark, peer in zip(marks, self._peers, strict=True)
-        ]
-        for transfer in transfers:
-            transfer.wait(deadline - time.monotonic())
-
-    def _post(
-        self, operation: str, tensors: tuple[tuple[Tensor, int], ...], only: int | None = None
-    ) -> Transfer:
-        group, works = self._group, []
-        if group is None or self._aborted:
-            raise TransportError("the link was aborted")
-        for peer in self._peers if only is None else (only,):
-            for tensor, tag in tensors:
-                try:
-                    works.append((peer, getattr(group, operation)([tensor], peer, tag)))
-                except RuntimeError as error:
-                    raise self.failure(error, None, peer) from error
-        return _GlooTransfer(self, works, tuple(tensor for tensor, _ in tensors))
-
-    def failure(self, error: Exception, deadline: float | None, rank: int) -> TransportError:
-        if self._aborted:
-            return TransportError("the link was aborted")
-        return _failure(f"the transfer with rank {rank} failed", error, deadline, f"rank {rank}")
+        transfer = _GlooTransfer(self)
+        post = self._post_receive if self._rank == 0 else self._post_send
+        for peer in self._peers:
+            post(transfer, torch.zeros(1, dtype=torch.uint8), peer, _FINISH)
+        transfer.wait(timeout)
+        self._finished = True
 
     def abort(self) -> None:
         with self._lock:
-            group, self._aborted = self._group, True
-            if group is None:
-                return
-            # ProcessGroupGloo.abort leaves waits of other threads hanging. What does end them: a
-            # wait that times out closes all connections of its group, here and so elsewhere. Over
-            # a connection that is closed already nothing can wait, hence each peer is tried.
-            for peer in self._others:
+            group, self._group = self._group, None
+        if group is None:
+            return
+        # ProcessGroupGloo.abort leaves waits of other threads hanging. What does end them: a wait
+        # that times out closes all connections of its group, here and so at the other members.
+        # Over a connection that is closed already nothing can wait, hence each peer is tried.
+        for rank in range(self._world_size):
+            if rank != self._rank:
                 with contextlib.suppress(RuntimeError):
                     mark = torch.zeros(1, dtype=torch.uint8)
-                    group.recv([mark], peer, _NEVER).wait(timedelta(milliseconds=1))
+                    group.recv([mark], rank, _NEVER).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
-        with self._lock:
-            self._aborted = True
-            self._group = None
+        if not self._finished:
+            self.abort()
+        self._group = None
+
+    def failure(self, error: Exception, rank: int, deadline: float) -> TransportError:
+        """What an error of gloo in a message to or from ``rank`` means."""
+        if self._group is None:
+            return _aborted()
+        return _failure(f"the transfer with rank {rank} failed", error, deadline, f"rank {rank}")
+
+    def _post_send(self, transfer: _GlooTransfer, tensor: Tensor, rank: int, tag: int) -> None:
+        if (group := self._group) is None:
+            raise _aborted()
+        try:
+            transfer.add(rank, group.send([tensor], rank, tag), tensor)
+        except RuntimeError as error:
+            raise self.failure(error, rank, math.inf) from error
+
+    def _post_receive(self, transfer: _GlooTransfer, tensor: Tensor, rank: int, tag: int) -> None:
+        if (group := self._group) is None:
+            raise _aborted()
+        try:
+            transfer.add(rank, group.recv([tensor], rank, tag), tensor)
+        except RuntimeError as error:
+            raise self.failure(error, rank, math.inf) from error
 
 
-def _group(
-    store: dist.Store, rank: int, world_size: int, address: str, deadline: float
-) -> dist.ProcessGroupGloo:
-    options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - torch has no public name for it
-    # Bound to the address that the peers reach: gloo's default resolves the machine's own name.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]  # noqa: SLF001
+def _store(
+    epoch: str, host: str, port: int, timeout: timedelta, listener: socket.socket | None = None
+) -> Store:
+    """The store at an address under a prefix of the epoch; its server too, with a listener."""
+    tcp_store = dist.TCPStore(  # type: ignore[attr-defined]  # torch's stubs do not export it
+        host,
+        port,
+        is_master=listener is not None,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+    store: Store = dist.PrefixStore(epoch, tcp_store)  # type: ignore[attr-defined]  # as above
+    return store
+
+
+def _group(store: Store, rank: int, world_size: int, address: str, deadline: float) -> _Group:
+    backend = dist.ProcessGroupGloo
+    # A device bound to the address that the peers reach: gloo's own choice, and torch's, resolves
+    # the machine's name. Only private names lead there.
+    options = backend._Options()  # type: ignore[attr-defined]  # noqa: SLF001
+    options._devices = [backend.create_device(hostname=address, lazy_init=False)]  # noqa: SLF001
     options._timeout = _left(deadline)  # noqa: SLF001
     options._threads = 1  # noqa: SLF001 - for collectives, of which there are none
-    return dist.ProcessGroupGloo(store, rank, world_size, options)
-
-
-def _joined(store: dist.Store, rank: int) -> bool:
-    return bool(store.check([f"joined/{rank}"]))
+    return cast("_Group", backend(store, rank, world_size, options))
 
 
 def _left(deadline: float) -> timedelta:
-    # Zero would mean no limit.
-    return timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+    # Gloo counts whole milliseconds and takes zero for no limit.
+    return timedelta(milliseconds=max(math.ceil((deadline - time.monotonic()) * 1000), 1))
 
 
-def _failure(
-    what: str, error: Exception, deadline: float | None, peer: str | None
-) -> TransportError:
-    if deadline is not None and time.monotonic() >= deadline:
+def _failure(what: str, error: Exception, deadline: float, peer: str | None) -> TransportError:
+    if time.monotonic() >= deadline:
         return TransportTimeout(f"{what}: its deadline ran out", peer)
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    # Gloo's messages begin with a place in its source, and end with advice for collectives.
+    reason = re.sub(r"^\[\S+:\d+\] |\. This is typically.*$|\n.*$", "", str(error), flags=re.S)
     return TransportError(f"{what}: {reason}", peer)
+
+
+def _aborted() -> TransportError:
+    return TransportError("the link was aborted or closed at this end")
 
 
 def _split(rendezvous: str) -> tuple[str, int]:

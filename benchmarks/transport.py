@@ -1,0 +1,201 @@
+"""How fast weights move: rollwire's gloo link between processes of this machine, beside the floor.
+
+    python benchmarks/transport.py --mib 1024 --bucket-mib 64 --receivers 1 3
+
+The floor is a plain TCP connection for each receiver, sendall from one buffer and recv_into
+another, in the same run. Gloo's figures include packing, unpacking, and the digests on both ends.
+GB/s counts the weights once, however many receive them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import multiprocessing
+import secrets
+import socket
+import statistics
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from rollwire_transport import (
+    Receiver,
+    Sender,
+    describe_all,
+    join,
+    open_meeting,
+    plan,
+    tensor_digest,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+
+    from rollwire_transport import Manifest
+    from torch import Tensor
+
+TIMEOUT = 60.0
+
+
+def main() -> None:
+    """Measures, and prints a table."""
+    parser = argparse.ArgumentParser(description="How fast weights move on this machine.")
+    parser.add_argument("--mib", type=int, default=512, help="size of the weights")
+    parser.add_argument("--bucket-mib", type=int, nargs="+", default=[64])
+    parser.add_argument("--receivers", type=int, nargs="+", default=[1, 3])
+    parser.add_argument("--rounds", type=int, default=5, help="the median of these is told")
+    arguments = parser.parse_args()
+
+    weights = make_weights(arguments.mib << 20)
+    size = sum(t.nbytes for t in weights.values())
+    print(f"{size / 1e9:.2f} GB of bf16 in {len(weights)} tensors, torch {torch.__version__}")
+    print(f"{'':28}{'receivers':>10}{'GB/s':>8}{'of floor':>10}")
+
+    seconds = [digest_seconds(weights) for _ in range(arguments.rounds)]
+    print(f"{'digest':28}{'':>10}{size / statistics.median(seconds) / 1e9:8.2f}")
+    for receivers in arguments.receivers:
+        floor = run(receivers, arguments.rounds, functools.partial(send_raw, size), receive_raw)
+        rate = size / floor / 1e9
+        print(f"{'plain TCP':28}{receivers:10}{rate:8.2f}{1:10.0%}")
+        for mib in arguments.bucket_mib:
+            manifest = plan(describe_all(weights), bucket_bytes=mib << 20)
+            send = functools.partial(send_gloo, manifest, weights)
+            elapsed = run(receivers, arguments.rounds, send, receive_gloo)
+            label = f"gloo, buckets of {mib} MiB"
+            print(f"{label:28}{receivers:10}{size / elapsed / 1e9:8.2f}{floor / elapsed:10.0%}")
+
+
+def make_weights(size: int) -> dict[str, Tensor]:
+    """Tensors of at most 32 MiB that add up to ``size`` bytes."""
+    generator = torch.Generator().manual_seed(0)
+    weights: dict[str, Tensor] = {}
+    while size > 0:
+        count = min(size, 32 << 20) // 2
+        bits = torch.randint(-(2**15), 2**15, (count,), dtype=torch.int16, generator=generator)
+        weights[f"layer.{len(weights)}"] = bits.view(torch.bfloat16)
+        size -= count * 2
+    return weights
+
+
+def digest_seconds(weights: dict[str, Tensor]) -> float:
+    """Seconds that the digests of all tensors take."""
+    specs = describe_all(weights)
+    start = time.perf_counter()
+    for spec in specs:
+        tensor_digest(spec, weights[spec.name])
+    return time.perf_counter() - start
+
+
+def run(
+    receivers: int,
+    rounds: int,
+    send: Callable[[list[Connection]], float],
+    receive: Callable[[Connection, int], None],
+) -> float:
+    """The median seconds of ``send`` to ``receivers`` processes that run ``receive``."""
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(receivers)]
+    processes = [
+        context.Process(target=receive, args=(theirs, rank))
+        for rank, (_, theirs) in enumerate(pipes, start=1)
+    ]
+    for process in processes:
+        process.start()
+    ours = [pipe for pipe, _ in pipes]
+    try:
+        seconds = [send(ours) for _ in range(rounds + 1)][1:]  # the first one warms up
+    finally:
+        for pipe in ours:
+            pipe.send(None)
+        for process in processes:
+            process.join(TIMEOUT)
+    return statistics.median(seconds)
+
+
+def answers(pipes: list[Connection]) -> list[object]:
+    """What each receiver says next."""
+    assert all(pipe.poll(TIMEOUT) for pipe in pipes), "a receiver is silent"
+    return [pipe.recv() for pipe in pipes]
+
+
+def send_raw(size: int, pipes: list[Connection]) -> float:
+    """Sends ``size`` bytes over a connection to each receiver."""
+    data = memoryview(bytearray(size))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for pipe in pipes:
+            pipe.send((server.getsockname(), size))
+        connections = [server.accept()[0] for _ in pipes]
+    answers(pipes)
+    start = time.perf_counter()
+    threads = [threading.Thread(target=c.sendall, args=(data,)) for c in connections]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    answers(pipes)
+    elapsed = time.perf_counter() - start
+    for connection in connections:
+        connection.close()
+    return elapsed
+
+
+def receive_raw(pipe: Connection, rank: int) -> None:  # noqa: ARG001 - as receive_gloo
+    """The other end of ``send_raw``, in a process of its own."""
+    while (order := pipe.recv()) is not None:
+        address, size = order
+        data = memoryview(bytearray(size))
+        with socket.create_connection(address) as connection:
+            pipe.send("ready")
+            while data:
+                data = data[connection.recv_into(data) :]
+        pipe.send("done")
+
+
+def send_gloo(manifest: Manifest, weights: dict[str, Tensor], pipes: list[Connection]) -> float:
+    """Sends the weights in a group of their own, and compares the digests."""
+    epoch, world_size = secrets.token_hex(), len(pipes) + 1
+    meeting = open_meeting("gloo", epoch=epoch, world_size=world_size)
+    for pipe in pipes:
+        pipe.send((manifest, epoch, world_size, meeting.rendezvous))
+    link = meeting.form(TIMEOUT)
+    answers(pipes)
+    sender = Sender(manifest)
+    start = time.perf_counter()
+    sender.send(link, weights.items, bucket_timeout=TIMEOUT)
+    elapsed = time.perf_counter() - start
+    assert answers(pipes) == [sender.digest] * len(pipes)
+    link.close()
+    meeting.close()
+    return elapsed
+
+
+def receive_gloo(pipe: Connection, rank: int) -> None:
+    """The other end of ``send_gloo``, in a process of its own."""
+    destination: dict[str, Tensor] = {}
+    while (order := pipe.recv()) is not None:
+        manifest, epoch, world_size, rendezvous = order
+        if not destination:
+            destination = {
+                spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
+                for spec in manifest.tensors
+            }
+        receiver = Receiver(manifest, destination)
+        link = join(
+            "gloo",
+            epoch=epoch,
+            rank=rank,
+            world_size=world_size,
+            rendezvous=rendezvous,
+            timeout=TIMEOUT,
+        )
+        pipe.send("ready")
+        receiver.receive(link, first_bucket=0, bucket_timeout=TIMEOUT)
+        link.close()
+        pipe.send(receiver.digest)
+
+
+if __name__ == "__main__":
+    main()
