@@ -1,0 +1,250 @@
+"""A rollout server in this process that does what a test's script says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from rollwire.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
+
+CONTEXT = 4096
+
+
+def expected_token(prompt: list[int], position: int) -> int:
+    """What every scripted server samples, so that a wrong resumption shows."""
+    return (sum(prompt) * 31 + position * 7) % 1000
+
+
+@dataclass
+class Sequence:
+    """One attempt as its script sees it."""
+
+    server: ScriptedServer
+    stream: Stream
+    handle: int
+    request: rollout_pb2.GenerateRequest
+    offset: int
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def budget(self) -> int:
+        return self.request.sampling.max_new_tokens or 16
+
+    async def send(
+        self, count: int = 1, *, offset: int | None = None, logprobs: int | None = None
+    ) -> None:
+        """Sends the next ``count`` tokens, or those from ``offset`` on."""
+        start = self.offset if offset is None else offset
+        prompt = list(self.request.prompt_token_ids)
+        tokens = [expected_token(prompt, start + i) for i in range(count)]
+        message = rollout_pb2.StreamRolloutsResponse(
+            weights=self.server.weights,
+            handles=[self.handle],
+            counts=[count],
+            offsets=[start],
+            token_ids=tokens,
+            logprobs=[-t / 1000 for t in tokens][:logprobs],
+        )
+        await self.stream.write(message)
+        self.offset = start + count
+
+    async def finish(self, reason: str = "LENGTH", *, output_tokens: int | None = None) -> None:
+        finish = rollout_pb2.Finish(
+            reason=rollout_pb2.FinishReason.Value(f"FINISH_REASON_{reason}"),
+            prompt_tokens=len(self.request.prompt_token_ids),
+            output_tokens=self.offset if output_tokens is None else output_tokens,
+        )
+        await self._event(rollout_pb2.SequenceEvent(handle=self.handle, finish=finish))
+
+    async def fail(self, code: grpc.StatusCode, reason: str, message: str = "as scripted") -> None:
+        error = rollout_pb2.SequenceError(code=code.value[0], reason=reason, message=message)
+        await self._event(rollout_pb2.SequenceEvent(handle=self.handle, error=error))
+
+    async def cut(self) -> None:
+        """Ends the whole stream, as a lost link does."""
+        self.stream.cut.set()
+        await asyncio.Event().wait()
+
+    async def rest(self, *, step: int = 4) -> None:
+        """Goes on to the end, ``step`` tokens a message."""
+        while self.offset < self.budget:
+            await self.send(min(step, self.budget - self.offset))
+        await self.finish()
+
+    async def _event(self, event: rollout_pb2.SequenceEvent) -> None:
+        await self.stream.write(
+            rollout_pb2.StreamRolloutsResponse(weights=self.server.weights, events=[event])
+        )
+
+
+Script = Callable[[Sequence], Awaitable[None]]
+
+
+@dataclass
+class Stream:
+    """One StreamRollouts call and the tasks that play its sequences."""
+
+    context: grpc.aio.ServicerContext
+    cut: asyncio.Event = field(default_factory=asyncio.Event)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def write(self, message: rollout_pb2.StreamRolloutsResponse) -> None:
+        async with self.lock:
+            await self.context.write(message)
+
+
+class ScriptedServer(rollout_pb2_grpc.RolloutServiceServicer):
+    """Plays ``scripts`` one after the other, one a sequence; then ``Sequence.rest``."""
+
+    def __init__(self) -> None:
+        self.scripts: list[Script] = []
+        self.default: Script = Sequence.rest
+        self.requests: list[rollout_pb2.GenerateRequest] = []
+        self.aborted: asyncio.Queue[str] = asyncio.Queue()
+        self.streams = 0
+        self.mute = False  # answers no calls, as a frozen process
+        self.weights = common_pb2.WeightTag(server_id=uuid.uuid4().hex, digest=1)
+        self.state = common_pb2.SERVER_STATE_SERVING
+        self.address = ""
+        self._grpc: grpc.aio.Server | None = None
+
+    async def start(self, address: str = "127.0.0.1:0") -> ScriptedServer:
+        self._grpc = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self.register(self._grpc)
+        port = self._grpc.add_insecure_port(address)
+        await self._grpc.start()
+        self.address = f"127.0.0.1:{port}"
+        return self
+
+    def register(self, server: grpc.aio.Server) -> None:
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(self, server)
+
+    async def stop(self) -> None:
+        if self._grpc is not None:
+            await self._grpc.stop(None)
+            await self._grpc.wait_for_termination()
+            self._grpc = None
+
+    async def StreamRollouts(self, requests, context) -> None:  # noqa: N802
+        self.streams += 1
+        stream = Stream(context)
+        cut = asyncio.create_task(stream.cut.wait())
+        reading = asyncio.create_task(self._read(requests, stream))
+        stream.tasks |= {cut, reading}
+        try:
+            await asyncio.wait([cut, reading], return_when=asyncio.FIRST_COMPLETED)
+            if cut.done():
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the link was cut")
+            await asyncio.gather(*(stream.tasks - {cut}))
+        finally:
+            for task in stream.tasks:
+                task.cancel()
+            await asyncio.gather(*stream.tasks, return_exceptions=True)
+
+    async def _read(self, requests, stream: Stream) -> None:
+        live: dict[int, Sequence] = {}
+        async for message in requests:
+            if message.HasField("abort"):
+                if not self.mute:
+                    live[message.handle].aborted.set()
+                continue
+            self.requests.append(message.start)
+            sequence = Sequence(
+                self, stream, message.handle, message.start, len(message.start.output_token_ids)
+            )
+            live[message.handle] = sequence
+            script = self.scripts.pop(0) if self.scripts else self.default
+            stream.tasks.add(asyncio.create_task(self._play(script, sequence)))
+
+    async def _play(self, script: Script, sequence: Sequence) -> None:
+        playing = asyncio.ensure_future(script(sequence))
+        aborted = asyncio.ensure_future(sequence.aborted.wait())
+        try:
+            await asyncio.wait([playing, aborted], return_when=asyncio.FIRST_COMPLETED)
+            if playing.done():
+                playing.result()
+            else:
+                self.aborted.put_nowait(sequence.request.request_id)
+                await sequence.finish("ABORTED")
+        finally:
+            for task in (playing, aborted):
+                task.cancel()
+            await asyncio.gather(playing, aborted, return_exceptions=True)
+
+    async def GetServerInfo(self, request, context):  # noqa: N802
+        if self.mute:
+            await asyncio.Event().wait()
+        return rollout_pb2.GetServerInfoResponse(
+            server_id=self.weights.server_id,
+            state=self.state,
+            weights=self.weights,
+            engine="scripted",
+            model="none",
+            vocab_size=1000,
+            context_length=CONTEXT,
+            accepts_updates=True,
+            transports=["gloo"],
+        )
+
+    async def Abort(self, request, context):  # noqa: N802
+        return rollout_pb2.AbortResponse(not_found=[key.request_id for key in request.sequences])
+
+    async def Pause(self, request, context):  # noqa: N802
+        await refuse(
+            context,
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "BAD_REQUEST",
+            "no pauses here",
+            fields={"pause_id": "is not wanted"},
+        )
+
+
+async def refuse(
+    context: grpc.aio.ServicerContext,
+    code: grpc.StatusCode,
+    reason: str,
+    message: str,
+    *,
+    fields: dict[str, str] | None = None,
+    metadata: dict[str, str] | None = None,
+) -> None:
+    """Ends a call as a rollwire server does."""
+    details = [
+        error_details_pb2.ErrorInfo(reason=reason, domain="rollwire", metadata=metadata or {})
+    ]
+    if fields:
+        violations = [
+            error_details_pb2.BadRequest.FieldViolation(field=field, description=what)
+            for field, what in fields.items()
+        ]
+        details.append(error_details_pb2.BadRequest(field_violations=violations))
+    status = status_pb2.Status(code=code.value[0], message=message)
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    trailing = (("grpc-status-details-bin", status.SerializeToString()),)
+    await context.abort(code, message, trailing)
+
+
+@contextlib.asynccontextmanager
+async def scripted(count: int = 1):
+    """So many scripted servers, stopped at the end."""
+    servers = [await ScriptedServer().start() for _ in range(count)]
+    try:
+        yield servers
+    finally:
+        await asyncio.gather(*(server.stop() for server in servers))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Lets the event loop go on until it is so."""
+    while not condition():  # noqa: ASYNC110 - of things that have no event to wait for
+        await asyncio.sleep(0.001)
