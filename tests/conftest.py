@@ -1,107 +1,30 @@
-"""What every test may use: real server processes, started and always ended."""
+"""What every test may use."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from support.servers import ServerProcess, StartServer, servers
 
-START_SECONDS = 60
-STOP_SECONDS = 30
-
-
-@dataclass
-class ServerProcess:
-    """A ``rollwire-server`` that is up."""
-
-    process: subprocess.Popen[bytes]
-    address: str
-    server_id: str
-    log: Path
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(STOP_SECONDS)
-
-    def stop(self) -> int:
-        """SIGTERM; returns the exit code."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(STOP_SECONDS)
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 
-StartServer = Callable[..., ServerProcess]
-
-
-@pytest.fixture(scope="session")
-def server_command() -> list[str]:
-    return [sys.executable, "-m", "rollwire_server.main"]
-
-
-def _start(command: list[str], folder: Path, *flags: str) -> ServerProcess:
-    number = len(list(folder.glob("server-*.log")))
-    ready, log = folder / f"server-{number}.json", folder / f"server-{number}.log"
-    arguments = ["--model", "builtin:tiny"] if "--model" not in flags else []
-    arguments += ["--listen", "127.0.0.1:0"] if "--listen" not in flags else []
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, *arguments, "--ready-file", str(ready), *flags],
-            stdout=output,
-            stderr=output,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-    deadline = time.monotonic() + START_SECONDS
-    while not ready.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            process.wait(STOP_SECONDS)
-            pytest.fail(f"the server did not come up:\n{log.read_text()}")
-        time.sleep(0.02)
-    told = json.loads(ready.read_text())
-    return ServerProcess(process, told["listen"], told["server_id"], log)
-
-
-@contextlib.contextmanager
-def _servers(command: list[str], folder: Path) -> Iterator[StartServer]:
-    started: list[ServerProcess] = []
-
-    def start(*flags: str) -> ServerProcess:
-        started.append(_start(command, folder, *flags))
-        return started[-1]
-
-    try:
-        yield start
-    finally:
-        for server in started:
-            if server.process.poll() is None:
-                server.process.send_signal(signal.SIGCONT)
-                server.kill()
-    for server in started:
-        text = server.log.read_text()
-        assert "Traceback" not in text, text
-        assert "never retrieved" not in text, text
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--engine", default="embedded", help="the engine that tests/contract tries")
 
 
 @pytest.fixture
-def start_server(server_command: list[str], tmp_path: Path) -> Iterator[StartServer]:
+def start_server(tmp_path: Path) -> Iterator[StartServer]:
     """Starts a server of its own: ``start_server("--flag", "value", …)``; ended after the test."""
-    with _servers(server_command, tmp_path) as start:
+    with servers(tmp_path) as start:
         yield start
 
 
 @pytest.fixture(scope="session")
-def server(
-    server_command: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServerProcess]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """One server for all tests that leave it as they found it."""
-    with _servers(server_command, tmp_path_factory.mktemp("server")) as start:
+    with servers(tmp_path_factory.mktemp("server")) as start:
         yield start()

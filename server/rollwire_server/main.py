@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from typing import NoReturn
 
@@ -18,6 +19,7 @@ def main() -> None:
     """Reads the flags, serves, and exits: 0 after a drain, 1 on failure, 2 on a wrong flag."""
     settings = read_settings(sys.argv[1:])
     configure(settings.log_format, settings.log_level)
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what gRPC's core prints is told as errors
     # torch and gRPC load after the flags are known to be right.
     from rollwire_server.server import EngineDied, RolloutServer, StartError
 

@@ -1,0 +1,33 @@
+"""The contract: what any engine does behind the API. ``--engine`` names the one that is tried."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+from support.calls import Api, connected
+from support.servers import ServerProcess, servers
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+MODELS = {"embedded": "builtin:tiny"}
+
+
+@pytest.fixture(scope="session")
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    """A server with the engine under test, for all cases that leave it as they found it."""
+    engine = request.config.getoption("--engine")
+    with servers(tmp_path_factory.mktemp("contract")) as start:
+        yield start("--engine", engine, "--model", MODELS[engine])
+
+
+@pytest_asyncio.fixture
+async def api(server: ServerProcess) -> AsyncIterator[Api]:
+    """The API of that server; afterwards nothing runs there and its KV cache is empty."""
+    async with connected(server.address) as api:
+        yield api
+        await api.idle()

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+import pytest
+from rollwire_server.errors import ServiceError
+from rollwire_server.lifecycle import COMMIT, MODES, Event, Lifecycle, Rpc, State
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+# What each state refuses, written down a second time and the other way round: a row an RPC, a
+# column a mode, "x" where it is refused.
+GRID = """
+                   starting awaiting_weights serving sleeping quarantined draining
+Generate              x            x            .       x          x          x
+Abort                 .            .            .       .          .          .
+Pause                 x            .            .       .          .          x
+Resume                x            .            .       .          .          .
+Sleep                 x            x            .       x          x          x
+WakeUp                x            .            .       .          .          x
+GetServerInfo         .            .            .       .          .          .
+GetWeightSchema       x            .            .       .          .          .
+UpdateWeights         x            .            .       x          .          x
+JoinTransport         x            .            .       x          .          x
+CommitWeights         x            .            .       x          .          x
+DiscardUpdate         x            .            .       .          .          .
+GetWeightStatus       x            .            .       .          .          .
+"""
+PATHS: dict[State, list[Event]] = {
+    State.STARTING: [],
+    State.AWAITING_WEIGHTS: [Event.LOADED_AWAITING],
+    State.SERVING: [Event.LOADED],
+    State.SLEEPING: [Event.LOADED, Event.SLEPT],
+    State.QUARANTINED: [Event.LOADED, Event.TORN],
+    State.DRAINING: [Event.LOADED, Event.DRAIN],
+}
+
+
+class Gate:
+    """An engine as far as holds go; ``blocked`` keeps hold and release from returning."""
+
+    def __init__(self) -> None:
+        self.held = False
+        self.calls: list[str] = []
+        self.called = asyncio.Event()
+        self.released = asyncio.Event()
+        self.blocked = asyncio.Event()
+        self.blocked.set()
+
+    async def hold(self) -> None:
+        self.calls.append("hold")
+        self.called.set()
+        await self.blocked.wait()
+        self.held = True
+
+    async def release(self) -> None:
+        self.calls.append("release")
+        await self.blocked.wait()
+        self.held = False
+        self.released.set()
+
+
+@contextlib.asynccontextmanager
+async def serving(lease: float = 0.0) -> AsyncIterator[tuple[Lifecycle, Gate]]:
+    gate, lifecycle = Gate(), Lifecycle(default_pause_lease=lease)
+    task = asyncio.create_task(lifecycle.run())
+    lifecycle.attach(gate)  # type: ignore[arg-type]
+    lifecycle.happened(Event.LOADED)
+    try:
+        yield lifecycle, gate
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def _cells() -> list[tuple[str, str, bool]]:
+    header, *rows = GRID.strip().splitlines()
+    states = header.split()
+    return [
+        (row.split()[0], state, cell == "x")
+        for row in rows
+        for state, cell in zip(states, row.split()[1:], strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("rpc", "state", "refused"), _cells())
+def test_every_rpc_in_every_state(rpc: str, state: str, refused: bool) -> None:
+    lifecycle = Lifecycle(default_pause_lease=1)
+    for event in PATHS[State(state)]:
+        lifecycle.happened(event)
+    assert lifecycle.state.value == state
+    if not refused:
+        lifecycle.check(Rpc(rpc))
+        return
+    with pytest.raises(ServiceError) as caught:
+        lifecycle.check(Rpc(rpc))
+    assert caught.value.reason.name == state.upper()
+    assert rpc in caught.value.message
+
+
+def test_grid_covers_every_rpc() -> None:
+    assert {rpc for rpc, _, _ in _cells()} == {rpc.value for rpc in Rpc}
+
+
+def test_nothing_leaves_draining() -> None:
+    leaving = {after for (before, _), after in MODES.items() if before is State.DRAINING}
+    assert leaving == {State.DRAINING}
+
+
+async def test_pause_holds_until_its_own_resume() -> None:
+    async with serving() as (lifecycle, gate):
+        await lifecycle.pause("a", None)
+        await lifecycle.pause("b", None)
+        assert gate.held
+        assert lifecycle.state is State.PAUSED
+        await lifecycle.resume("a")
+        assert gate.held
+        await lifecycle.resume("unknown")
+        assert gate.held
+        await lifecycle.resume("b")
+        assert not gate.held
+        assert lifecycle.state is State.SERVING
+        assert gate.calls == ["hold", "release"]
+
+
+async def test_resume_without_an_id_lifts_every_pause_but_not_a_commit() -> None:
+    async with serving() as (lifecycle, gate):
+        await lifecycle.pause("a", None)
+        async with lifecycle.committing():
+            await lifecycle.resume("")
+            assert gate.held
+            assert lifecycle.state is State.SERVING
+        assert not gate.held
+
+
+async def test_a_commit_inside_a_pause_stays_paused() -> None:
+    async with serving() as (lifecycle, gate):
+        await lifecycle.pause("a", None)
+        async with lifecycle.committing():
+            pass
+        assert gate.held
+        assert lifecycle.pauses == ["a"]
+
+
+async def test_a_failed_commit_goes_on() -> None:
+    async with serving() as (lifecycle, gate):
+        with pytest.raises(RuntimeError):
+            async with lifecycle.committing():
+                raise RuntimeError
+        assert not gate.held
+
+
+async def test_lease_lifts_a_forgotten_pause() -> None:
+    async with serving() as (lifecycle, gate):
+        await lifecycle.pause("a", 0.01)
+        resumed = asyncio.Event()
+        lifecycle.observe(lambda state: resumed.set() if state is State.SERVING else None)
+        async with asyncio.timeout(5):
+            await resumed.wait()
+            await gate.released.wait()
+        assert not gate.held
+
+
+async def test_pausing_again_renews_the_lease() -> None:
+    async with serving() as (lifecycle, gate):
+        await lifecycle.pause("a", 0.01)
+        await lifecycle.pause("a", 0)
+        await asyncio.sleep(0.03)
+        assert gate.held
+
+
+async def test_a_cancelled_pause_leaves_nothing_half_done() -> None:
+    async with serving() as (lifecycle, gate):
+        gate.blocked.clear()
+        pausing = asyncio.create_task(lifecycle.pause("a", None))
+        await gate.called.wait()
+        pausing.cancel()
+        gate.blocked.set()
+        await lifecycle.resume("a")
+        assert not gate.held
+
+
+async def test_a_pause_may_not_be_named_as_the_commit() -> None:
+    async with serving() as (lifecycle, _):
+        with pytest.raises(ServiceError, match="pause_id"):
+            await lifecycle.pause(COMMIT, None)

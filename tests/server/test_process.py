@@ -1,0 +1,237 @@
+"""The command: flags, ports, readiness, signals, states that last a server's whole life."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rollwire.v1 import common_pb2, rollout_pb2
+from support.calls import Generation, connected, generate, reason_of, request
+from support.publishing import Update, random_weights, status
+from support.servers import COMMAND, StartServer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LONG = 4000
+
+
+def fails(*flags: str, environment: dict[str, str] | None = None) -> tuple[int, str]:
+    done = subprocess.run(
+        [*COMMAND, *flags], capture_output=True, text=True, timeout=60, env=environment, check=False
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        (["--nonsense"], 2, "--nonsense"),
+        (["--model"], 2, "--model"),
+        ([], 2, "--model"),
+        (["--model", "builtin:tiny", "--listen", "here"], 2, "HOST:PORT"),
+        (["--model", "builtin:tiny", "--listen", "127.0.0.1:99999"], 2, "HOST:PORT"),
+        (["--model", "builtin:tiny", "--max-running", "0"], 2, "--max-running"),
+        (["--model", "builtin:tiny", "--drain-seconds", "-1"], 2, "--drain-seconds"),
+        (["--model", "builtin:tiny", "--engine", "steam"], 2, "--engine"),
+        (["--model", "/nowhere/at/all", "--listen", "127.0.0.1:0"], 1, "/nowhere/at/all"),
+        (["--model", "builtin:giant", "--listen", "127.0.0.1:0"], 1, "builtin:giant"),
+        (["--model", "builtin:tiny", "--listen", "127.0.0.1:0", "--device", "cuda:9"], 1, "cuda"),
+        (["--model", "builtin:tiny", "--listen", "192.0.2.1:5000"], 1, "192.0.2.1:5000"),
+    ],
+)
+def test_a_wrong_start_is_one_clear_line(flags: list[str], code: int, said: str) -> None:
+    returncode, stderr = fails(*flags, *(["--log-level", "error"] if code == 1 else []))
+    assert returncode == code
+    assert len(stderr.strip().splitlines()) == 1, stderr
+    assert stderr.startswith("rollwire-server: ")
+    assert said in stderr
+
+
+def test_a_checkpoint_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    code, stderr = fails(
+        "--model", str(tmp_path), "--listen", "127.0.0.1:0", "--log-level", "error"
+    )
+    assert code == 1
+    assert len(stderr.strip().splitlines()) == 1, stderr
+    assert str(tmp_path) in stderr
+
+
+def test_a_port_in_use(start_server: StartServer) -> None:
+    address = start_server().address
+    code, stderr = fails("--model", "builtin:tiny", "--listen", address)
+    assert code == 1
+    assert len(stderr.strip().splitlines()) == 1, stderr
+    assert address in stderr
+
+
+def test_flags_are_environment_variables() -> None:
+    code, stderr = fails(environment={"ROLLWIRE_MODEL": "/not/there", "ROLLWIRE_LISTEN": "x:y"})
+    assert code == 2
+    assert "--listen" in stderr
+
+
+async def ready(address: str) -> bool:
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        services = ("", "rollwire.v1.RolloutService")
+        live, serving = [
+            await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+            for name in services
+        ]
+    assert live.status == health_pb2.HealthCheckResponse.SERVING
+    return bool(serving.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def test_a_server_that_awaits_weights_serves_nothing_before(
+    start_server: StartServer,
+) -> None:
+    server = start_server("--await-weights")
+    assert not await ready(server.address)
+    async with connected(server.address) as api:
+        assert (await api.info()).state == common_pb2.SERVER_STATE_AWAITING_WEIGHTS
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(api, request())
+        assert reason_of(caught.value) == "AWAITING_WEIGHTS"
+        tensors = await random_weights(api, 1)
+        part = Update(api, dict(list(tensors.items())[:1]), 1, partial=True)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await part.announce()
+        assert reason_of(caught.value) == "BASE_MISMATCH"
+        await Update(api, tensors, 7).publish()
+        assert await ready(server.address)
+        output = await generate(api, request())
+        assert {tag.version for tag in output.tags} == {7}
+
+
+async def test_a_frozen_server_takes_no_updates(start_server: StartServer) -> None:
+    async with connected(start_server("--frozen").address) as api:
+        assert not (await api.info()).accepts_updates
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await Update(api, await random_weights(api, 1), 1).announce()
+        assert reason_of(caught.value) == "FROZEN"
+        assert (await generate(api, request())).reason == "LENGTH"
+        assert (await status(api, verify=True)).intact
+
+
+async def test_sigterm_drains(start_server: StartServer) -> None:
+    server = start_server()
+    async with connected(server.address) as api:
+        generation = Generation(api, request((1,), 1500))
+        await generation.some(5)
+        server.process.send_signal(signal.SIGTERM)
+        await api.reaches(common_pb2.SERVER_STATE_DRAINING)
+        assert not await ready(server.address)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(api, request())
+        assert reason_of(caught.value) == "DRAINING"
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        output = await generation.all()
+        assert output.reason == "LENGTH"
+        assert len(output.tokens) == 1500
+    assert await asyncio.to_thread(server.stop) == 0
+
+
+@pytest.mark.parametrize("how", ["limit", "second signal"])
+async def test_a_drain_ends_what_takes_too_long(start_server: StartServer, how: str) -> None:
+    server = start_server("--drain-seconds", "0.2" if how == "limit" else "100")
+    async with connected(server.address) as api:
+        generation = Generation(api, request((1,), LONG))
+        held = Generation(api, request((2,), LONG))
+        await generation.some(5)
+        await held.some(1)
+        await api.pause()
+        server.process.send_signal(signal.SIGTERM)
+        if how == "second signal":
+            await api.reaches(common_pb2.SERVER_STATE_DRAINING)
+            server.process.send_signal(signal.SIGTERM)
+        for one in (generation, held):
+            output = await one.all()
+            assert output.reason == "INTERRUPTED"
+            assert output.finish is not None
+            assert output.finish.output_tokens == len(output.tokens) > 0
+    assert await asyncio.to_thread(server.stop) == 0
+
+
+async def test_a_drain_discards_an_update_and_the_server_goes(start_server: StartServer) -> None:
+    server = start_server()
+    async with connected(server.address) as api:
+        change = Update(api, await random_weights(api, 1), 1)
+        await change.announce()
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await change.until(0)
+        assert reason_of(caught.value) == "DRAINING"
+    assert await asyncio.to_thread(server.stop) == 0
+
+
+@pytest.mark.parametrize("kept", ["KEEP", "HOST_BACKUP"])
+async def test_sleep_frees_memory_and_waking_brings_the_policy_back(
+    start_server: StartServer, kept: str
+) -> None:
+    async with connected(start_server().address) as api:
+        await Update(api, await random_weights(api, 1), 3).publish()
+        before = await generate(api, request((4, 5), 30, seed=1))
+        running = Generation(api, request((1,), LONG))
+        await running.some(2)
+        weights = rollout_pb2.SleepingWeights.Value(f"SLEEPING_WEIGHTS_{kept}")
+        answer = await api.rollouts.Sleep(rollout_pb2.SleepRequest(weights=weights), timeout=10)
+        assert answer.freed_bytes > 0
+        assert (await running.all()).reason == "INTERRUPTED"
+        assert (await api.info()).state == common_pb2.SERVER_STATE_SLEEPING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(api, request())
+        assert reason_of(caught.value) == "SLEEPING"
+        woken = await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=10)
+        assert woken.weights.version == 3
+        after = await generate(api, request((4, 5), 30, seed=1))
+        assert after.tokens == before.tokens
+        assert after.logprobs == pytest.approx(before.logprobs, abs=1e-5)
+        assert (await status(api, verify=True)).intact
+
+
+async def test_discarded_weights_are_gone(start_server: StartServer) -> None:
+    async with connected(start_server().address) as api:
+        base = await generate(api, request((4, 5), 30, seed=1))
+        tensors = await random_weights(api, 1)
+        await Update(api, tensors, 3).publish()
+        discard = rollout_pb2.SleepRequest(weights=rollout_pb2.SLEEPING_WEIGHTS_DISCARD)
+        await api.rollouts.Sleep(discard, timeout=10)
+        await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=10)
+        assert (await api.info()).state == common_pb2.SERVER_STATE_AWAITING_WEIGHTS
+        answer = await Update(api, tensors, 3).publish()
+        assert not answer.already_current
+        assert (await status(api, verify=True)).intact
+        await api.rollouts.Sleep(discard, timeout=10)
+        reload = rollout_pb2.WakeUpRequest(reload_checkpoint=True)
+        woken = await api.rollouts.WakeUp(reload, timeout=10)
+        assert not woken.weights.HasField("version")
+        assert woken.weights.revision == answer.weights.revision + 1
+        again = await generate(api, request((4, 5), 30, seed=1))
+        assert again.tokens == base.tokens
+        assert {tag.SerializeToString() for tag in again.tags} == {
+            woken.weights.SerializeToString()
+        }
+
+
+async def test_a_full_queue_refuses_and_says_when_to_come_back(start_server: StartServer) -> None:
+    server = start_server("--max-running", "2", "--max-waiting", "1")
+    async with connected(server.address) as api:
+        generations = [Generation(api, request((i,), LONG)) for i in (1, 2)]
+        for generation in generations:
+            await generation.some(1)
+        waiting = Generation(api, request((3,), 3))
+        await api.waits(1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(api, request())
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert reason_of(caught.value) == "QUEUE_FULL"
+        await api.rollouts.Abort(rollout_pb2.AbortRequest(all=True), timeout=10)
+        await asyncio.gather(*(one.all() for one in (*generations, waiting)))
+        await api.idle()

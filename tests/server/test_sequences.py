@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rollwire_server.engines.base import (
+    Extras,
+    PromptLogprobs,
+    RoutedExperts,
+    SamplingParams,
+    SequenceSpec,
+    TopLogprobs,
+    WeightTag,
+)
+from rollwire_server.sequences import (
+    EXTRA_BYTES,
+    FinishReason,
+    Outbox,
+    Reader,
+    Request,
+    Sequence,
+    new_sequence,
+)
+
+TAGS = [WeightTag(version, version, "server", version) for version in range(4)]
+
+
+def sequence_of(prefix: tuple[int, ...] = (), **sampling: object) -> Sequence:
+    params = SamplingParams(**{"max_new_tokens": 1000, **sampling})  # type: ignore[arg-type]
+    return new_sequence(Request("r", 0, SequenceSpec(1, (1, 2), params, prefix)))
+
+
+@dataclass
+class Taken:
+    tokens: list[int]
+    logprobs: list[float]
+    tags: list[int]
+    tops: list[list[int]]
+
+
+@given(
+    prefix=st.lists(st.integers(0, 99), max_size=5),
+    parts=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 1), st.lists(st.integers(0, 99), max_size=6)),
+        max_size=12,
+    ),
+    most=st.integers(1, 5),
+    reads=st.lists(st.booleans(), min_size=12, max_size=12),
+)
+def test_a_reader_takes_every_token_once_in_order(
+    prefix: list[int], parts: list[tuple[int, int, list[int]]], most: int, reads: list[bool]
+) -> None:
+    sequence = sequence_of(tuple(prefix))
+    reader = Reader(sequence, Outbox(), 7, len(prefix))
+    expected, taken = Taken([], [], [], []), Taken([], [], [], [])
+
+    def read() -> None:
+        while (chunk := reader.next_chunk(most)) is not None:
+            assert chunk.offset == len(prefix) + len(taken.tokens)
+            assert len(chunk.token_ids) <= most
+            assert len(chunk.logprobs) == len(chunk.token_ids) == len(chunk.tops)
+            taken.tokens += chunk.token_ids
+            taken.logprobs += chunk.logprobs
+            taken.tops += [ids for ids, _ in chunk.tops]
+            if chunk.run is not None:
+                revision = chunk.run.weights.revision * 10 + chunk.run.oldest_kv_revision
+                taken.tags += [revision] * len(chunk.token_ids)
+            if chunk.end is not None:
+                assert not isinstance(chunk.end, Exception)
+                assert chunk.end.output_tokens == len(prefix) + len(taken.tokens)
+
+    for (tag, oldest, tokens), read_now in zip(parts, reads, strict=False):
+        for token in tokens:
+            top = Extras(top_logprobs=TopLogprobs(2, [token, 5], [-0.5, -1.0]))
+            sequence.extend(top, TAGS[tag])
+            sequence.append(token, -token / 2, TAGS[tag], oldest)
+            expected.tokens.append(token)
+            expected.logprobs.append(-token / 2)
+            expected.tags.append(tag * 10 + oldest)
+            expected.tops.append([token, 5])
+        if read_now:
+            read()
+    sequence.end = sequence.finish(FinishReason.LENGTH)
+    read()
+    assert taken == expected
+    assert reader.done
+    assert reader.next_chunk(most) is None
+
+
+def test_a_finish_without_tokens_is_told_once() -> None:
+    sequence = sequence_of((3, 4))
+    reader = Reader(sequence, Outbox(), 0, 2)
+    assert reader.next_chunk(10) is None
+    sequence.end = sequence.finish(FinishReason.ABORTED)
+    chunk = reader.next_chunk(10)
+    assert chunk is not None
+    assert chunk.offset == 2
+    assert not chunk.token_ids
+    assert reader.done
+
+
+def test_a_superseded_reader_says_where_it_stopped() -> None:
+    sequence = sequence_of()
+    reader = Reader(sequence, Outbox(), 0, 0)
+    for token in range(3):
+        sequence.append(token, -1.0, TAGS[0], 0)
+    assert reader.next_chunk(2) is not None
+    reader.supersede()
+    chunk = reader.next_chunk(10)
+    assert chunk is not None
+    assert chunk.end is not None
+    assert not isinstance(chunk.end, Exception)
+    assert chunk.end.reason is FinishReason.SUPERSEDED
+    assert chunk.end.output_tokens == 2
+
+
+def test_large_routing_and_prompt_logprobs_are_cut_to_messages() -> None:
+    sequence = sequence_of()
+    rows, layers, k = 3000, 48, 8
+    experts = bytes(i % 251 for i in range(rows * layers * k))
+    told = [-float(i) for i in range(200_000)]
+    sequence.extend(
+        Extras(
+            prompt_logprobs=[PromptLogprobs(1, told)],
+            routed_experts=[RoutedExperts(0, rows, layers, k, experts, 1)],
+        ),
+        TAGS[1],
+    )
+    sequence.end = sequence.finish(FinishReason.LENGTH)
+    reader = Reader(sequence, Outbox(), 0, 0)
+    got_experts, got_logprobs, ends = b"", [], 0
+    while (chunk := reader.next_chunk(10)) is not None:
+        assert chunk.extra_bytes <= EXTRA_BYTES
+        for part in chunk.prompt_logprobs:
+            assert part.start_position == 1 + len(got_logprobs)
+            got_logprobs += part.logprobs
+        for part, tag in chunk.routed_experts:
+            assert part.start_position == len(got_experts) // (layers * k)
+            assert tag is TAGS[1]
+            got_experts += part.experts
+        ends += chunk.end is not None
+    assert got_experts == experts
+    assert got_logprobs == told
+    assert ends == 1
+
+
+def test_a_complete_prefix_has_the_finish_that_it_had() -> None:
+    stop = frozenset({9})
+    assert sequence_of((1, 9), stop_token_ids=stop).complete() is FinishReason.STOP
+    assert sequence_of((1, 2), max_new_tokens=2).complete() is FinishReason.LENGTH
+    assert sequence_of((1, 9), stop_token_ids=stop, max_new_tokens=2).complete() is (
+        FinishReason.STOP
+    )
+    assert sequence_of((9, 1), stop_token_ids=stop).complete() is None
+    assert sequence_of((1, 9), stop_token_ids=stop, min_new_tokens=2).complete() is None
+    assert sequence_of(()).complete() is None
+
+
+def test_an_outbox_gives_each_reader_once() -> None:
+    outbox = Outbox()
+    a, b = Reader(sequence_of(), outbox, 0, 0), Reader(sequence_of(), outbox, 1, 0)
+    for reader in (a, b, a, a):
+        outbox.put(reader)
+    assert outbox.take() == [a, b]
+    assert outbox.take() == []

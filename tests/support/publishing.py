@@ -1,0 +1,198 @@
+"""A trainer by hand: every step of a weight update as its own call."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import grpc
+import rollwire_transport as transport
+import torch
+from google.protobuf.duration_pb2 import Duration
+from rollwire.v1 import weights_pb2
+from torch import Tensor
+
+from support.calls import until
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from support.calls import Api
+
+SECONDS = 20
+
+
+async def random_weights(api: Api, seed: int) -> dict[str, Tensor]:
+    """Weights that fit the server's schema, aliases left out."""
+    schema = await api.weights.GetWeightSchema(weights_pb2.GetWeightSchemaRequest(), timeout=10)
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        spec.name: (torch.randn(list(spec.shape), generator=generator) * 0.1).to(
+            getattr(torch, spec.dtype)
+        )
+        for spec in schema.tensors
+        if not spec.alias_of
+    }
+
+
+def as_message(manifest: transport.Manifest) -> weights_pb2.Manifest:
+    return weights_pb2.Manifest(
+        tensors=[
+            weights_pb2.TensorSpec(
+                name=t.name, dtype=t.dtype, shape=t.shape, alias_of=t.alias_of or ""
+            )
+            for t in manifest.tensors
+        ],
+        buckets=[
+            weights_pb2.Bucket(
+                size=bucket.size,
+                spans=[
+                    weights_pb2.Span(
+                        tensor=s.tensor,
+                        tensor_offset=s.tensor_offset,
+                        bucket_offset=s.bucket_offset,
+                        length=s.length,
+                    )
+                    for s in bucket.spans
+                ],
+            )
+            for bucket in manifest.buckets
+        ],
+        partial=manifest.partial,
+    )
+
+
+@dataclass
+class Update:
+    """One update of one server, step by step: announce → transfer → commit."""
+
+    api: Api
+    tensors: Mapping[str, Tensor]
+    version: int | None = None
+    partial: bool = False
+    publisher: str = "trainer"
+    term: int = 1
+    lease: float = 30.0
+    rollback: bool = False
+    bucket_bytes: int = 65536
+    update_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def __post_init__(self) -> None:
+        self.manifest = transport.plan(
+            transport.describe_all(self.tensors),
+            bucket_bytes=self.bucket_bytes,
+            partial=self.partial,
+        )
+        self.sender = transport.Sender(self.manifest)
+        self.who = weights_pb2.Publisher(id=self.publisher, term=self.term)
+        self.last = weights_pb2.UpdateWeightsResponse()
+
+    async def announce(self, manifest: weights_pb2.Manifest | None = None) -> None:
+        """Until READY."""
+        lease = Duration()
+        lease.FromNanoseconds(int(self.lease * 1e9))
+        self.call = self.api.weights.UpdateWeights(
+            weights_pb2.UpdateWeightsRequest(
+                publisher=self.who,
+                update_id=self.update_id,
+                version=self.version,
+                allow_version_rollback=self.rollback,
+                manifest=manifest or as_message(self.manifest),
+                stage_lease=lease,
+            ),
+            timeout=60,
+        )
+        await self.read()
+
+    async def read(self) -> bool:
+        message = await self.call.read()
+        if message is grpc.aio.EOF:
+            return False
+        self.last = message
+        return True
+
+    async def until(self, phase: weights_pb2.UpdatePhase.ValueType) -> None:
+        while self.last.phase != phase:
+            assert await self.read(), f"ended in {self.last}"
+
+    async def transfer(self, first_bucket: int = 0) -> None:
+        """A group, and every bucket over it; until STAGED."""
+        epoch = uuid.uuid4().hex
+        meeting = transport.open_meeting("gloo", epoch=epoch, world_size=2)
+        try:
+            joining = asyncio.create_task(
+                self.join(epoch, meeting.rendezvous, first_bucket=first_bucket)
+            )
+            link = await asyncio.to_thread(meeting.form, SECONDS)
+            await joining
+            await asyncio.to_thread(
+                self.sender.send,
+                link,
+                self.tensors.items,
+                first_bucket=first_bucket,
+                bucket_timeout=SECONDS,
+            )
+            await asyncio.to_thread(link.close)
+        finally:
+            meeting.close()
+        await self.until(weights_pb2.UPDATE_PHASE_STAGED)
+        assert self.last.digest == self.sender.digest
+
+    async def join(self, epoch: str, rendezvous: str, **change: object) -> None:
+        fields: dict[str, object] = {
+            "publisher": self.who,
+            "update_id": self.update_id,
+            "epoch": epoch,
+            "backend": "gloo",
+            "ranks": [1],
+            "world_size": 2,
+            "rendezvous": rendezvous,
+            **change,
+        }
+        await self.api.weights.JoinTransport(
+            weights_pb2.JoinTransportRequest(**fields), timeout=SECONDS
+        )
+
+    async def stage(self) -> None:
+        await self.announce()
+        await self.transfer()
+
+    async def commit(
+        self, kv_policy: int = 0, digest: int | None = None
+    ) -> weights_pb2.CommitWeightsResponse:
+        return await self.api.weights.CommitWeights(
+            weights_pb2.CommitWeightsRequest(
+                publisher=self.who,
+                update_id=self.update_id,
+                expected_digest=self.sender.digest if digest is None else digest,
+                kv_policy=kv_policy,
+            ),
+            timeout=SECONDS,
+        )
+
+    async def publish(self, kv_policy: int = 0) -> weights_pb2.CommitWeightsResponse:
+        await self.stage()
+        return await self.commit(kv_policy)
+
+    async def discard(self) -> weights_pb2.DiscardUpdateResponse:
+        return await self.api.weights.DiscardUpdate(
+            weights_pb2.DiscardUpdateRequest(publisher=self.who, update_id=self.update_id),
+            timeout=SECONDS,
+        )
+
+
+async def status(api: Api, *, verify: bool = False) -> weights_pb2.GetWeightStatusResponse:
+    return await api.weights.GetWeightStatus(
+        weights_pb2.GetWeightStatusRequest(verify=verify), timeout=SECONDS
+    )
+
+
+async def no_update(api: Api) -> None:
+    """Returns when no update is under way."""
+
+    async def is_none() -> bool:
+        return not (await status(api)).update_id
+
+    await until(is_none)

@@ -1,0 +1,91 @@
+"""Real server processes, started and always ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+START_SECONDS = 60
+STOP_SECONDS = 30
+
+
+@dataclass
+class ServerProcess:
+    """A ``rollwire-server`` that is up."""
+
+    process: subprocess.Popen[bytes]
+    address: str
+    server_id: str
+    log: Path
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(STOP_SECONDS)
+
+    def stop(self) -> int:
+        """SIGTERM; returns the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(STOP_SECONDS)
+
+
+StartServer = Callable[..., ServerProcess]
+COMMAND = [sys.executable, "-m", "rollwire_server.main"]
+
+
+def _start(folder: Path, *flags: str) -> ServerProcess:
+    number = len(list(folder.glob("server-*.log")))
+    ready, log = folder / f"server-{number}.json", folder / f"server-{number}.log"
+    arguments = ["--model", "builtin:tiny"] if "--model" not in flags else []
+    arguments += ["--listen", "127.0.0.1:0"] if "--listen" not in flags else []
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*COMMAND, *arguments, "--ready-file", str(ready), *flags],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    deadline = time.monotonic() + START_SECONDS
+    while not ready.exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            process.wait(STOP_SECONDS)
+            pytest.fail(f"the server did not come up:\n{log.read_text()}")
+        time.sleep(0.02)
+    told = json.loads(ready.read_text())
+    return ServerProcess(process, told["listen"], told["server_id"], log)
+
+
+@contextlib.contextmanager
+def servers(folder: Path) -> Iterator[StartServer]:
+    """Starts servers on request; whatever still runs at the end is killed, and its log is read."""
+    started: list[ServerProcess] = []
+
+    def start(*flags: str) -> ServerProcess:
+        started.append(_start(folder, *flags))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for server in started:
+            if server.process.poll() is None:
+                server.process.send_signal(signal.SIGCONT)
+                server.kill()
+    for server in started:
+        text = server.log.read_text()
+        assert "Traceback" not in text, text
+        assert "never retrieved" not in text, text
