@@ -1,21 +1,21 @@
-"""Attention over a KV cache of slots, for token rows of many sequences packed into one batch.
+"""Attention of packed rows over the KV cache; transformers' models call it by its name.
 
-The model sees one batch row ``[1, tokens]``: the tokens of all sequences that a step computes, one
-after the other. Everything but attention treats tokens alone; attention is this function, which
-transformers' models call through their attention interface.
+A model sees one batch row ``[1, tokens]``. Everything but attention treats tokens alone, and here
+each row attends to its own sequence.
 
 On a CPU in fp32 the result of a token does not depend on what shares its batch, bit for bit: each
-query token is a query block of its own, and the key width is a multiple of ``WIDTH_STEP``, so that
+query token is a query block of its own, and keys come in multiples of ``WIDTH_STEP``, so that
 padding adds zeros in whole vectors.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+
+from .batch import WIDTH_STEP, Batch, round_up
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -23,114 +23,17 @@ if TYPE_CHECKING:
 ATTENTION = "rollwire_slots"
 """The name under which transformers knows ``attend``."""
 
-WIDTH_STEP = 16
-
-_IGNORED = frozenset({"dropout", "position_ids", "is_causal", "use_cache", "position_embeddings"})
+# What some models want of their attention beyond a causal mask, and do not get here.
+_NOT_COMPUTED = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
 
 
 class UnservableModelError(Exception):
     """The model asks its attention for something that this engine does not compute."""
 
 
-def round_up(n: int, step: int) -> int:
-    """The least multiple of ``step`` that is not below ``n``."""
-    return -(-n // step) * step
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens ``start`` to ``end`` of the sequence in ``slot``."""
-
-    slot: int
-    start: int
-    end: int
-
-
-class KvCache:
-    """Keys and values of ``slots`` sequences of up to ``context`` tokens, one pair a layer.
-
-    A layer is made when its first keys arrive, so that their shape is the model's own business.
-    Laid out [slot, token, head, dim].
-    """
-
-    def __init__(self, slots: int, context: int) -> None:
-        self.slots = slots
-        self.context = round_up(context, WIDTH_STEP)
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of a layer; ``key`` and ``value`` are [1, heads, tokens, dim]."""
-        if index not in self._layers:
-            self._layers[index] = (self._empty(key), self._empty(value))
-        return self._layers[index]
-
-    def copy_prefixes(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
-        """Copies the first ``tokens`` entries of slots ``sources`` to slots ``targets``."""
-        for key, value in self._layers.values():
-            key[targets, :tokens] = key[sources, :tokens]
-            value[targets, :tokens] = value[sources, :tokens]
-
-    def free(self) -> int:
-        """Drops the memory, which comes back with the next keys; returns its bytes."""
-        freed = sum(t.nbytes for layer in self._layers.values() for t in layer)
-        self._layers.clear()
-        return freed
-
-    def _empty(self, states: Tensor) -> Tensor:
-        _, heads, _, dim = states.shape
-        return states.new_zeros(self.slots, self.context, heads, dim)
-
-
-@dataclass(slots=True)
-class Batch:
-    """The token rows of one step: first one token of each decoding slot, then chunks of prefill,
-    then padding.
-
-    Attributes:
-        cache: Where keys and values go and come from.
-        decoding: Slots, ascending; [n].
-        positions: Of all rows, in their sequences; [rows].
-        entries: Where each row but the padding goes in the cache, as slot * context + position.
-        chunks: In the order of their rows.
-        width: Keys that decoding rows may see, a multiple of WIDTH_STEP.
-        batch_invariant: One query block a token, see the module.
-    """
-
-    cache: KvCache
-    decoding: Tensor
-    positions: Tensor
-    entries: Tensor
-    chunks: list[Chunk]
-    width: int
-    batch_invariant: bool
-    _contiguous: tuple[int, int] | None = None
-    _masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        n = len(self.decoding)
-        if n and int(self.decoding[-1]) - int(self.decoding[0]) == n - 1:
-            self._contiguous = (int(self.decoding[0]), int(self.decoding[-1]) + 1)
-
-    def decoding_view(self, states: Tensor) -> Tensor:
-        """The entries of the decoding slots, [n, heads, width, dim]; a view where slots adjoin."""
-        if self._contiguous is not None:
-            low, high = self._contiguous
-            return states[low:high, : self.width].transpose(1, 2)
-        return states[self.decoding, : self.width].transpose(1, 2)
-
-    def mask(self, first: int, end: int, width: int, window: int | None, like: Tensor) -> Tensor:
-        """What rows ``first`` to ``end`` see, as zeros and -inf: [rows, width]."""
-        mask = self._masks.get((first, window))
-        if mask is None:
-            at = self.positions[first:end, None]
-            keys = torch.arange(width, device=like.device)
-            seen = keys <= at
-            if window is not None:
-                seen &= keys > at - window
-            mask = torch.zeros(seen.shape, dtype=like.dtype, device=like.device)
-            mask.masked_fill_(~seen, -torch.inf)
-            self._masks[first, window] = mask
-        return mask
+def is_batch_invariant(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether results are kept from depending on the batch; done where that is cheap enough."""
+    return dtype is torch.float32 and device.type == "cpu"
 
 
 def attend(
@@ -151,52 +54,47 @@ def attend(
     """
     if batch is None:
         raise UnservableModelError("does not hand its arguments on to its attention")
-    unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _IGNORED)
-    if unknown:
-        raise UnservableModelError(f"its attention uses {', '.join(unknown)}")
+    if asked := [name for name in _NOT_COMPUTED if kwargs.get(name) is not None]:
+        raise UnservableModelError(f"its attention uses {asked[0]}, which is not supported")
 
     keys, values = batch.cache.layer(module.layer_idx, key, value)  # type: ignore[arg-type] # an int
-    stored = len(batch.entries)
-    keys.view(-1, *keys.shape[2:]).index_copy_(0, batch.entries, key[0, :, :stored].transpose(0, 1))
-    values.view(-1, *values.shape[2:]).index_copy_(
-        0, batch.entries, value[0, :, :stored].transpose(0, 1)
-    )
-
+    _store(keys, key, batch.entries)
+    _store(values, value, batch.entries)
     rows = query[0].transpose(0, 1)  # [rows, heads, dim]
-    out = rows.new_zeros(rows.shape[0], rows.shape[1], values.shape[-1])
+    out = rows.new_zeros(*rows.shape[:2], values.shape[-1])
     n = len(batch.decoding)
     if n:
         mask = batch.mask(0, n, batch.width, sliding_window, query)
         out[:n] = _attend_rows(
-            rows[:n],
-            batch.decoding_view(keys),
-            batch.decoding_view(values),
-            mask,
-            scaling,
-            batch_invariant=batch.batch_invariant,
+            rows[:n], batch.of_decoding(keys), batch.of_decoding(values), mask, scaling
         )
     first = n
     for chunk in batch.chunks:
         end = first + chunk.end - chunk.start
         width = round_up(chunk.end, WIDTH_STEP)
         mask = batch.mask(first, end, width, sliding_window, query)
-        chunk_keys = keys[chunk.slot, None, :width].transpose(1, 2)
-        chunk_values = values[chunk.slot, None, :width].transpose(1, 2)
-        if batch.batch_invariant:
+        seen_keys = keys[chunk.slot, None, :width].transpose(1, 2)
+        seen_values = values[chunk.slot, None, :width].transpose(1, 2)
+        if is_batch_invariant(query.dtype, query.device):
+            everyone = (end - first, -1, -1, -1)
             out[first:end] = _attend_rows(
                 rows[first:end],
-                chunk_keys.expand(end - first, -1, -1, -1),
-                chunk_values.expand(end - first, -1, -1, -1),
+                seen_keys.expand(everyone),
+                seen_values.expand(everyone),
                 mask,
                 scaling,
-                batch_invariant=True,
             )
         else:
-            out[first:end] = _attend_chunk(
-                query[:, :, first:end], chunk_keys, chunk_values, mask, scaling
+            out[first:end] = _attend_block(
+                query[:, :, first:end], seen_keys, seen_values, mask, scaling
             )
         first = end
     return out[None], None
+
+
+def _store(states: Tensor, new: Tensor, entries: Tensor) -> None:
+    """Puts rows [1, heads, rows, dim] where they belong in [slots, tokens, heads, dim]."""
+    states.flatten(0, 1).index_copy_(0, entries, new[0, :, : len(entries)].transpose(0, 1))
 
 
 def _attend_rows(
@@ -205,13 +103,11 @@ def _attend_rows(
     values: Tensor,
     mask: Tensor,
     scaling: float | None,
-    *,
-    batch_invariant: bool,
 ) -> Tensor:
     """One query token a sequence: [n, heads, dim] over [n, kv_heads, width, dim]."""
     n, heads, dim = rows.shape
     mask = mask[:, None, None]
-    if batch_invariant:
+    if is_batch_invariant(rows.dtype, rows.device):
         # Packing a group's heads into one block, as below, makes the order of sums depend on width.
         return scaled_dot_product_attention(
             rows[:, :, None], keys, values, attn_mask=mask, scale=scaling, enable_gqa=True
@@ -221,7 +117,7 @@ def _attend_rows(
     return out.reshape(n, heads, -1)
 
 
-def _attend_chunk(
+def _attend_block(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float | None
 ) -> Tensor:
     """Many query tokens of one sequence: [1, heads, n, dim] over [1, kv_heads, width, dim].

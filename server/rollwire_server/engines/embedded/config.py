@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-CPU_CONTEXT_CAP = 4096
-"""Longest context on a CPU that nobody asked for more on."""
-
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedConfig:

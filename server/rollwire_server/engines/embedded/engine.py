@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollwire_server.engines.base import EngineError
+from rollwire_server.engines.base import EngineError, Load
 
 from .startup import start_runner
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         Applied,
         EngineInfo,
         KvPolicy,
-        Load,
         SequenceSpec,
         Sink,
         SleepingWeights,
@@ -93,21 +92,25 @@ class EmbeddedEngine:
 
     def load(self) -> Load:
         """See ``Engine``."""
-        return self._living().load()
+        return self._runner.load() if self._runner is not None else Load(0, 0, 0, 0)
 
     def submit(self, spec: SequenceSpec) -> None:
         """See ``Engine``."""
         runner = self._living()
+        runner.check(spec)
         runner.announce()
         self._commands.put(_Command(lambda r: r.add(spec), None))
 
     async def abort(self, keys: Sequence[int]) -> None:
         """See ``Engine``."""
-        await self._call(lambda runner: runner.table.remove(keys))
+        with contextlib.suppress(_GoneError):
+            if keys:
+                await self._call(lambda runner: runner.table.remove(keys))
 
     async def hold(self) -> None:
         """See ``Engine``."""
-        await self._call(lambda runner: runner.hold())
+        with contextlib.suppress(_GoneError):
+            await self._call(lambda runner: runner.hold())
 
     async def release(self) -> None:
         """See ``Engine``."""
@@ -141,7 +144,7 @@ class EmbeddedEngine:
 
     def _living(self) -> Runner:
         if self._runner is None:
-            raise EngineError(self._gone)
+            raise _GoneError(self._gone)
         return self._runner
 
     async def _call(self, do: Callable[[Runner], T]) -> T:
@@ -166,7 +169,7 @@ class EmbeddedEngine:
         while not self._commands.empty():
             command = self._commands.get_nowait()
             if command is not None and command.result is not None:
-                _settle(command.result, None, EngineError(self._gone))
+                _settle(command.result, None, _GoneError(self._gone))
         self._ended.set()
 
     # What follows runs on the engine's thread.
@@ -207,6 +210,10 @@ class EmbeddedEngine:
             busy = step is not None
             if step is not None:
                 tell(sink.on_step, step)
+
+
+class _GoneError(EngineError):
+    """The engine does not run, so that nothing is sampled either."""
 
 
 class _LoopClosedError(Exception):

@@ -32,7 +32,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
     """SplitMix64's finalizer on uint64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
-    return x ^ (x >> np.uint64(31))
+    x ^= x >> np.uint64(31)
+    return x
 
 
 class Noise:
@@ -99,12 +100,10 @@ class Sampled:
     Attributes:
         token_ids: [rows].
         logprobs: Of every token in the row's basis, fp32, [rows, vocab].
-        finite: Whether a row's logits were all finite; if not, its token means nothing.
     """
 
     token_ids: Tensor
     logprobs: Tensor
-    finite: Tensor
 
 
 def sample(logits: Tensor, rows: Rows, noise: Noise) -> Sampled:
@@ -124,9 +123,7 @@ def sample(logits: Tensor, rows: Rows, noise: Noise) -> Sampled:
         if greedy.any():
             gumbel[torch.from_numpy(greedy).to(logits.device)] = 0
         token_ids = torch.sub(drawn_from, gumbel, out=gumbel).argmax(-1)
-    logprobs = _log_probabilities(logits, scaled, drawn_from, rows)
-    # A sum is finite only if its terms are, and costs a tenth of looking at each.
-    return Sampled(token_ids, logprobs, logits.sum(-1).isfinite())
+    return Sampled(token_ids, _log_probabilities(logits, scaled, drawn_from, rows))
 
 
 def log_probabilities(logits: Tensor, rows: Rows) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .attention import Chunk
+from .batch import Chunk
 from .sampling import BASES
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ class Running:
     Attributes:
         slot: Its own until it ends.
         arrival: Orders sequences, oldest first.
-        stop_token_ids: As the spec has them.
         cached_prompt_tokens: Not computed but copied, of the prompt; None once it has been told.
         prompt_logprobs_told: Prompt tokens whose log-probabilities have been reported (token 0 has
             none, and counts as such).
+        routing_told: Tokens whose experts have been reported.
     """
 
     spec: SequenceSpec
@@ -38,6 +38,7 @@ class Running:
     arrival: int
     cached_prompt_tokens: int | None = 0
     prompt_logprobs_told: int = 1
+    routing_told: int = 0
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -67,6 +68,32 @@ class Plan:
     copies: list[Copy] = field(default_factory=list)
     decoding: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     chunks: list[Chunk] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRows:
+    """The batch rows that a step needs logits of.
+
+    First the last row of each decoding slot and of each chunk, whether it samples or not: keys and
+    values that are not finite show there. Then those that prompt log-probabilities come from.
+
+    Attributes:
+        rows, slots: [n].
+        samples: Whether a row is its sequence's last and gives a token; [n].
+        prompts: Which of the rows give prompt log-probabilities of a slot.
+    """
+
+    rows: np.ndarray
+    slots: np.ndarray
+    samples: np.ndarray
+    prompts: list[tuple[int, slice]]
+
+    def sampling(self, without: np.ndarray) -> np.ndarray:
+        """Which of the rows sample, those of slots ``without`` left out."""
+        samples = self.samples
+        if len(without):
+            samples = samples & ~np.isin(self.slots, without)
+        return samples.nonzero()[0]
 
 
 class SlotTable:
@@ -103,6 +130,7 @@ class SlotTable:
         self.min_p = np.zeros(slots, dtype=np.float32)
         self.seed = np.zeros(slots, dtype=np.uint64)
         self.basis = np.zeros(slots, dtype=np.int64)
+        self.top_logprobs = np.zeros(slots, dtype=np.int64)
 
         self._by_key: dict[int, int] = {}
         self._free_since = np.zeros(slots, dtype=np.int64)  # in releases; least is first to go
@@ -141,6 +169,9 @@ class SlotTable:
         """Drops the KV entries of what runs; returns how many there were."""
         entries = int(self.cached[self.live].sum())
         self.cached[self.live] = 0
+        for sequence in self.running:
+            if sequence is not None:
+                sequence.routing_told = 0
         return entries
 
     def plan(self, prefill_tokens: int, prompt_logprob_rows: int, revision: int) -> Plan:
@@ -183,6 +214,37 @@ class SlotTable:
         self.revision[first] = revision
         return plan
 
+    def logit_rows(self, plan: Plan) -> LogitRows:
+        """Which rows of a plan's batch need logits."""
+        n = len(plan.decoding)
+        ends = n + np.cumsum([c.end - c.start for c in plan.chunks], dtype=np.int64)
+        rows = [np.arange(n), ends - 1]
+        slots = [plan.decoding, np.array([c.slot for c in plan.chunks], dtype=np.int64)]
+        complete = [c.end == self.length[c.slot] for c in plan.chunks]
+        samples = [np.ones(n, dtype=bool), np.array(complete, dtype=bool)]
+        prompts = []
+        at = n + len(plan.chunks)
+        for chunk, end in zip(plan.chunks, ends.tolist(), strict=True):
+            sequence = self.at(chunk.slot)
+            # The row of a token gives the distribution of the one after it.
+            low = max(chunk.start, sequence.prompt_logprobs_told - 1)
+            high = min(chunk.end, len(sequence.spec.prompt) - 1)
+            if sequence.spec.prompt_logprobs and low < high:
+                rows.append(np.arange(low, high) + end - chunk.end)
+                slots.append(np.full(high - low, chunk.slot))
+                samples.append(np.zeros(high - low, dtype=bool))
+                prompts.append((chunk.slot, slice(at, at + high - low)))
+                at += high - low
+        return LogitRows(
+            np.concatenate(rows), np.concatenate(slots), np.concatenate(samples), prompts
+        )
+
+    def computed(self, plan: Plan) -> None:
+        """A plan's tokens have KV entries now."""
+        self.cached[plan.decoding] = self.length[plan.decoding]
+        for chunk in plan.chunks:
+            self.cached[chunk.slot] = chunk.end
+
     def _admit(self, revision: int) -> None:
         free = (~self.live).nonzero()[0]
         while self.waiting and len(free):
@@ -220,6 +282,7 @@ class SlotTable:
         self.min_p[slot] = sampling.min_p
         self.seed[slot] = sampling.seed
         self.basis[slot] = BASES.index(spec.logprob_basis)
+        self.top_logprobs[slot] = spec.top_logprobs
 
     def _take_over(self, slot: int, entries: int) -> None:
         self.cached[slot] = entries

@@ -2,54 +2,115 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from rollwire_server.engines.base import EngineError, EngineInfo, LogprobBasis
 
-from .config import CPU_CONTEXT_CAP
-from .model import choose_device, load_model
+from .checkpoint import first_line, read_model
+from .probe import probe
 from .runner import Runner
 
 if TYPE_CHECKING:
     from .config import EmbeddedConfig
+    from .probe import Findings
 
 MAX_TOP_LOGPROBS = 64
+
+CPU_CONTEXT_CAP = 4096
+"""Longest context on a CPU unless more is asked for."""
+
+MIN_CONTEXT = 256
+"""A cache that has less room for each sequence is refused, unless it is asked for."""
+
+KV_SHARE = 0.5
+"""Of the memory that is free beside the weights and a staged copy of them."""
 
 
 def start_runner(config: EmbeddedConfig, server_id: str) -> tuple[Runner, EngineInfo]:
     """Loads the model and sizes its cache; raises EngineError with one line if that fails."""
-    device = choose_device(config.device)
+    device = _device(config.device)
     if device.type == "cpu":
         torch.set_num_threads(config.threads)
-    loaded = load_model(config, device)
-    context = config.context_length or loaded.max_context
-    if config.context_length is None and device.type == "cpu":
-        context = min(context, CPU_CONTEXT_CAP)
-    if context > loaded.max_context:
-        raise EngineError(
-            f"context length {context} is more than the {loaded.max_context} positions of the model"
-        )
-    exact = device.type == "cpu" and loaded.model.dtype == torch.float32
+    hf = read_model(config).to(device).eval().requires_grad_(requires_grad=False)
+    findings = probe(hf)
+    model = findings.model
+    context = _context_length(config, findings)
     runner = Runner(
-        loaded,
+        model,
+        lambda: read_model(config),
         slots=config.max_running_sequences,
         context=context,
         prefill_tokens=config.prefill_tokens,
-        batch_invariant=exact,
         server_id=server_id,
     )
     info = EngineInfo(
         engine="embedded",
         model=config.model,
-        vocab_size=loaded.vocab_size,
+        vocab_size=model.vocab_size,
         context_length=context,
-        eos_token_ids=loaded.eos_token_ids,
+        eos_token_ids=model.eos_token_ids,
         logprob_bases=frozenset(LogprobBasis),
-        deterministic=exact,
+        deterministic=findings.deterministic,
         max_running_sequences=config.max_running_sequences,
-        max_top_logprobs=min(MAX_TOP_LOGPROBS, loaded.vocab_size),
-        routed_experts=False,
+        max_top_logprobs=min(MAX_TOP_LOGPROBS, model.vocab_size),
+        routed_experts=runner.routing is not None,
     )
     return runner, info
+
+
+def _device(name: str) -> torch.device:
+    """The device that a configuration names; raises EngineError if it cannot be used."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise EngineError(f"device {name!r} cannot be used: {first_line(error)}") from error
+    return device
+
+
+def _context_length(config: EmbeddedConfig, findings: Findings) -> int:
+    """What is asked for, or what the model, the memory and CPU_CONTEXT_CAP allow."""
+    model = findings.model
+    slots = config.max_running_sequences
+    weights = sum(p.nbytes for p in model.hf.parameters())
+    free = int(KV_SHARE * max(0, _free_bytes(model.device) - weights))
+    fits = free // (slots * findings.kv_bytes_per_token)
+    room = f"the KV cache may take {free >> 20} MiB, which is {fits} tokens for each of {slots}"
+    if config.context_length is not None:
+        if config.context_length > findings.max_context:
+            raise EngineError(
+                f"a context of {config.context_length} tokens is more than the model's "
+                f"{findings.max_context}"
+            )
+        if config.context_length > fits:
+            raise EngineError(
+                f"a context of {config.context_length} tokens does not fit: {room} running "
+                "sequences; ask for less of either"
+            )
+        return config.context_length
+    most = findings.max_context
+    if model.device.type == "cpu":
+        most = min(most, CPU_CONTEXT_CAP)
+    if fits < min(most, MIN_CONTEXT):
+        raise EngineError(f"{room} running sequences; run fewer of them")
+    return min(most, fits)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if (meminfo := Path("/proc/meminfo")).exists():
+        available = meminfo.read_text().partition("MemAvailable:")[2]
+        free = int(available.split()[0]) << 10
+    group = Path("/sys/fs/cgroup")  # a container's own limit
+    limit = group / "memory.max"
+    if limit.exists() and (most := limit.read_text().strip()) != "max":
+        free = min(free, int(most) - int((group / "memory.current").read_text()))
+    return free

@@ -1,4 +1,4 @@
-"""The tensors of a model by name: their schema, their digests, and how an update replaces them."""
+"""The weights that serve: their schema and digests, how an update replaces them, how they sleep."""
 
 from __future__ import annotations
 
@@ -7,25 +7,32 @@ from typing import TYPE_CHECKING
 import torch
 from rollwire_transport import describe_all, tensor_digest
 
-from rollwire_server.engines.base import EngineError, TornWeightsError
+from rollwire_server.engines.base import EngineError, SleepingWeights, TornWeightsError
+
+from .tensors import checkpoint_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from rollwire_transport import Manifest, TensorSpec
-    from torch import Tensor, nn
+    from torch import Tensor
+    from transformers import PreTrainedModel
 
 
 class Weights:
-    """A model's parameters and persistent buffers, as its state dict names them.
+    """A model's parameters and persistent buffers, as its checkpoint names them.
 
     Of tensors that share memory the first name counts; the others are its aliases.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        tensors = model.state_dict(keep_vars=True)
+    def __init__(self, hf: PreTrainedModel) -> None:
+        self._hf = hf
+        tensors = checkpoint_tensors(hf)
         self._specs = describe_all(tensors)
-        self._tensors = {s.name: tensors[s.name] for s in self._specs if s.alias_of is None}
+        self._serving = {s.name: tensors[s.name] for s in self._specs if s.alias_of is None}
+        self._backup: list[Tensor] | None = None
+        self._shapes: list[torch.Size] = []
+        self.empty = False
 
     def schema(self) -> list[TensorSpec]:
         """All tensors, aliases included."""
@@ -34,7 +41,7 @@ class Weights:
     def digests(self) -> dict[str, int]:
         """The digest of each tensor, aliases left out, of the memory that serves."""
         return {
-            spec.name: tensor_digest(spec, self._tensors[spec.name].detach())
+            spec.name: tensor_digest(spec, self._target(spec.name))
             for spec in self._specs
             if spec.alias_of is None
         }
@@ -44,10 +51,8 @@ class Weights:
         staged = {}
         for spec in manifest.tensors:
             if spec.alias_of is None:
-                serving = self._serving(spec.name)
-                staged[spec.name] = torch.empty(
-                    spec.shape, dtype=getattr(torch, spec.dtype), device=serving.device
-                )
+                target = self._target(spec.name)
+                staged[spec.name] = target.new_empty(target.shape)
         return staged
 
     def replace(self, staged: Mapping[str, Tensor]) -> None:
@@ -56,7 +61,7 @@ class Weights:
         Raises EngineError when they do not fit, before anything is touched, and TornWeightsError
         when the copy itself failed.
         """
-        targets = [self._serving(name) for name in staged]
+        targets = [self._target(name) for name in staged]
         sources = list(staged.values())
         for name, target, source in zip(staged, targets, sources, strict=True):
             if source.shape != target.shape or source.dtype != target.dtype:
@@ -64,17 +69,62 @@ class Weights:
                     f"{name} is staged as {source.dtype} {tuple(source.shape)}, and served as "
                     f"{target.dtype} {tuple(target.shape)}"
                 )
-        if not targets:
-            raise EngineError("nothing is staged")
+        if self.empty and (missing := self._serving.keys() - staged.keys()):
+            raise EngineError(
+                f"the weights were discarded, and the update lacks {len(missing)} of "
+                f"{len(self._serving)} tensors: send a full one"
+            )
         try:
             with torch.no_grad():
-                torch._foreach_copy_(targets, sources)
-                if targets[0].is_cuda:
-                    torch.cuda.synchronize(targets[0].device)
+                if targets:
+                    torch._foreach_copy_(targets, sources)
+                if any(target.is_cuda for target in targets):
+                    torch.cuda.synchronize()
         except Exception as error:
             raise TornWeightsError(f"copying staged weights into place failed: {error}") from error
+        self.empty = False
 
-    def _serving(self, name: str) -> Tensor:
-        if name not in self._tensors:
+    def sleep(self, how: SleepingWeights) -> int:
+        """Frees the weights' memory as asked; returns its bytes."""
+        tensors = list(self._owned())
+        on_host = all(tensor.device.type == "cpu" for tensor in tensors)
+        if how is SleepingWeights.KEEP or (how is SleepingWeights.HOST_BACKUP and on_host):
+            return 0
+        if how is SleepingWeights.HOST_BACKUP:
+            self._backup = [tensor.detach().to("cpu").pin_memory() for tensor in tensors]
+        else:
+            self.empty = True
+        freed = sum(tensor.nbytes for tensor in tensors)
+        self._serving.clear()
+        self._shapes = [tensor.shape for tensor in tensors]
+        for tensor in tensors:
+            tensor.data = tensor.new_empty(0)
+        return freed
+
+    def wake(self) -> None:
+        """Takes the memory back that ``sleep`` freed, and the weights if there is a backup."""
+        if not self._shapes:
+            return
+        for index, (tensor, shape) in enumerate(zip(self._owned(), self._shapes, strict=True)):
+            tensor.data = tensor.new_zeros(shape)
+            if self._backup is not None:
+                tensor.data.copy_(self._backup[index])
+        self._backup = None
+        self._shapes = []
+        tensors = checkpoint_tensors(self._hf)
+        self._serving = {s.name: tensors[s.name] for s in self._specs if s.alias_of is None}
+
+    def reload(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes over all of another model's tensors, named as these."""
+        self.replace({name: tensors[name] for name in self._serving})
+
+    def _target(self, name: str) -> Tensor:
+        if not self._serving:
+            raise EngineError("the weights' memory is given back: wake the engine up first")
+        if name not in self._serving:
             raise EngineError(f"{name} is not a tensor of this model, or an alias of one")
-        return self._tensors[name]
+        return self._serving[name]
+
+    def _owned(self) -> Iterator[Tensor]:
+        """Each tensor of the model once, as the model itself holds it."""
+        return iter({id(t): t for t in self._hf.state_dict(keep_vars=True).values()}.values())
