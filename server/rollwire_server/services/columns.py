@@ -7,7 +7,6 @@ samples 256 sequences passes through here 256 times a step.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -96,36 +95,30 @@ class RolloutStream:
         self._outbox = Outbox()
         self._readers: dict[int, Reader] = {}
         self._refused: list[rollout_pb2.SequenceEvent] = []
-        self._half_closed = False
-        self._broken: ServiceError | None = None
 
     async def run(self) -> None:
         """Serves the call until the client has half-closed and every sequence has ended."""
         reading = asyncio.create_task(self._read(), name="read StreamRollouts")
+        reading.add_done_callback(lambda _: self._outbox.wake())
         try:
-            while not (self._half_closed and not self._readers and not self._refused):
+            while not (reading.done() and not self._readers and not self._refused):
                 await self._outbox.wait()
-                if self._broken is not None:
-                    raise self._broken
+                if reading.done():
+                    reading.result()  # a command that makes no sense ends the call
                 for message in self._messages():
                     await self._context.write(message)
         finally:
             reading.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await reading
+            await asyncio.gather(reading, return_exceptions=True)
             for reader in self._readers.values():
                 self._rollouts.detach(reader)
 
     # What the client says.
 
     async def _read(self) -> None:
-        try:
-            while (command := await self._context.read()) is not grpc.aio.EOF:
-                self._obey(command)
-            self._half_closed = True
-        except ServiceError as error:
-            self._broken = error
-        self._outbox.wake()
+        """Takes commands until the client half-closes."""
+        while (command := await self._context.read()) is not grpc.aio.EOF:
+            self._obey(command)
 
     def _obey(self, command: rollout_pb2.StreamRolloutsRequest) -> None:
         handle = command.handle
