@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rollwire_transport.tensors import DTYPES
 from torch import Tensor
 
-shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple) | st.just((300,)) | st.just((40, 17))
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple) | st.just((300,))
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
@@ -41,7 +41,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 @st.composite
 def weights(draw: st.DrawFn) -> dict[str, Tensor]:
     """Named tensors, some of them the same memory, at least one."""
-    result = {f"t{i}": t for i, t in enumerate(draw(st.lists(tensors(), min_size=1, max_size=8)))}
+    result = {f"t{i}": t for i, t in enumerate(draw(st.lists(tensors(), min_size=1, max_size=5)))}
     for number, source in enumerate(draw(st.lists(st.sampled_from(sorted(result)), max_size=3))):
         result[f"tied{number}"] = result[source]
     return result
@@ -49,5 +49,6 @@ def weights(draw: st.DrawFn) -> dict[str, Tensor]:
 
 def content(tensor: Tensor) -> bytes:
     """A tensor's bytes in row-major order."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype)
+    plain.copy_(tensor)
     return bytes(plain.view(-1).view(torch.uint8).tolist())

@@ -48,10 +48,20 @@ def validate(manifest: Manifest) -> None:
         ManifestError: With all that is wrong with it.
     """
     sizes: list[int | None] = []
-    problems = list(_tensor_problems(manifest, sizes))
+    problems = list(_tensor_problems(manifest.tensors, sizes))
     problems += _encoding_problems(manifest)
     problems += _bucket_problems(manifest, sizes)
     if problems:
+        raise ManifestError(problems)
+
+
+def check_tensors(tensors: Sequence[TensorSpec]) -> None:
+    """Checks what a manifest could not be planned for.
+
+    Raises:
+        ManifestError: With all that is wrong with the tensors.
+    """
+    if problems := list(_tensor_problems(tensors, [])):
         raise ManifestError(problems)
 
 
@@ -90,10 +100,12 @@ def compare(manifest: Manifest, schema: Sequence[TensorSpec]) -> None:
         raise ManifestError(problems)
 
 
-def _tensor_problems(manifest: Manifest, sizes: list[int | None]) -> Iterator[str]:
+def _tensor_problems(
+    tensors: Sequence[TensorSpec], sizes: list[int | None]
+) -> Iterator[str]:
     """What is wrong with the tensors; fills ``sizes`` with their bytes, None where unknown."""
     specs: dict[str, TensorSpec] = {}
-    for index, spec in enumerate(manifest.tensors):
+    for index, spec in enumerate(tensors):
         label = _label(index, spec)
         if not 0 < len(spec.name.encode(errors="surrogatepass")) <= MAX_NAME_BYTES:
             yield f"{label}: its name must have 1 to {MAX_NAME_BYTES} bytes"
@@ -113,7 +125,7 @@ def _tensor_problems(manifest: Manifest, sizes: list[int | None]) -> Iterator[st
             if size is None:
                 yield f"{label}: absurd shape {list(spec.shape)}"
         sizes.append(size)
-    for index, spec in enumerate(manifest.tensors):
+    for index, spec in enumerate(tensors):
         if spec.alias_of is None:
             continue
         label = _label(index, spec)
@@ -121,8 +133,8 @@ def _tensor_problems(manifest: Manifest, sizes: list[int | None]) -> Iterator[st
         if source is None or source.alias_of is not None:
             yield f"{label}: alias of {spec.alias_of[:80]!r}, which is not a tensor that is sent"
         elif (source.dtype, source.shape) != (spec.dtype, spec.shape):
-            yield f"{label}: alias of {spec.alias_of!r}, which has another dtype or shape"
-    if not any(t.alias_of is None for t in manifest.tensors):
+            yield f"{label}: alias of {spec.alias_of[:80]!r}, which has another dtype or shape"
+    if not any(t.alias_of is None for t in tensors):
         yield "there are no tensors"
 
 

@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from rollwire_transport.manifest import Span, TensorSpec
-from rollwire_transport.tensors import as_bytes
+from rollwire_transport.tensors import as_bytes, describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -74,8 +74,10 @@ def tensor_digest(spec: TensorSpec, tensor: Tensor) -> int:
     """The digest of one tensor, of any strides, on any device.
 
     Raises:
-        ValueError: The tensor's size is not its spec's.
+        ValueError: The tensor is not what the spec says.
     """
+    if (found := describe(spec.name, tensor, spec.alias_of)) != spec:
+        raise ValueError(f"the tensor is {found}, the spec is {spec}")
     data = as_bytes(tensor.resolve_conj().resolve_neg().contiguous())
     total = span_sums(data, [Span(0, 0, 0, data.numel())])[0]
     return digest_of_sum(spec, total)
@@ -117,7 +119,7 @@ def span_sums(data: Tensor, spans: Sequence[Span]) -> list[int]:
 
 def _span_sum(data: Tensor, span: Span, sum_words: Callable[[Tensor, int], Tensor]) -> Tensor:
     piece = data[span.bucket_offset : span.bucket_offset + span.length]
-    if piece.data_ptr() % 8:  # a view of some larger tensor; buckets are always aligned
+    if piece.data_ptr() % 8 or piece.storage_offset() % 8:  # never so in a bucket
         piece = piece.clone()
     whole, first = span.length // 8 * 8, span.tensor_offset // 8
     total = sum_words(piece[:whole].view(torch.int64), first)

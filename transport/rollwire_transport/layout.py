@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollwire_transport.checks import ALIGNMENT, ManifestError, validate
+from rollwire_transport.checks import ALIGNMENT, check_tensors
 from rollwire_transport.manifest import Bucket, Manifest, Span, TensorSpec
-from rollwire_transport.tensors import ITEMSIZES, nbytes
+from rollwire_transport.tensors import nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,8 +32,7 @@ def plan(
     """
     if bucket_bytes <= 0 or bucket_bytes % ALIGNMENT:
         raise ValueError(f"bucket_bytes must be a positive multiple of {ALIGNMENT}")
-    if unknown := sorted({t.dtype for t in tensors} - ITEMSIZES.keys()):
-        raise ManifestError([f"unknown dtype {dtype}" for dtype in unknown])
+    check_tensors(tensors)
     ordered = sorted(tensors, key=lambda t: t.alias_of is not None)
     buckets: list[Bucket] = []
     spans: list[Span] = []
@@ -58,6 +57,4 @@ def plan(
                 close_bucket()
     if spans:
         close_bucket()
-    manifest = Manifest(tuple(ordered), tuple(buckets), partial=partial)
-    validate(manifest)
-    return manifest
+    return Manifest(tuple(ordered), tuple(buckets), partial=partial)

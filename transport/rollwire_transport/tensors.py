@@ -82,4 +82,5 @@ def as_bytes(tensor: Tensor) -> Tensor:
     """
     if not tensor.is_contiguous():
         raise ValueError("not contiguous")
-    return tensor.detach().view(-1).view(torch.uint8)
+    # Not view(-1): a tensor of one element is contiguous whatever its strides, which stay.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,0 +1,322 @@
+"""Sender and receiver, over a link that tests hold in their hands."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rollwire_transport import (
+    DigestMismatch,
+    Manifest,
+    ManifestError,
+    Receiver,
+    Sender,
+    TensorSpec,
+    TransportError,
+    describe,
+    describe_all,
+    plan,
+    sum_digests,
+    tensor_digest,
+)
+from rollwire_transport.tensors import DTYPES
+from support.memory_link import MemoryLink
+from support.tensors import content, random_tensor, weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+bucket_bytes = st.integers(1, 10).map(lambda n: n * 64)
+
+
+def room_for(manifest: Manifest) -> dict[str, Tensor]:
+    return {
+        spec.name: random_tensor(DTYPES[spec.dtype], spec.shape, seed=99)
+        for spec in manifest.tensors
+        if spec.alias_of is None
+    }
+
+
+def send(manifest: Manifest, tensors: dict[str, Tensor], link: MemoryLink) -> Sender:
+    sender = Sender(manifest)
+    sender.send(link, tensors.items, bucket_timeout=1)
+    return sender
+
+
+def receive(receiver: Receiver, link: MemoryLink, first_bucket: int = 0) -> None:
+    receiver.receive(link, first_bucket=first_bucket, bucket_timeout=1)
+
+
+def some_weights() -> dict[str, Tensor]:
+    """Three tensors in nine buckets of 64 bytes."""
+    return {
+        "a": random_tensor(torch.bfloat16, (10, 12), 1),
+        "b": random_tensor(torch.float32, (7,), 2),
+        "c": random_tensor(torch.uint8, (200,), 3),
+    }
+
+
+@given(weights(), bucket_bytes)
+def test_everything_arrives_bit_for_bit(tensors: dict[str, Tensor], size: int) -> None:
+    manifest = plan(describe_all(tensors), bucket_bytes=size)
+    # Aliases are sent by no one, wherever the source has them.
+    link, destination = MemoryLink(), room_for(manifest)
+    sender = send(manifest, tensors, link)
+    receiver = Receiver(manifest, destination)
+    receive(receiver, link)
+
+    assert receiver.complete
+    assert receiver.received_bytes == sum(bucket.size for bucket in manifest.buckets)
+    assert {n: content(t) for n, t in destination.items()} == {
+        name: content(tensors[name]) for name in destination
+    }
+    expected = {
+        s.name: tensor_digest(s, tensors[s.name]) for s in manifest.tensors if s.alias_of is None
+    }
+    assert sender.digests == receiver.digests == expected
+    assert sender.digest == receiver.digest == sum_digests(expected.values())
+    assert link.finished
+    assert not link.aborted
+
+
+class Failure(NamedTuple):
+    arrive: int  # buckets until rank 1 dies
+    again: int  # buckets that it begins before the lowest that is missing
+
+
+failures = st.builds(Failure, st.integers(0, 4), st.integers(0, 3))
+
+
+@given(weights(), bucket_bytes, st.lists(failures, max_size=4))
+def test_after_failures_it_goes_on_from_a_bucket_that_is_missing(
+    tensors: dict[str, Tensor], size: int, failures: list[Failure]
+) -> None:
+    manifest = plan(describe_all(tensors), bucket_bytes=size)
+    count = len(manifest.buckets)
+    sender, destination = Sender(manifest), room_for(manifest)
+    receiver = Receiver(manifest, destination)
+    for failure in failures:
+        first = max(0, receiver.next_bucket - failure.again)
+        if first + failure.arrive >= count:
+            continue
+        expected = max(receiver.next_bucket, first + failure.arrive)
+        link = MemoryLink(capacity=failure.arrive)
+        with pytest.raises(TransportError) as at_sender:
+            sender.send(link, tensors.items, first_bucket=first, bucket_timeout=1)
+        with pytest.raises(TransportError) as at_receiver:
+            receive(receiver, link, first)
+        assert (at_sender.value.peer, at_receiver.value.peer) == ("rank 1", "rank 0")
+        assert link.aborted
+        assert receiver.next_bucket == expected
+        assert receiver.received_bytes == sum(b.size for b in manifest.buckets[:expected])
+
+    link, first = MemoryLink(), receiver.next_bucket
+    sender.send(link, tensors.items, first_bucket=first, bucket_timeout=1)
+    receive(receiver, link, first)
+    assert all(content(destination[name]) == content(tensors[name]) for name in destination)
+    assert sender.digest == receiver.digest
+
+
+def test_buckets_that_come_again_count_once() -> None:
+    tensors = some_weights()
+    manifest = plan(describe_all(tensors), bucket_bytes=64)
+    receiver = Receiver(manifest, room_for(manifest))
+    for _ in range(2):
+        link = MemoryLink()
+        sender = send(manifest, tensors, link)
+        receive(receiver, link)
+    assert receiver.digest == sender.digest
+    assert receiver.received_bytes == sum(bucket.size for bucket in manifest.buckets)
+
+
+def test_packing_goes_on_while_buckets_are_under_way() -> None:
+    tensors = some_weights()
+    manifest = plan(describe_all(tensors), bucket_bytes=64)
+    link = MemoryLink()
+    send(manifest, tensors, link)
+    assert link.most_in_flight >= 2
+    link.most_in_flight = 0
+    receive(Receiver(manifest, room_for(manifest)), link)
+    assert link.most_in_flight >= 2
+
+
+def test_progress_counts_the_bytes_that_are_sent_and_those_skipped() -> None:
+    tensors = some_weights()
+    manifest = plan(describe_all(tensors), bucket_bytes=64)
+    sizes = [bucket.size for bucket in manifest.buckets]
+    seen: list[int] = []
+    Sender(manifest).send(
+        MemoryLink(), tensors.items, first_bucket=2, bucket_timeout=1, progress=seen.append
+    )
+    assert seen == list(itertools.accumulate(sizes))[2:]
+
+
+def test_the_source_is_consumed_as_far_as_needed_one_tensor_at_a_time() -> None:
+    tensors = {f"t{i}": random_tensor(torch.uint8, (64,), i) for i in range(8)}
+    manifest = plan(describe_all(tensors), bucket_bytes=128)
+    gathered: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def gather() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors.items():
+            alive.append(sum(reference() is not None for reference in gathered))
+            whole = tensor.clone()
+            gathered.append(weakref.ref(whole))
+            yield name, whole
+            del whole
+
+    Sender(manifest).send(MemoryLink(), gather, first_bucket=1, bucket_timeout=1)
+    assert max(alive) == 0
+    gathered.clear()
+    with pytest.raises(TransportError):
+        Sender(manifest).send(MemoryLink(capacity=0), gather, bucket_timeout=1)
+    assert len(gathered) < len(tensors)
+
+
+def flip(tensor: Tensor, index: int) -> None:
+    tensor.view(-1)[index] ^= 1
+
+
+@pytest.mark.parametrize("position", [0, 7, 8, 63])
+def test_a_wrong_byte_is_noticed_and_its_bucket_is_missing(position: int) -> None:
+    tensors = some_weights()
+    manifest = plan(describe_all(tensors), bucket_bytes=64)
+    link, receiver = MemoryLink(), Receiver(manifest, room_for(manifest))
+    sender = send(manifest, tensors, link)
+    flip(link.messages[2][1], position)
+    with pytest.raises(DigestMismatch, match="bucket 2") as caught:
+        receive(receiver, link)
+    assert caught.value.peer == "rank 0"
+    assert link.aborted
+    assert receiver.next_bucket == 2
+    with pytest.raises(RuntimeError, match="no digest yet"):
+        _ = receiver.digest
+
+    link = MemoryLink()
+    sender.send(link, tensors.items, first_bucket=2, bucket_timeout=1)
+    receive(receiver, link, first_bucket=2)
+    assert receiver.digest == sender.digest
+
+
+def test_buckets_whose_payloads_were_swapped_are_noticed() -> None:
+    tensors = {"a": random_tensor(torch.uint8, (256,), 1)}
+    manifest = plan(describe_all(tensors), bucket_bytes=64)
+    link = MemoryLink()
+    send(manifest, tensors, link)
+    (header_0, payload_0), (header_1, payload_1) = link.messages[0], link.messages[1]
+    link.messages[0], link.messages[1] = (header_0, payload_1), (header_1, payload_0)
+    with pytest.raises(DigestMismatch, match="bucket 0"):
+        receive(Receiver(manifest, room_for(manifest)), link)
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "problem"),
+    [
+        (0, 0, "no header of this format"),
+        (0, -1, "no header of this format"),
+        (1, 5, "bucket 5"),
+        (1, -1, "bucket -1"),
+        (2, 63, "with 63 bytes"),
+        (2, 2**62, f"with {2**62} bytes"),
+        (3, 0, "digest"),
+    ],
+)
+def test_a_header_is_not_trusted(word: int, value: int, problem: str) -> None:
+    tensors = some_weights()
+    manifest = plan(describe_all(tensors), bucket_bytes=64)
+    link, receiver = MemoryLink(), Receiver(manifest, room_for(manifest))
+    send(manifest, tensors, link)
+    link.messages[0][0][word] = value
+    with pytest.raises(TransportError, match=problem):
+        receive(receiver, link)
+    assert receiver.next_bucket == 0
+
+
+WRONG: dict[str, tuple[Callable[[], list[tuple[str, Tensor]]], str]] = {
+    "another name": (
+        lambda: [("x", torch.zeros(64, dtype=torch.uint8))],
+        r"tensor 0 is a uint8 \[64\] in the manifest, the source gave x",
+    ),
+    "another dtype": (lambda: [("a", torch.zeros(64, dtype=torch.int8))], r"gave a int8 \[64\]"),
+    "another shape": (
+        lambda: [("a", torch.zeros(8, 8, dtype=torch.uint8))],
+        r"gave a uint8 \[8, 8\]",
+    ),
+    "too few": (list, "the source ended before it"),
+}
+
+
+@pytest.mark.parametrize(("source", "problem"), WRONG.values(), ids=WRONG)
+def test_a_source_that_gives_something_else_sends_none_of_it(
+    source: Callable[[], list[tuple[str, Tensor]]], problem: str
+) -> None:
+    manifest = plan([TensorSpec("a", "uint8", (64,))])
+    link = MemoryLink()
+    with pytest.raises(ManifestError, match=problem):
+        Sender(manifest).send(link, source, bucket_timeout=1)
+    assert not link.messages
+    assert link.aborted
+
+
+def test_a_dtensor_must_be_gathered_first(trainers_own_group: None) -> None:
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    tensor = DTensor.from_local(torch.zeros(4), init_device_mesh("cpu", (1,)), [Replicate()])
+    manifest = plan([describe("a", tensor)])
+    with pytest.raises(ManifestError, match="full_tensor"):
+        Sender(manifest).send(MemoryLink(), lambda: [("a", tensor)], bucket_timeout=1)
+
+    link = MemoryLink()
+    Sender(manifest).send(link, lambda: [("a", tensor.full_tensor())], bucket_timeout=1)
+    assert len(link.messages) == 1
+
+
+def test_a_destination_that_does_not_fit_is_refused_with_all_that_is_wrong() -> None:
+    names = ("missing", "dtype", "shape", "strided", "right")
+    manifest = plan([TensorSpec(name, "float32", (4, 4)) for name in names])
+    destination = {
+        "dtype": torch.zeros(4, 4, dtype=torch.int32),
+        "shape": torch.zeros(16),
+        "strided": torch.zeros(4, 4).t(),
+        "right": torch.zeros(4, 4),
+    }
+    with pytest.raises(ManifestError) as caught:
+        Receiver(manifest, destination)
+    assert [problem.split()[0] for problem in caught.value.problems] == list(names[:4])
+
+
+def test_a_gap_is_refused() -> None:
+    tensors = some_weights()
+    manifest = plan(describe_all(tensors), bucket_bytes=64)
+    with pytest.raises(ValueError, match="0 is the next one"):
+        receive(Receiver(manifest, room_for(manifest)), MemoryLink(), first_bucket=1)
+    with pytest.raises(ValueError, match="buckets"):
+        Sender(manifest).send(MemoryLink(), tensors.items, first_bucket=10**6, bucket_timeout=1)
+
+
+def test_nothing_but_empty_tensors_is_an_update_too() -> None:
+    tensors = {"empty": torch.zeros(0, 3)}
+    manifest = plan(describe_all(tensors))
+    link, receiver = MemoryLink(), Receiver(manifest, room_for(manifest))
+    sender = send(manifest, tensors, link)
+    receive(receiver, link)
+    assert receiver.complete
+    assert receiver.digest == sender.digest
+
+
+def test_the_number_of_buckets_is_what_the_size_says() -> None:
+    tensors = some_weights()
+    manifest = plan(describe_all(tensors), bucket_bytes=64)
+    link = MemoryLink()
+    send(manifest, tensors, link)
+    assert len(link.messages) == sum(math.ceil(t.nbytes / 64) for t in tensors.values())
