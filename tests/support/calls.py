@@ -36,26 +36,28 @@ class Api:
 
     async def held(self, count: int) -> None:
         """Returns when so many sequences are held."""
-        await self._until(lambda info: info.held_sequences == count)
+        await self.until(lambda info: info.held_sequences == count)
 
     async def waits(self, count: int) -> None:
         """Returns when so many sequences wait."""
-        await self._until(lambda info: info.waiting_sequences == count)
+        await self.until(lambda info: info.waiting_sequences == count)
 
     async def reaches(self, state: common_pb2.ServerState.ValueType) -> None:
         """Returns when the server is in a state."""
-        await self._until(lambda info: info.state == state)
+        await self.until(lambda info: info.state == state)
 
     async def idle(self) -> None:
         """Returns when nothing runs, waits or is held, and the KV cache is empty."""
-        await self._until(
+        await self.until(
             lambda info: (
                 not info.running_sequences + info.waiting_sequences + info.held_sequences
                 and not info.kv_tokens_used
             )
         )
 
-    async def _until(self, so: Callable[[rollout_pb2.GetServerInfoResponse], bool]) -> None:
+    async def until(self, so: Callable[[rollout_pb2.GetServerInfoResponse], bool]) -> None:
+        """Returns when the server says so of itself."""
+
         async def is_so() -> bool:
             return so(await self.info())
 

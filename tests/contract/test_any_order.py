@@ -1,0 +1,207 @@
+"""Calls in any order against a model of what a server promises (Hypothesis)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from rollwire.v1 import common_pb2, rollout_pb2
+from support.calls import Api, Generation, generate, reason_of, request
+from support.publishing import Update, random_weights
+
+if TYPE_CHECKING:
+    from support.servers import ServerProcess
+
+LONG = 3000
+
+
+@dataclass
+class Live:
+    """A sequence that nothing has ended yet: so long that it does not end by itself."""
+
+    request_id: str
+    generation: Generation
+    bound: int | None
+
+
+class Machine(RuleBasedStateMachine):
+    """Holds, sequences and updates of one server, which every example gets as the last left it."""
+
+    address: str
+    terms = itertools.count(1_000)
+    pauses = Bundle("pauses")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.channel = self.run(self._connect())
+        self.api = Api(self.channel)
+        self.held: set[str] = set()
+        self.live: list[Live] = []
+        self.staged: Update | None = None
+        self.weights = self.run(self.api.info()).weights
+
+    async def _connect(self) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(self.address)
+
+    def run(self, work):  # type: ignore[no-untyped-def]
+        async def bounded():  # type: ignore[no-untyped-def]
+            async with asyncio.timeout(20):
+                return await work
+
+        return self.runner.run(bounded())
+
+    def teardown(self) -> None:
+        async def leave() -> None:
+            await self.api.resume()
+            if self.staged is not None:
+                await self.staged.discard()
+            await self.api.rollouts.Abort(rollout_pb2.AbortRequest(all=True), timeout=10)
+            for live in self.live:
+                assert (await live.generation.all()).reason == "ABORTED"
+            await self.api.idle()
+            await self.channel.close()
+
+        self.run(leave())
+        self.runner.close()
+
+    @rule(target=pauses)
+    def pause(self) -> str:
+        answer = self.run(self.api.pause(uuid.uuid4().hex))
+        self.held.add(answer.pause_id)
+        assert answer.held_sequences == len(self.live)
+        return answer.pause_id
+
+    @rule(pause_id=pauses)
+    def resume(self, pause_id: str) -> None:
+        self.held.discard(pause_id)
+        assert self.run(self.api.resume(pause_id)).remaining_pauses == len(self.held)
+
+    @rule(bound=st.booleans())
+    def start(self, *, bound: bool) -> None:
+        most = self.weights.version if bound and self.weights.HasField("version") else None
+        request_id = uuid.uuid4().hex
+        message = request((1, 2), LONG, request_id=request_id, max_weight_version=most)
+        self.live.append(Live(request_id, Generation(self.api, message), most))
+        count = len(self.live)
+
+        async def arrived() -> None:
+            await self.api.until(
+                lambda info: (
+                    info.running_sequences + info.waiting_sequences + info.held_sequences == count
+                )
+            )
+
+        self.run(arrived())
+
+    @precondition(lambda self: self.live and not self.held)
+    @rule(data=st.data())
+    def sample(self, data: st.DataObject) -> None:
+        live = data.draw(st.sampled_from(self.live))
+        output = live.generation.output
+        self.run(live.generation.some(len(output.tokens) + 1))
+        while output.tags[-1] != self.weights:  # what was sampled before a commit comes first
+            self.run(live.generation.some(len(output.tokens) + 1))
+        assert output.finish is None
+        assert output.revisions == sorted(output.revisions)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), cut=st.booleans())
+    def end(self, data: st.DataObject, *, cut: bool) -> None:
+        live = data.draw(st.sampled_from(self.live))
+        self.live.remove(live)
+        if cut:
+            live.generation.call.cancel()
+            count = len(self.live)
+            self.run(
+                self.api.until(
+                    lambda info: (
+                        info.running_sequences + info.waiting_sequences + info.held_sequences
+                        == count
+                    )
+                )
+            )
+            return
+        assert self.run(self.api.abort(live.request_id)) == (1, [])
+        assert self.run(live.generation.all()).reason == "ABORTED"
+
+    @precondition(lambda self: self.staged is None)
+    @rule(seed=st.integers(0, 3), tagged=st.booleans())
+    def stage(self, seed: int, *, tagged: bool) -> None:
+        version = self.weights.version + 1 if tagged else None
+        tensors = self.run(random_weights(self.api, seed))
+        self.staged = Update(self.api, tensors, version, term=next(self.terms))
+        self.run(self.staged.stage())
+        assert self.run(self.api.info()).weights == self.weights
+
+    @precondition(lambda self: self.staged is not None)
+    @rule(policy=st.sampled_from([common_pb2.KV_POLICY_RECOMPUTE, common_pb2.KV_POLICY_KEEP]))
+    def commit(self, policy: common_pb2.KvPolicy.ValueType) -> None:
+        change, self.staged = self.staged, None
+        assert change is not None
+        answer = self.run(change.commit(policy))
+        untouched = change.version is None and answer.already_current
+        assert answer.weights.revision == self.weights.revision + (0 if untouched else 1)
+        self.weights = answer.weights
+        over = [live for live in self.live if live.bound is not None and change.version is not None]
+        for live in over:
+            self.live.remove(live)
+            assert self.run(live.generation.all()).reason == "INTERRUPTED"
+
+    @precondition(lambda self: self.staged is not None)
+    @rule()
+    def discard(self) -> None:
+        change, self.staged = self.staged, None
+        assert change is not None
+        assert self.run(change.discard()).weights == self.weights
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            self.run(change.commit())
+        assert reason_of(caught.value) == "NOT_STAGED"
+
+    @precondition(lambda self: not self.held)
+    @rule(seed=st.integers(0, 2**64 - 1))
+    def generate_one(self, seed: int) -> None:
+        output = self.run(generate(self.api, request((9,), 3, seed=seed)))
+        assert output.reason == "LENGTH"
+        assert set(output.revisions) == {self.weights.revision}
+
+    @invariant()
+    def the_server_says_what_it_does(self) -> None:
+        info = self.run(self.api.info())
+        paused, serving = common_pb2.SERVER_STATE_PAUSED, common_pb2.SERVER_STATE_SERVING
+        assert info.state == (paused if self.held else serving)
+        assert info.weights == self.weights
+        running = info.running_sequences + info.waiting_sequences
+        assert info.held_sequences == (len(self.live) if self.held else 0)
+        assert running == (0 if self.held else len(self.live))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_calls_in_any_order(server: ServerProcess) -> None:
+    machine = type("Bound", (Machine,), {"address": server.address})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=30,
+            stateful_step_count=12,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

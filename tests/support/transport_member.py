@@ -1,0 +1,29 @@
+"""A server's end of a transfer in a process of its own, which a test may kill or stop.
+
+python transport_member.py RENDEZVOUS EPOCH RANK WORLD_SIZE BYTES BUCKET_BYTES
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from rollwire_transport import Receiver, TensorSpec, join, plan
+
+
+def main() -> None:
+    rendezvous, epoch, *numbers = sys.argv[1:]
+    rank, world_size, size, bucket_bytes = map(int, numbers)
+    manifest = plan([TensorSpec("w", "uint8", (size,))], bucket_bytes=bucket_bytes)
+    receiver = Receiver(manifest, {"w": torch.zeros(size, dtype=torch.uint8)})
+    link = join(
+        "gloo", epoch=epoch, rank=rank, world_size=world_size, rendezvous=rendezvous, timeout=60
+    )
+    try:
+        receiver.receive(link, first_bucket=0, bucket_timeout=60)
+    finally:
+        link.close()
+
+
+if __name__ == "__main__":
+    main()
