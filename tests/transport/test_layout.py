@@ -98,7 +98,7 @@ def test_a_tensor_is_described_as_a_checkpoint_has_it() -> None:
 
 
 def test_a_sparse_tensor_is_refused() -> None:
-    with pytest.raises(ValueError, match="w: a .*sparse"):
+    with pytest.raises(ValueError, match=r"w: a .*sparse"):
         describe("w", torch.zeros(3, 3).to_sparse())
 
 
