@@ -1,22 +1,15 @@
-"""Weight updates of one server: announced, received, verified, then committed or discarded.
+"""The weight state of one server: updates announced, received, verified, committed or discarded.
 
 One update at a time. Nothing that serves is touched before its commit.
-
-    UpdateWeights ─▶ READY ─JoinTransport─▶ RECEIVING ─▶ STAGED ─CommitWeights─▶ committed
-                                 ▲              │           │
-                                 └── STALLED ◀──┘           └─ lease over, DiscardUpdate,
-                                                               a higher term ─▶ discarded
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import time
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
 import structlog
@@ -24,122 +17,29 @@ import structlog
 from rollwire_server.engines.base import EngineError, KvPolicy, TornWeightsError, WeightTag
 from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.lifecycle import Event, Rpc, State
+from rollwire_server.outcomes import outcome, result
+from rollwire_server.update import (
+    Commit,
+    Phase,
+    Update,
+    check_membership,
+    in_progress,
+    picks_up,
+    told,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Coroutine, Mapping
-
-    from torch import Tensor
+    from collections.abc import AsyncGenerator
 
     from rollwire_server.engines.base import Applied, Engine
     from rollwire_server.lifecycle import Lifecycle
     from rollwire_server.rollouts import Rollouts
+    from rollwire_server.update import Announcement, Membership, Progress, Publisher
 
 log = structlog.get_logger()
 
 COMMITS_REMEMBERED = 64
 REPORT_SECONDS = 0.25  # the API promises a message every 500 ms
-
-
-class Phase(enum.Enum):
-    """How far an update is."""
-
-    READY = "ready"
-    RECEIVING = "receiving"
-    STALLED = "stalled"
-    STAGED = "staged"
-
-
-@dataclass(frozen=True, slots=True)
-class Publisher:
-    """One trainer's life; a higher term takes over."""
-
-    id: str
-    term: int
-
-
-@dataclass(frozen=True, slots=True)
-class Announcement:
-    """What UpdateWeights asks for."""
-
-    publisher: Publisher
-    update_id: str
-    version: int | None
-    allow_version_rollback: bool
-    manifest: transport.Manifest
-    stage_lease: float
-
-
-@dataclass(frozen=True, slots=True)
-class Membership:
-    """A server's place in one transport group."""
-
-    epoch: str
-    backend: str
-    rank: int
-    world_size: int
-    rendezvous: str
-    first_bucket: int
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What UpdateWeights reports."""
-
-    phase: Phase
-    received_bytes: int
-    next_bucket: int
-    digest: int
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """A commit that happened: its answer, told again when asked again."""
-
-    weights: WeightTag
-    receive_ns: int = 0
-    apply_ns: int = 0
-    paused_ns: int = 0
-    held_sequences: int = 0
-    kv_tokens_to_recompute: int = 0
-    already_current: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Update:
-    """One announced update and all that it holds."""
-
-    announcement: Announcement
-    staged: Mapping[str, Tensor]
-    receiver: transport.Receiver
-    phase: Phase = Phase.READY
-    detail: str = ""
-    failure: ServiceError | None = None
-    epoch: str = ""
-    link: transport.Link | None = None
-    joining: asyncio.Task[ServiceError | None] | None = None
-    receiving: asyncio.Task[None] | None = None
-    committing: asyncio.Task[Commit | ServiceError] | None = None
-    receive_ns: int = 0
-    lease_ends: float | None = None
-    lease_timer: asyncio.TimerHandle | None = None
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def progress(self) -> Progress:
-        """How far it is now."""
-        staged = self.phase is Phase.STAGED
-        return Progress(
-            phase=self.phase,
-            received_bytes=self.receiver.received_bytes,
-            next_bucket=self.receiver.next_bucket,
-            digest=self.receiver.digest if staged else 0,
-            detail=self.detail,
-        )
-
-    def move(self, phase: Phase, detail: str = "") -> None:
-        """Enters a phase and tells who watches."""
-        self.phase, self.detail = phase, detail
-        self.changed.set()
 
 
 class Updates:
@@ -242,14 +142,14 @@ class Updates:
         update = self._expect(update_id)
         if update.phase is Phase.STAGED:
             return
-        _check_membership(update, membership)
+        check_membership(update, membership)
         if update.epoch != membership.epoch:
             update.epoch = membership.epoch
             update.joining = self._tasks.create_task(
-                _outcome(self._join(update, membership, timeout)), name=f"join {update_id}"
+                outcome(self._join(update, membership, timeout)), name=f"join {update_id}"
             )
         if update.joining is not None:
-            await _result(update.joining)
+            await result(update.joining)
 
     async def commit(
         self, publisher: Publisher, update_id: str, expected_digest: int, policy: KvPolicy
@@ -266,9 +166,9 @@ class Updates:
         if update.committing is None:
             self._check_commit(update, expected_digest)
             update.committing = self._tasks.create_task(
-                _outcome(self._commit(update, policy)), name=f"commit {update_id}"
+                outcome(self._commit(update, policy)), name=f"commit {update_id}"
             )
-        return await _result(update.committing)
+        return await result(update.committing)
 
     async def discard(self, publisher: Publisher, update_id: str) -> None:
         """Drops an announced or staged update; what serves stays. Idempotent."""
@@ -294,7 +194,7 @@ class Updates:
             raise ServiceError(
                 Reason.FROZEN,
                 f"{rpc.value} is refused: the server was started with --frozen and keeps "
-                f"{_told(self.weights)}",
+                f"{told(self.weights)}",
             )
 
     def _check_publisher(self, publisher: Publisher) -> None:
@@ -349,14 +249,14 @@ class Updates:
             raise ServiceError(
                 Reason.NOT_STAGED,
                 f"update {update_id} is {update.phase.value}, not staged; the server serves "
-                f"{_told(self.weights)}",
+                f"{told(self.weights)}",
             )
         if (digest := update.receiver.digest) != expected_digest:
             raise ServiceError(
                 Reason.DIGEST_MISMATCH,
                 f"update {update_id} has digest {digest:016x} here and {expected_digest:016x} at "
                 f"the trainer: discard it and publish again; the server serves "
-                f"{_told(self.weights)}",
+                f"{told(self.weights)}",
             )
 
     def _expect(self, update_id: str) -> Update:
@@ -364,7 +264,7 @@ class Updates:
             raise ServiceError(
                 Reason.NOT_STAGED,
                 f"no update {update_id} is under way (discarded, its lease over, or never "
-                f"announced); the server serves {_told(self.weights)}",
+                f"announced); the server serves {told(self.weights)}",
             )
         return self.update
 
@@ -376,10 +276,10 @@ class Updates:
             self._check_publisher(announcement.publisher)
             current = self.update
             if current is not None:
-                if _picks_up(announcement, current):
+                if picks_up(announcement, current):
                     return current
                 if announcement.publisher == self.publisher or current.committing is not None:
-                    raise _in_progress(current)
+                    raise in_progress(current)
             self._check_announcement(announcement)
             await asyncio.to_thread(self._check_manifest, announcement.manifest)
             self.publisher = announcement.publisher
@@ -439,7 +339,7 @@ class Updates:
         except transport.DigestMismatch as error:
             update.failure = ServiceError(
                 Reason.DIGEST_MISMATCH,
-                f"{error}; the update is discarded, the server serves {_told(self.weights)}",
+                f"{error}; the update is discarded, the server serves {told(self.weights)}",
             )
             update.move(Phase.STALLED, str(error))
         except transport.TransportError as error:
@@ -531,7 +431,7 @@ class Updates:
         except EngineError as error:
             raise ServiceError(
                 Reason.COMMIT_FAILED,
-                f"{error}; nothing was changed, the server serves {_told(self.weights)}",
+                f"{error}; nothing was changed, the server serves {told(self.weights)}",
             ) from error
 
     async def _leave_group(self, update: Update) -> None:
@@ -561,68 +461,3 @@ class Updates:
             update.failure = ServiceError(reason, why)
         update.changed.set()
         await self._leave_group(update)
-
-
-def _in_progress(current: Update) -> ServiceError:
-    announcement = current.announcement
-    return ServiceError(
-        Reason.UPDATE_IN_PROGRESS,
-        f"update {announcement.update_id} of publisher {announcement.publisher.id!r} is "
-        f"{current.phase.value}: commit or discard it first",
-        metadata={"update_id": announcement.update_id},
-    )
-
-
-def _picks_up(announcement: Announcement, current: Update) -> bool:
-    """Whether this is a staged update announced again: its answer was lost."""
-    same = announcement.update_id == current.announcement.update_id
-    return same and current.phase is Phase.STAGED
-
-
-def _check_membership(update: Update, membership: Membership) -> None:
-    backends = transport.available_backends()
-    usable = [name for name, backend in backends.items() if backend.ok]
-    if membership.backend not in usable:
-        raise ServiceError(
-            Reason.BAD_REQUEST,
-            f"this server cannot use backend {membership.backend!r}, only {', '.join(usable)}",
-            field="backend",
-        )
-    if not 0 < membership.rank < membership.world_size:
-        raise ServiceError(
-            Reason.BAD_REQUEST,
-            f"rank {membership.rank} is no receiver's in a group of {membership.world_size}: "
-            "the trainer has rank 0",
-            field="ranks",
-        )
-    if membership.first_bucket > update.receiver.next_bucket:
-        raise ServiceError(
-            Reason.BAD_REQUEST,
-            f"a group that begins with bucket {membership.first_bucket} leaves a gap: bucket "
-            f"{update.receiver.next_bucket} has not come yet",
-            field="first_bucket",
-        )
-
-
-T = TypeVar("T")
-
-
-async def _outcome(work: Coroutine[Any, Any, T]) -> T | ServiceError:
-    """A task's result or refusal as a value: a refusal is no failure of the task's group."""
-    try:
-        return await work
-    except ServiceError as error:
-        return error
-
-
-async def _result(task: asyncio.Task[T | ServiceError]) -> T:
-    """Waits for a task that goes on when its waiter goes away."""
-    outcome = await asyncio.shield(task)
-    if isinstance(outcome, ServiceError):
-        raise outcome
-    return outcome
-
-
-def _told(weights: WeightTag) -> str:
-    version = "no version" if weights.version is None else f"version {weights.version}"
-    return f"{version}, revision {weights.revision}"

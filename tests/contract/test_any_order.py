@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,7 +21,7 @@ from hypothesis.stateful import (
 )
 from rollwire.v1 import common_pb2, rollout_pb2
 from support.calls import Api, Generation, generate, reason_of, request
-from support.publishing import Update, random_weights
+from support.publishing import TERMS, Update, random_weights
 
 if TYPE_CHECKING:
     from support.servers import ServerProcess
@@ -43,7 +42,6 @@ class Machine(RuleBasedStateMachine):
     """Holds, sequences and updates of one server, which every example gets as the last left it."""
 
     address: str
-    terms = itertools.count(1_000)
     pauses = Bundle("pauses")
 
     def __init__(self) -> None:
@@ -145,7 +143,7 @@ class Machine(RuleBasedStateMachine):
     def stage(self, seed: int, *, tagged: bool) -> None:
         version = self.weights.version + 1 if tagged else None
         tensors = self.run(random_weights(self.api, seed))
-        self.staged = Update(self.api, tensors, version, term=next(self.terms))
+        self.staged = Update(self.api, tensors, version, term=next(TERMS))
         self.run(self.staged.stage())
         assert self.run(self.api.info()).weights == self.weights
 

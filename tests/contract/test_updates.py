@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import uuid
 
 import grpc
@@ -13,16 +12,15 @@ import rollwire_transport as transport
 import torch
 from rollwire.v1 import common_pb2, weights_pb2
 from support.calls import Api, Generation, Output, Stream, generate, reason_of, request
-from support.publishing import Update, as_message, no_update, random_weights, status
+from support.publishing import TERMS, Update, as_message, no_update, random_weights, status
 
 LONG = 2000
-terms = itertools.count(1)
 
 
 async def update(api: Api, seed: int, **fields: object) -> Update:
     """An update of a publisher that takes over from every earlier test's, above its version."""
     weights = (await api.info()).weights
-    fields = {"term": next(terms), "version": weights.version + 1, **fields}
+    fields = {"term": next(TERMS), "version": weights.version + 1, **fields}
     return Update(api, await random_weights(api, seed), **fields)  # type: ignore[arg-type]
 
 
@@ -41,7 +39,7 @@ async def scored(api: Api, prompt: tuple[int, ...], tokens: list[int]) -> list[f
 
 async def crossing(api: Api, kv_policy: int) -> tuple[tuple[int, ...], Output, int]:
     """A sequence that a commit interrupts: its prompt, all of it, and the tokens before."""
-    change = await update(api, 1)
+    change = await update(api, 100 + kv_policy)
     await change.stage()
     prompt = (5, 6, 7, 8)
     generation = Generation(api, request(prompt, 400, seed=2))

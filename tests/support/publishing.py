@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from support.calls import Api
 
 SECONDS = 20
+TERMS = itertools.count(1)  # each update of a shared server takes over from those before
 
 
 async def random_weights(api: Api, seed: int) -> dict[str, Tensor]:

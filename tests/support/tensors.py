@@ -6,6 +6,7 @@ import math
 
 import torch
 from hypothesis import strategies as st
+from rollwire_transport import Manifest
 from rollwire_transport.tensors import DTYPES
 from torch import Tensor
 
@@ -52,3 +53,12 @@ def content(tensor: Tensor) -> bytes:
     plain = torch.empty(tensor.shape, dtype=tensor.dtype)
     plain.copy_(tensor)
     return bytes(plain.view(-1).view(torch.uint8).tolist())
+
+
+def room_for(manifest: Manifest) -> dict[str, Tensor]:
+    """Where a manifest's tensors may be received; full of something else."""
+    return {
+        spec.name: random_tensor(DTYPES[spec.dtype], spec.shape, seed=99)
+        for spec in manifest.tensors
+        if spec.alias_of is None
+    }

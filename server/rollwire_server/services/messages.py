@@ -12,7 +12,7 @@ from rollwire_server.engines.base import KvPolicy, LogprobBasis
 from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.lifecycle import State
 from rollwire_server.sequences import FinishReason
-from rollwire_server.updates import Phase
+from rollwire_server.update import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -13,7 +13,7 @@ from rollwire_server.lifecycle import Rpc
 from rollwire_server.services import messages
 from rollwire_server.services.answering import answering
 from rollwire_server.services.requests import read_duration
-from rollwire_server.updates import Announcement, Membership, Publisher
+from rollwire_server.update import Announcement, Membership, Publisher
 
 if TYPE_CHECKING:
     import grpc

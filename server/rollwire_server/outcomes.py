@@ -1,0 +1,29 @@
+"""Work that goes on when its caller goes away, and whose refusals fail nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rollwire_server.errors import ServiceError
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+T = TypeVar("T")
+
+
+async def outcome(work: Coroutine[Any, Any, T]) -> T | ServiceError:
+    """A task's result or refusal as a value: a refusal is no failure of the task's group."""
+    try:
+        return await work
+    except ServiceError as error:
+        return error
+
+
+async def result(task: asyncio.Task[T | ServiceError]) -> T:
+    """Waits for a task that goes on when its waiter goes away."""
+    told = await asyncio.shield(task)
+    if isinstance(told, ServiceError):
+        raise told
+    return told

@@ -1,0 +1,176 @@
+"""One weight update: what is asked for, how far it is, what came of it.
+
+UpdateWeights ─▶ READY ─JoinTransport─▶ RECEIVING ─▶ STAGED ─CommitWeights─▶ committed
+▲              │           │
+└── STALLED ◀──┘           └─ lease over, DiscardUpdate,
+a higher term ─▶ discarded
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import rollwire_transport as transport
+
+from rollwire_server.errors import Reason, ServiceError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from rollwire_server.engines.base import WeightTag
+
+
+class Phase(enum.Enum):
+    """How far an update is."""
+
+    READY = "ready"
+    RECEIVING = "receiving"
+    STALLED = "stalled"
+    STAGED = "staged"
+
+
+@dataclass(frozen=True, slots=True)
+class Publisher:
+    """One trainer's life; a higher term takes over."""
+
+    id: str
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What UpdateWeights asks for."""
+
+    publisher: Publisher
+    update_id: str
+    version: int | None
+    allow_version_rollback: bool
+    manifest: transport.Manifest
+    stage_lease: float
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """A server's place in one transport group."""
+
+    epoch: str
+    backend: str
+    rank: int
+    world_size: int
+    rendezvous: str
+    first_bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What UpdateWeights reports."""
+
+    phase: Phase
+    received_bytes: int
+    next_bucket: int
+    digest: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A commit that happened: its answer, told again when asked again."""
+
+    weights: WeightTag
+    receive_ns: int = 0
+    apply_ns: int = 0
+    paused_ns: int = 0
+    held_sequences: int = 0
+    kv_tokens_to_recompute: int = 0
+    already_current: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Update:
+    """One announced update and all that it holds."""
+
+    announcement: Announcement
+    staged: Mapping[str, Tensor]
+    receiver: transport.Receiver
+    phase: Phase = Phase.READY
+    detail: str = ""
+    failure: ServiceError | None = None
+    epoch: str = ""
+    link: transport.Link | None = None
+    joining: asyncio.Task[ServiceError | None] | None = None
+    receiving: asyncio.Task[None] | None = None
+    committing: asyncio.Task[Commit | ServiceError] | None = None
+    receive_ns: int = 0
+    lease_ends: float | None = None
+    lease_timer: asyncio.TimerHandle | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def progress(self) -> Progress:
+        """How far it is now."""
+        staged = self.phase is Phase.STAGED
+        return Progress(
+            phase=self.phase,
+            received_bytes=self.receiver.received_bytes,
+            next_bucket=self.receiver.next_bucket,
+            digest=self.receiver.digest if staged else 0,
+            detail=self.detail,
+        )
+
+    def move(self, phase: Phase, detail: str = "") -> None:
+        """Enters a phase and tells who watches."""
+        self.phase, self.detail = phase, detail
+        self.changed.set()
+
+
+def in_progress(current: Update) -> ServiceError:
+    """The refusal of another update while this one is under way."""
+    announcement = current.announcement
+    return ServiceError(
+        Reason.UPDATE_IN_PROGRESS,
+        f"update {announcement.update_id} of publisher {announcement.publisher.id!r} is "
+        f"{current.phase.value}: commit or discard it first",
+        metadata={"update_id": announcement.update_id},
+    )
+
+
+def picks_up(announcement: Announcement, current: Update) -> bool:
+    """Whether this is a staged update announced again: its answer was lost."""
+    same = announcement.update_id == current.announcement.update_id
+    return same and current.phase is Phase.STAGED
+
+
+def check_membership(update: Update, membership: Membership) -> None:
+    """Raises ServiceError when a group makes no sense for an update."""
+    backends = transport.available_backends()
+    usable = [name for name, backend in backends.items() if backend.ok]
+    if membership.backend not in usable:
+        raise ServiceError(
+            Reason.BAD_REQUEST,
+            f"this server cannot use backend {membership.backend!r}, only {', '.join(usable)}",
+            field="backend",
+        )
+    if not 0 < membership.rank < membership.world_size:
+        raise ServiceError(
+            Reason.BAD_REQUEST,
+            f"rank {membership.rank} is no receiver's in a group of {membership.world_size}: "
+            "the trainer has rank 0",
+            field="ranks",
+        )
+    if membership.first_bucket > update.receiver.next_bucket:
+        raise ServiceError(
+            Reason.BAD_REQUEST,
+            f"a group that begins with bucket {membership.first_bucket} leaves a gap: bucket "
+            f"{update.receiver.next_bucket} has not come yet",
+            field="first_bucket",
+        )
+
+
+def told(weights: WeightTag) -> str:
+    """The weights in an error's words."""
+    version = "no version" if weights.version is None else f"version {weights.version}"
+    return f"{version}, revision {weights.revision}"
