@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from hypothesis import strategies as st
-from rollwire_transport import Manifest
 from rollwire_transport.tensors import DTYPES
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from rollwire_transport import Manifest
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple) | st.just((300,))
 

@@ -25,9 +25,8 @@ from rollwire_transport import (
     sum_digests,
     tensor_digest,
 )
-from rollwire_transport.tensors import DTYPES
 from support.memory_link import MemoryLink
-from support.tensors import content, random_tensor, weights
+from support.tensors import content, random_tensor, room_for, weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,14 +36,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 bucket_bytes = st.integers(1, 10).map(lambda n: n * 64)
-
-
-def room_for(manifest: Manifest) -> dict[str, Tensor]:
-    return {
-        spec.name: random_tensor(DTYPES[spec.dtype], spec.shape, seed=99)
-        for spec in manifest.tensors
-        if spec.alias_of is None
-    }
 
 
 def send(manifest: Manifest, tensors: dict[str, Tensor], link: MemoryLink) -> Sender:

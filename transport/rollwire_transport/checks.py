@@ -100,9 +100,7 @@ def compare(manifest: Manifest, schema: Sequence[TensorSpec]) -> None:
         raise ManifestError(problems)
 
 
-def _tensor_problems(
-    tensors: Sequence[TensorSpec], sizes: list[int | None]
-) -> Iterator[str]:
+def _tensor_problems(tensors: Sequence[TensorSpec], sizes: list[int | None]) -> Iterator[str]:
     """What is wrong with the tensors; fills ``sizes`` with their bytes, None where unknown."""
     specs: dict[str, TensorSpec] = {}
     for index, spec in enumerate(tensors):

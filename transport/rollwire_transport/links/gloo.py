@@ -10,6 +10,7 @@ import contextlib
 import ipaddress
 import math
 import re
+import select
 import socket
 import threading
 import time
@@ -49,29 +50,40 @@ def open_meeting(*, epoch: str, world_size: int, host: str, port: int) -> Meetin
 def join(*, epoch: str, rank: int, world_size: int, rendezvous: str, timeout: float) -> Link:
     """See ``links.join``."""
     deadline = time.monotonic() + timeout
-    host, port = _split(rendezvous)
-    # The connection that finds the store also tells by which of our addresses it is reached.
     try:
-        with socket.create_connection((host, port), timeout=timeout) as probe:
-            address, store_address = probe.getsockname()[0], probe.getpeername()[0]
+        meeting = socket.create_connection(_split(rendezvous), timeout=timeout)
     except OSError as error:
         kind = TransportTimeout if isinstance(error, TimeoutError) else TransportError
         raise kind(f"nobody meets at {rendezvous}: {error}", "rank 0") from error
-    try:
-        store = _store(epoch, store_address, port, _left(deadline))
-        if not store.check(["world_size"]):
-            raise TransportError(f"no group of this epoch meets at {rendezvous}", "rank 0")
-        expected = int(store.get("world_size"))
-        if world_size != expected:
-            raise TransportError(
-                f"the group has {expected} members, this one was told of {world_size}", "rank 0"
-            )
-        if store.add(f"joined/{rank}", 1) != 1:
-            raise TransportError(f"rank {rank} has joined this group already", f"rank {rank}")
-        group = _group(store, rank, world_size, address, deadline)
-    except RuntimeError as error:
-        raise _failure("the group could not be formed", error, deadline, "rank 0") from error
+    with meeting:
+        try:
+            group = _join(meeting, epoch, rank, world_size, deadline)
+        except RuntimeError as error:
+            raise _failure("the group could not be formed", error, deadline, "rank 0") from error
     return _GlooLink(group, rank, world_size)
+
+
+def _join(
+    meeting: socket.socket, epoch: str, rank: int, world_size: int, deadline: float
+) -> _Group:
+    """Joins over a connection to the meeting, whose end is the meeting's."""
+    address, (host, port) = meeting.getsockname()[0], meeting.getpeername()[:2]
+    store = _store(epoch, host, port, _left(deadline))
+    if not store.check(["world_size"]):
+        raise TransportError("no group of this epoch meets there", "rank 0")
+    if world_size != (expected := int(store.get("world_size"))):
+        raise TransportError(
+            f"the group has {expected} members, this one was told of {world_size}", "rank 0"
+        )
+    if store.add(f"joined/{rank}", 1) != 1:
+        raise TransportError(f"rank {rank} has joined this group already", f"rank {rank}")
+    # Gloo could wait for the others itself, but reports a meeting that closes in fifty lines.
+    while not store.check(["complete"]):
+        if time.monotonic() > deadline:
+            raise TransportTimeout("not all members of the group have joined in time")
+        if select.select([meeting], [], [], _POLL_SECONDS)[0]:
+            raise TransportError("the meeting was closed before all had joined", "rank 0")
+    return _group(store, rank, world_size, address, deadline)
 
 
 class _GlooMeeting(Meeting):
@@ -91,17 +103,14 @@ class _GlooMeeting(Meeting):
 
     def form(self, timeout: float) -> Link:
         deadline = time.monotonic() + timeout
-        store = self._store
-        if store is None:
-            raise TransportError("the meeting was closed")
-        others = range(1, self._world_size)
-        while missing := [f"rank {r}" for r in others if not store.check([f"joined/{r}"])]:
+        while missing := self._missing():
             if time.monotonic() > deadline:
                 who = ", ".join(missing)
                 raise TransportTimeout(f"{who} did not join within {timeout:g} s", missing[0])
-            if self._closed.wait(_POLL_SECONDS):
-                raise TransportError("the meeting was closed")
+            self._closed.wait(_POLL_SECONDS)
         try:
+            store = self._open_store()
+            store.set("complete", "")
             group = _group(store, 0, self._world_size, self._address, deadline)
         except RuntimeError as error:
             raise _failure("the group could not be formed", error, deadline, None) from error
@@ -110,6 +119,16 @@ class _GlooMeeting(Meeting):
     def close(self) -> None:
         self._closed.set()
         self._store = None
+
+    def _missing(self) -> list[str]:
+        store = self._open_store()
+        return [f"rank {r}" for r in range(1, self._world_size) if not store.check([f"joined/{r}"])]
+
+    def _open_store(self) -> Store:
+        # Not held by form while it waits: an error of form would keep the store's server alive.
+        if (store := self._store) is None:
+            raise TransportError("the meeting was closed")
+        return store
 
 
 class _Work(Protocol):
