@@ -101,7 +101,7 @@ class Attempt:
         """
         while not self.ended and (whole or not self._pieces):
             self._whole = whole
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._link.loop.create_future()
             try:
                 await self._waiter
             finally:
@@ -207,6 +207,7 @@ class Link:
         self.address = address
         self.lost: RollwireError | None = None
         self.outstanding_tokens = 0
+        self.loop = asyncio.get_running_loop()
         self._call = call
         self._probe = probe
         self._silence = silence
@@ -277,7 +278,7 @@ class Link:
             self._lose(error)
 
     async def _read(self) -> None:
-        clock = asyncio.get_running_loop().time
+        clock = self.loop.time
         self._heard = clock()
         async for message in self._call:
             self._heard = clock()
@@ -290,7 +291,7 @@ class Link:
             await self._call.done_writing()
 
     async def _watch(self) -> None:
-        clock = asyncio.get_running_loop().time
+        clock = self.loop.time
         while True:
             await asyncio.sleep(self._silence / 2)
             if self._attempts and clock() - self._heard > self._silence:

@@ -111,6 +111,15 @@ class Trajectory:
         )
 
 
+@dataclass(slots=True)
+class _Run:
+    """A segment that may still grow; it starts where the one before it ends."""
+
+    end: int
+    weights: WeightTag
+    oldest_kv_revision: int
+
+
 class Draft:
     """A trajectory that is still being sampled."""
 
@@ -119,7 +128,7 @@ class Draft:
         self._request_id = request_id
         self._prompt_ids = tuple(prompt_ids)
         self._logprobs: list[float] = []
-        self._segments: list[Segment] = []
+        self._runs: list[_Run] = []
         self._servers: list[str] = []
         self._finish: Finish | None = None
 
@@ -130,29 +139,35 @@ class Draft:
             return
         if not self._servers or self._servers[-1] != server:
             self._servers.append(server)
-        start = len(self.token_ids)
         self.token_ids += chunk.token_ids
         self._logprobs += chunk.logprobs
-        oldest = chunk.oldest_kv_revision
-        if self._segments and self._segments[-1].weights == chunk.weights:
-            last = self._segments.pop()
-            start, oldest = last.start, min(last.oldest_kv_revision, oldest)
-        self._segments.append(Segment(start, len(self.token_ids), chunk.weights, oldest))
+        weights, oldest = chunk.weights, chunk.oldest_kv_revision
+        last = self._runs[-1] if self._runs else None
+        if last is None or (last.weights is not weights and last.weights != weights):
+            self._runs.append(_Run(len(self.token_ids), weights, oldest))
+        else:
+            last.end = len(self.token_ids)
+            last.oldest_kv_revision = min(last.oldest_kv_revision, oldest)
 
     @property
     def newest_version(self) -> int | None:
         """The newest weight version that sampled any of it."""
-        versions = [s.weights.version for s in self._segments if s.weights.version is not None]
+        versions = [run.weights.version for run in self._runs if run.weights.version is not None]
         return max(versions, default=None)
 
     def trajectory(self) -> Trajectory:
         """As it is now."""
+        starts = [0, *(run.end for run in self._runs)]
+        segments = [
+            Segment(start, run.end, run.weights, run.oldest_kv_revision)
+            for start, run in zip(starts, self._runs, strict=False)
+        ]
         return Trajectory(
             request_id=self._request_id,
             prompt_ids=self._prompt_ids,
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self._logprobs),
-            segments=tuple(self._segments),
+            segments=tuple(segments),
             finish=self._finish,
             servers=tuple(self._servers),
         )

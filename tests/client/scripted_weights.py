@@ -1,0 +1,238 @@
+"""A weight service in this process that receives real transfers, and fails as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+
+import grpc
+import rollwire_transport as transport
+import torch
+from client.scripted import ScriptedServer, refuse
+from rollwire.v1 import weights_pb2, weights_pb2_grpc
+
+SCHEMA = (
+    transport.TensorSpec("embed.weight", "float32", (16, 8)),
+    transport.TensorSpec("layer.weight", "float32", (8, 8)),
+    transport.TensorSpec("layer.bias", "bfloat16", (8,)),
+    transport.TensorSpec("head.weight", "float32", (16, 8), "embed.weight"),
+)
+BUCKET_BYTES = 128  # so that the tensors above take seven buckets
+
+
+def policy(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Tensors as the schema wants them, the alias tied."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        spec.name: torch.randn(spec.shape, generator=generator).to(getattr(torch, spec.dtype))
+        for spec in SCHEMA
+    }
+    tensors["head.weight"] = tensors["embed.weight"]
+    return tensors
+
+
+@dataclass
+class Update:
+    request: weights_pb2.UpdateWeightsRequest
+    tensors: dict[str, torch.Tensor]
+    receiver: transport.Receiver
+    phase: int = weights_pb2.UPDATE_PHASE_READY
+    link: transport.Link | None = None
+    receiving: asyncio.Task[None] | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def move(self, phase: int) -> None:
+        self.phase = phase
+        self.changed.set()
+
+
+class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
+    """Takes updates; the attributes say how it fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.schema = SCHEMA
+        self.committed: dict[str, torch.Tensor] = {}
+        self.commits: list[str] = []
+        self.discards: list[str] = []
+        self.joins: list[weights_pb2.JoinTransportRequest] = []
+        self.announced = 0
+        self.update: Update | None = None
+        self.kv_policy: int | None = None
+        # Faults.
+        self.hangs_in = ""  # the method that never answers
+        self.refuse_update: tuple[str, dict[str, str]] | None = None
+        self.silent_after: int | None = None  # the phase after which it reports nothing more
+        self.stop_receiving_at: int | None = None  # the bucket before which its link breaks, once
+        self.refuse_joins = 0
+        self.lie_about_digest = False
+        self.lose_commit_answers = 0
+        self.refuse_commit = False
+
+    def register(self, server: grpc.aio.Server) -> None:
+        super().register(server)
+        weights_pb2_grpc.add_WeightServiceServicer_to_server(self, server)
+
+    async def stop(self) -> None:
+        await super().stop()
+        if self.update is not None:
+            await self._leave(self.update)
+
+    async def GetWeightSchema(self, request, context):  # noqa: N802
+        return weights_pb2.GetWeightSchemaResponse(
+            tensors=[
+                weights_pb2.TensorSpec(
+                    name=s.name, dtype=s.dtype, shape=s.shape, alias_of=s.alias_of or ""
+                )
+                for s in self.schema
+            ]
+        )
+
+    async def UpdateWeights(self, request, context):  # noqa: N802
+        self.announced += 1
+        if self.hangs_in == "UpdateWeights":
+            await asyncio.Event().wait()
+        if self.refuse_update is not None:
+            reason, metadata = self.refuse_update
+            self.refuse_update = None if reason == "UPDATE_IN_PROGRESS" else self.refuse_update
+            await refuse(
+                context,
+                grpc.StatusCode.FAILED_PRECONDITION,
+                reason,
+                "as scripted",
+                metadata=metadata,
+            )
+        manifest = transport.Manifest(
+            tuple(
+                transport.TensorSpec(t.name, t.dtype, tuple(t.shape), t.alias_of or None)
+                for t in request.manifest.tensors
+            ),
+            tuple(
+                transport.Bucket(
+                    b.size,
+                    tuple(
+                        transport.Span(s.tensor, s.tensor_offset, s.bucket_offset, s.length)
+                        for s in b.spans
+                    ),
+                )
+                for b in request.manifest.buckets
+            ),
+            partial=request.manifest.partial,
+        )
+        transport.compare(manifest, self.schema)
+        tensors = {
+            t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype))
+            for t in manifest.tensors
+            if t.alias_of is None
+        }
+        update = self.update = Update(request, tensors, transport.Receiver(manifest, tensors))
+        try:
+            while True:
+                update.changed.clear()
+                phase = update.phase
+                yield self._report(update)
+                if phase == self.silent_after:
+                    await asyncio.Event().wait()
+                if phase == weights_pb2.UPDATE_PHASE_STAGED:
+                    return
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.1):
+                        await update.changed.wait()
+        finally:
+            if update.phase != weights_pb2.UPDATE_PHASE_STAGED:
+                self.discards.append(request.update_id)
+
+    def _report(self, update: Update) -> weights_pb2.UpdateWeightsResponse:
+        staged = update.phase == weights_pb2.UPDATE_PHASE_STAGED
+        return weights_pb2.UpdateWeightsResponse(
+            phase=update.phase,
+            received_bytes=update.receiver.received_bytes,
+            next_bucket=update.receiver.next_bucket,
+            digest=(update.receiver.digest ^ self.lie_about_digest) if staged else 0,
+        )
+
+    async def JoinTransport(self, request, context):  # noqa: N802
+        self.joins.append(request)
+        if self.hangs_in == "JoinTransport":
+            await asyncio.Event().wait()
+        update = self.update
+        assert update is not None
+        await self._leave(update)
+        if self.refuse_joins:
+            self.refuse_joins -= 1
+            await refuse(context, grpc.StatusCode.ABORTED, "TRANSPORT_FAILED", "as scripted")
+        update.link = await asyncio.to_thread(
+            transport.join,
+            request.backend,
+            epoch=request.epoch,
+            rank=request.ranks[0],
+            world_size=request.world_size,
+            rendezvous=request.rendezvous,
+            timeout=5,
+        )
+        update.move(weights_pb2.UPDATE_PHASE_RECEIVING)
+        update.receiving = asyncio.create_task(
+            self._receive(update, update.link, request.first_bucket)
+        )
+        return weights_pb2.JoinTransportResponse()
+
+    async def _receive(self, update: Update, link: transport.Link, first_bucket: int) -> None:
+        def receive() -> None:
+            taken = update.receiver._take
+            stop_at, self.stop_receiving_at = self.stop_receiving_at, None
+
+            def take(index, slot, peer) -> None:
+                if index == stop_at:
+                    raise transport.TransportError("as scripted")
+                taken(index, slot, peer)
+
+            update.receiver._take = take
+            try:
+                update.receiver.receive(link, first_bucket=first_bucket, bucket_timeout=5)
+            finally:
+                update.receiver._take = taken
+                link.close()
+
+        try:
+            await asyncio.to_thread(receive)
+        except transport.TransportError:
+            update.move(weights_pb2.UPDATE_PHASE_STALLED)
+        else:
+            update.move(weights_pb2.UPDATE_PHASE_STAGED)
+
+    async def _leave(self, update: Update) -> None:
+        if update.link is not None:
+            update.link.abort()
+        if update.receiving is not None:
+            await update.receiving
+
+    async def CommitWeights(self, request, context):  # noqa: N802
+        update = self.update
+        assert update is not None
+        if self.refuse_commit:
+            await refuse(context, grpc.StatusCode.INTERNAL, "COMMIT_FAILED", "nothing was changed")
+        if request.update_id not in self.commits:
+            assert request.expected_digest == update.receiver.digest
+            self.committed = update.tensors
+            self.commits.append(request.update_id)
+            self.kv_policy = request.kv_policy
+            self.weights.revision += 1
+            self.weights.digest = request.expected_digest
+            self.weights.ClearField("version")
+            if update.request.HasField("version"):
+                self.weights.version = update.request.version
+        if self.lose_commit_answers:
+            self.lose_commit_answers -= 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the answer is lost")
+        return weights_pb2.CommitWeightsResponse(
+            weights=self.weights,
+            timing=weights_pb2.CommitTiming(apply_ns=10**6, paused_ns=2 * 10**6, held_sequences=3),
+        )
+
+    async def DiscardUpdate(self, request, context):  # noqa: N802
+        self.discards.append(request.update_id)
+        return weights_pb2.DiscardUpdateResponse(weights=self.weights)
+
+    async def GetWeightStatus(self, request, context):  # noqa: N802
+        return weights_pb2.GetWeightStatusResponse(weights=self.weights)

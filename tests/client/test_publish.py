@@ -1,0 +1,376 @@
+"""Publishing to scripted servers, over the real transport."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from client.scripted import until
+from client.scripted_weights import BUCKET_BYTES, SCHEMA, PublishableServer, policy
+from rollwire.v1 import weights_pb2
+from rollwire_client import (
+    ClosedError,
+    DigestMismatchError,
+    Fleet,
+    KvPolicy,
+    Publisher,
+    PublishFailedError,
+    PublishHandle,
+    PublishInProgressError,
+    PublishReport,
+    PublishTimeouts,
+    SchemaMismatchError,
+    ServerUnreachableError,
+    StalePublisherError,
+    Timeouts,
+    TransferError,
+    UpdateRefusedError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+TIMEOUTS = PublishTimeouts(silence=0.5, join=5, bucket=5, stalled=0.5, staged=5, discard=0.5)
+
+
+@contextlib.asynccontextmanager
+async def publishing(
+    count: int, timeouts: PublishTimeouts = TIMEOUTS
+) -> AsyncIterator[tuple[list[PublishableServer], Fleet, Publisher]]:
+    servers = [await PublishableServer().start() for _ in range(count)]
+    try:
+        async with Fleet(
+            [server.address for server in servers], timeouts=Timeouts(call=1, close=0.2)
+        ) as fleet:
+            yield (
+                servers,
+                fleet,
+                Publisher(fleet, term=7, bucket_bytes=BUCKET_BYTES, timeouts=timeouts),
+            )
+    finally:
+        await asyncio.gather(*(server.stop() for server in servers))
+
+
+async def publish(publisher: Publisher, version: int | None = 1, seed: int = 0) -> PublishReport:
+    return await (await publisher.publish(version, policy(seed))).committed
+
+
+def holds(server: PublishableServer, seed: int = 0) -> bool:
+    want = {name: tensor for name, tensor in policy(seed).items() if name != "head.weight"}
+    return server.committed.keys() == want.keys() and all(
+        torch.equal(server.committed[name], tensor) for name, tensor in want.items()
+    )
+
+
+async def test_every_server_commits_what_was_published() -> None:
+    async with publishing(3) as (servers, fleet, publisher):
+        handle = await publisher.publish(5, policy(), kv_policy=KvPolicy.KEEP)
+        await handle.released
+        report = await handle.committed
+        assert handle.sent_bytes == handle.total_bytes > 0
+    assert report.version == 5
+    assert [s.address for s in report.servers] == [s.address for s in servers]
+    for server, told in zip(servers, report.servers, strict=True):
+        assert holds(server)
+        assert server.kv_policy == 2
+        assert told.error is None
+        assert (told.weights.version, told.weights.revision) == (5, 1)
+        assert told.weights.digest == report.digest
+        assert told.received_bytes == report.bytes == handle.total_bytes
+        assert (told.paused_seconds, told.held_sequences) == (0.002, 3)
+        assert server.discards == []
+    assert report.failed == ()
+    assert all(member.problem is None for member in fleet.members)
+
+
+async def test_a_publish_follows_another() -> None:
+    async with publishing(2) as (servers, _, publisher):
+        for version in (1, 2, None):
+            report = await publish(publisher, version, seed=version or 9)
+            assert {s.weights.version for s in report.servers} == {version}
+            assert all(holds(server, version or 9) for server in servers)
+        assert [server.weights.revision for server in servers] == [3, 3]
+
+
+async def test_a_callable_gives_tensors_one_by_one() -> None:
+    alive = 0
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal alive
+        for name, tensor in policy(3).items():
+            if name != "head.weight":
+                alive += 1
+                yield name, tensor
+
+    async with publishing(1) as (servers, _, publisher):
+        assert await publisher.schema() == SCHEMA
+        await (await publisher.publish(1, source)).committed
+        assert holds(servers[0], 3)
+    assert alive == 3
+
+
+async def test_a_callable_that_gives_something_else_ends_the_publish() -> None:
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "layer.weight", policy()["layer.weight"]
+
+    async with publishing(2) as (servers, _, publisher):
+        handle = await publisher.publish(1, source)
+        with pytest.raises(SchemaMismatchError, match=r"embed\.weight"):
+            await handle.released
+        with pytest.raises(SchemaMismatchError, match="in the order of"):
+            await handle.committed
+        assert [server.commits for server in servers] == [[], []]
+        await until(lambda: all(handle.update_id in s.discards for s in servers))
+        await publish(publisher)  # the next one is not hindered
+
+
+async def test_an_error_of_the_callable_is_the_publish_s() -> None:
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "embed.weight", policy()["embed.weight"]
+        raise ZeroDivisionError("of the trainer")
+
+    async with publishing(1) as (servers, _, publisher):
+        handle = await publisher.publish(1, source)
+        with pytest.raises(ZeroDivisionError, match="of the trainer"):
+            await handle.committed
+        assert servers[0].commits == []
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"layer.bias": torch.zeros(8)}, "layer.bias is float32, the servers want bfloat16: cast"),
+        (
+            {"layer.weight": torch.zeros(24, 8)},
+            r"layer.weight has shape \[24, 8\], the servers want \[8, 8\]: split",
+        ),
+        (
+            {"layer.weight": None, "module.layer.weight": torch.zeros(8, 8)},
+            "module.layer.weight is unknown to the servers: rename it to layer.weight",
+        ),
+        ({"layer.weight": None}, "layer.weight is missing"),
+        ({"head.weight": torch.zeros(16, 8)}, "head.weight is tied to embed.weight"),
+    ],
+)
+async def test_tensors_that_do_not_fit_are_named_before_anything_is_sent(
+    change: dict[str, torch.Tensor | None], told: str
+) -> None:
+    tensors = {k: v for k, v in {**policy(), **change}.items() if v is not None}
+    async with publishing(1) as (servers, _, publisher):
+        with pytest.raises(SchemaMismatchError, match=told):
+            await publisher.publish(1, tensors)
+        assert servers[0].update is None
+        await publish(publisher)
+
+
+async def test_a_tied_tensor_may_come_under_either_name() -> None:
+    tensors = policy()
+    del tensors["embed.weight"]
+    async with publishing(1) as (servers, _, publisher):
+        await (await publisher.publish(1, tensors)).committed
+        assert holds(servers[0])
+
+
+async def test_a_partial_update_sends_what_is_named() -> None:
+    async with publishing(1) as (servers, _, publisher):
+        handle = await publisher.publish(1, {"layer.bias": policy()["layer.bias"]}, partial=True)
+        await handle.committed
+        assert servers[0].committed.keys() == {"layer.bias"}
+
+
+async def test_one_publish_at_a_time() -> None:
+    async with publishing(1) as (_, _, publisher):
+        first = await publisher.publish(1, policy())
+        with pytest.raises(PublishInProgressError):
+            await publisher.publish(2, policy())
+        await first.committed
+        await publish(publisher, 2)
+
+
+# One server fails; the others go on.
+
+
+def one_failed(report: PublishReport, servers: list[PublishableServer], seed: int = 0) -> Exception:
+    """The error of the first server, after checks that all others committed."""
+    assert [s.weights is not None for s in report.servers] == [False] + [True] * (len(servers) - 1)
+    assert all(holds(server, seed) for server in servers[1:])
+    assert servers[0].commits == []
+    assert report.failed == report.servers[:1]
+    error = report.servers[0].error
+    assert error is not None
+    assert servers[0].address in str(error)
+    return error
+
+
+async def test_a_server_that_refuses_is_left_out() -> None:
+    async with publishing(3) as (servers, fleet, publisher):
+        servers[0].refuse_update = ("VERSION_NOT_NEWER", {})
+        error = one_failed(await publish(publisher), servers)
+        assert isinstance(error, UpdateRefusedError)
+        assert error.reason == "VERSION_NOT_NEWER"
+        # It is behind now, and gets no sequences.
+        assert [member.problem is None for member in fleet.members] == [False, True, True]
+        await fleet.generate([1])
+        assert servers[0].requests == []
+
+
+async def test_a_dead_server_is_left_out() -> None:
+    async with publishing(3) as (servers, _, publisher):
+        await publisher.schema()
+        await servers[0].stop()
+        error = one_failed(await publish(publisher), servers)
+        assert isinstance(error, ServerUnreachableError)
+
+
+@pytest.mark.parametrize(
+    "phase", [weights_pb2.UPDATE_PHASE_READY, weights_pb2.UPDATE_PHASE_RECEIVING]
+)
+async def test_a_silent_server_is_cut_out(phase: int) -> None:
+    async with publishing(3) as (servers, _, publisher):
+        servers[0].silent_after = phase
+        if phase == weights_pb2.UPDATE_PHASE_READY:
+            servers[0].hangs_in = "JoinTransport"
+        else:
+            servers[0].stop_receiving_at = 3
+        error = one_failed(await publish(publisher), servers)
+        assert isinstance(error, ServerUnreachableError)
+        assert "silent for 0.5 s" in str(error)
+
+
+async def test_a_broken_link_is_mended_from_the_first_missing_bucket() -> None:
+    async with publishing(3) as (servers, _, publisher):
+        servers[1].stop_receiving_at = 4
+        report = await publish(publisher)
+        assert report.failed == ()
+        assert all(holds(server) for server in servers)
+        first, second = (join.first_bucket for join in servers[1].joins)
+        assert first == 0 < second <= 4
+        epochs = [j.epoch for j in servers[1].joins]
+        assert len(set(epochs)) == len(epochs) == 2
+        assert all(len(epoch) >= 32 for epoch in epochs)
+
+
+async def test_a_server_that_cannot_join_is_cut_out() -> None:
+    async with publishing(3) as (servers, _, publisher):
+        servers[0].refuse_joins = 99
+        error = one_failed(await publish(publisher), servers)
+        assert isinstance(error, TransferError)
+        assert len(servers[0].joins) == 2
+
+
+async def test_a_server_that_could_not_join_once_gets_another_chance() -> None:
+    async with publishing(2) as (servers, _, publisher):
+        servers[0].refuse_joins = 1
+        assert (await publish(publisher)).failed == ()
+        assert all(holds(server) for server in servers)
+
+
+async def test_a_server_with_another_digest_does_not_commit() -> None:
+    async with publishing(2) as (servers, _, publisher):
+        servers[0].lie_about_digest = True
+        error = one_failed(await publish(publisher), servers)
+        assert isinstance(error, DigestMismatchError)
+        await until(lambda: servers[0].discards != [])
+
+
+async def test_a_lost_commit_answer_is_asked_for_again() -> None:
+    async with publishing(2) as (servers, _, publisher):
+        servers[0].lose_commit_answers = 2
+        report = await publish(publisher)
+        assert report.failed == ()
+        assert report.servers[0].weights.version == 1
+        assert len(servers[0].commits) == 1
+
+
+async def test_a_commit_that_fails_leaves_the_others_committed() -> None:
+    async with publishing(2) as (servers, _, publisher):
+        servers[0].refuse_commit = True
+        error = one_failed(await publish(publisher), servers)
+        assert error.reason == "COMMIT_FAILED"
+
+
+async def test_what_an_earlier_publish_left_behind_is_discarded() -> None:
+    async with publishing(2) as (servers, _, publisher):
+        servers[0].refuse_update = ("UPDATE_IN_PROGRESS", {"update_id": "leftover"})
+        assert (await publish(publisher)).failed == ()
+        assert servers[0].discards == ["leftover"]
+
+
+# All fail.
+
+
+async def test_total_failure_says_what_each_server_serves() -> None:
+    async with publishing(2) as (servers, _, publisher):
+        for server in servers:
+            server.weights.version = 3
+            server.refuse_commit = True
+        handle = await publisher.publish(4, policy())
+        await handle.released
+        with pytest.raises(PublishFailedError) as caught:
+            await handle.committed
+        for server in servers:
+            assert server.address in str(caught.value)
+            assert caught.value.errors[server.address].reason == "COMMIT_FAILED"
+            assert handle.update_id in server.discards
+        assert str(caught.value).count("serves version 3, revision 0") == 2
+
+
+async def test_a_publisher_of_the_past_is_told_at_once() -> None:
+    async with publishing(2) as (servers, _, publisher):
+        servers[1].refuse_update = ("STALE_PUBLISHER", {"term": "8"})
+        with pytest.raises(StalePublisherError):
+            await publisher.publish(1, policy())
+        assert [server.commits for server in servers] == [[], []]
+        await until(lambda: servers[0].discards != [])
+
+
+async def test_no_server_at_all() -> None:
+    async with publishing(2) as (servers, _, publisher):
+        await publisher.schema()
+        for server in servers:
+            await server.stop()
+        with pytest.raises(PublishFailedError, match="cannot be asked what it serves"):
+            await publisher.publish(1, policy())
+
+
+# Cancelling.
+
+
+async def _stuck(publisher: Publisher, servers: list[PublishableServer]) -> PublishHandle:
+    """A publish that waits for servers which do not receive."""
+    for server in servers:
+        server.hangs_in = "JoinTransport"
+    return await publisher.publish(1, policy())
+
+
+async def test_a_cancelled_publish_discards() -> None:
+    async with publishing(2) as (servers, _, publisher):
+        handle = await _stuck(publisher, servers)
+        await handle.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await handle.committed
+        await until(lambda: all(handle.update_id in s.discards for s in servers))
+        assert [server.commits for server in servers] == [[], []]
+
+
+async def test_closing_the_fleet_ends_a_publish() -> None:
+    async with publishing(2) as (servers, fleet, publisher):
+        handle = await _stuck(publisher, servers)
+        await fleet.close()
+        assert handle.done
+        await until(lambda: all(handle.update_id in s.discards for s in servers))
+        with pytest.raises(ClosedError):
+            await publisher.publish(2, policy())
+
+
+async def test_publish_itself_can_be_cancelled() -> None:
+    async with publishing(1) as (servers, _, publisher):
+        servers[0].hangs_in = "UpdateWeights"
+        task = asyncio.create_task(publisher.publish(1, policy()))
+        await until(lambda: servers[0].announced)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
