@@ -55,13 +55,15 @@ class Api:
             )
         )
 
-    async def until(self, so: Callable[[rollout_pb2.GetServerInfoResponse], bool]) -> None:
+    async def until(
+        self, so: Callable[[rollout_pb2.GetServerInfoResponse], bool], seconds: float = 10
+    ) -> None:
         """Returns when the server says so of itself."""
 
         async def is_so() -> bool:
             return so(await self.info())
 
-        await until(is_so)
+        await until(is_so, seconds)
 
     async def pause(self, pause_id: str = "") -> rollout_pb2.PauseResponse:
         return await self.rollouts.Pause(rollout_pb2.PauseRequest(pause_id=pause_id), timeout=10)
