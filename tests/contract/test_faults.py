@@ -50,8 +50,8 @@ def resident(pid: int) -> int:
 
 
 @contextmanager
-def as_before(server: ServerProcess, *, grown: int = 64) -> Iterator[None]:
-    """No thread or file more, and memory level (``grown`` MiB of slack), afterwards."""
+def as_before(server: ServerProcess, *, grown: int = 192) -> Iterator[None]:
+    """No thread or file more afterwards, and no memory beyond the KV cache's first use (MiB)."""
     pid = server.process.pid
     before, memory = Footprint.of(pid), resident(pid)
     yield
@@ -198,6 +198,18 @@ async def test_1000_generate_streams(api: Api, server: ServerProcess) -> None:
         )
         assert [len(output.tokens) for output in outputs] == [length] * count
         await api.idle()
+
+
+async def test_memory_stays_level(api: Api, server: ServerProcess) -> None:
+    used = []
+    for _ in range(6):
+        stream = Stream(api)
+        for handle in range(300):
+            await stream.start(handle, request((1,), 4, seed=handle, grace=0.05))
+        await stream.all()
+        await api.idle()
+        used.append(resident(server.process.pid))
+    assert used[-1] <= used[2] + 4
 
 
 async def test_raw_bytes_are_refused_and_the_server_serves_on(
