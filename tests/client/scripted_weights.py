@@ -169,7 +169,7 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
             rank=request.ranks[0],
             world_size=request.world_size,
             rendezvous=request.rendezvous,
-            timeout=5,
+            timeout=1,
         )
         update.move(weights_pb2.UPDATE_PHASE_RECEIVING)
         update.receiving = asyncio.create_task(

@@ -276,12 +276,7 @@ def from_rpc(error: grpc.aio.AioRpcError, server: str) -> RollwireError:
         for field, what in (details.violations or {}).items()
         if what not in message
     )
-    return _make(
-        error.code().value[0],
-        f"{message}{fields}",
-        server,
-        details,
-    )
+    return _make(error.code().value[0], f"{message}{fields}", server, details)
 
 
 def from_sequence(error: rollout_pb2.SequenceError, server: str) -> RollwireError:
@@ -293,6 +288,8 @@ def from_sequence(error: rollout_pb2.SequenceError, server: str) -> RollwireErro
 def _make(code: int, message: str, server: str, details: _Details) -> RollwireError:
     kind = _BY_REASON.get(details.reason) or _BY_CODE.get(code, ServerFailedError)
     if kind is ServerUnreachableError:
+        if message.startswith("failed to connect to all addresses"):
+            message = message.rpartition(": ")[2]  # "Connection refused"
         message = f"cannot be reached: {message}"
     reason = f" ({details.reason})" if details.reason else ""
     return kind(

@@ -1,0 +1,46 @@
+"""Mistakes on the command line: one clear line, no traceback, a code that is not zero."""
+
+from __future__ import annotations
+
+import pytest
+from rollwire_client.commands.app import run
+
+NOBODY = "127.0.0.1:9"
+GENERATE = ["generate", "--server", NOBODY, "--prompt-ids", "1,2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (GENERATE, 1, f"{NOBODY}: cannot be reached: Connection refused"),
+        (["info", NOBODY], 1, f"{NOBODY}: cannot be reached: Connection refused"),
+        (["generate", "--prompt-ids", "1"], 2, "--server"),
+        (["generate", "--server", NOBODY], 2, "--prompt-ids"),
+        (["generate", "--server", "here", "--prompt-ids", "1"], 2, "'here' is not HOST:PORT"),
+        (["generate", "--server", "a:99999", "--prompt-ids", "1"], 2, "is not HOST:PORT"),
+        ([*GENERATE[:4], "1;2"], 2, "'1;2' is not token ids"),
+        ([*GENERATE[:4], "-1"], 1, "-1"),
+        ([*GENERATE, "--max-new-tokens", "0"], 2, "--max-new-tokens"),
+        ([*GENERATE, "--temperature", "hot"], 2, "--temperature"),
+        ([*GENERATE, "--bogus"], 2, "--bogus"),
+        (["info"], 2, "HOST:PORT"),
+        (["info", "nowhere"], 2, "'nowhere' is not HOST:PORT"),
+        (["serve"], 2, "serve"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    arguments: list[str], code: int, told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == code
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert told in err
+    assert err.startswith("rollwire: ")
+    assert err.count("\n") == 1
+
+
+def test_no_arguments_show_the_help(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 2
+    out, err = capfd.readouterr()
+    assert "generate" in out
+    assert err == ""

@@ -1,0 +1,70 @@
+"""What the library needs, and says when it is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import rollwire_client
+from rollwire_client.routes import local_address
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_the_library_imports_nothing_heavy() -> None:
+    heavy = ["torch", "numpy", "typer", "rich", "pydantic", "rollwire_transport"]
+    done = python(
+        "import sys, rollwire_client; from rollwire_client import *\n"
+        f"print(sorted(set({heavy}) & set(sys.modules)))"
+    )
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_publishing_without_torch_says_what_to_install() -> None:
+    done = python(
+        "import sys; sys.modules['torch'] = None\n"
+        "from rollwire_client import Fleet, MissingDependencyError, Publisher\n"
+        "try:\n    Publisher(Fleet(['127.0.0.1:9']))\n"
+        "except MissingDependencyError as error:\n    print(error)"
+    )
+    assert done.stdout == "publishing needs torch: pip install 'rollwire[transport]'\n", done.stderr
+
+
+def test_the_command_without_its_extra_says_what_to_install() -> None:
+    done = python(
+        "import sys; sys.modules['typer'] = None\nfrom rollwire_client.commands import main; main()"
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "rollwire: the command needs typer and rich: pip install 'rollwire[cli]'\n"
+    )
+
+
+def test_all_that_is_exported_exists() -> None:
+    for name in rollwire_client.__all__:
+        assert hasattr(rollwire_client, name)
+    public = {n for n, v in vars(rollwire_client).items() if isinstance(v, type)}
+    assert public <= set(rollwire_client.__all__)
+
+
+@pytest.mark.parametrize(
+    "servers",
+    [
+        ["127.0.0.1:5"],
+        ["localhost:5"],
+        ["dns:///localhost:5"],
+        ["nowhere.invalid:5", "127.0.0.2:5"],
+    ],
+)
+def test_servers_on_this_machine_reach_it_by_loopback(servers: list[str]) -> None:
+    assert local_address(servers).startswith("127.")
+
+
+def test_no_route_is_an_error() -> None:
+    with pytest.raises(OSError, match=r"."):
+        local_address(["nowhere.invalid:5"])

@@ -1,0 +1,80 @@
+"""What trajectories tell, and what they are made of."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rollwire_client import (
+    Chunk,
+    Finish,
+    FinishReason,
+    MissingDependencyError,
+    Segment,
+    WeightTag,
+)
+from rollwire_client.trajectory import Draft
+
+
+def tag(version: int | None, server: str = "a") -> WeightTag:
+    return WeightTag(version, 0 if version is None else version, server, 5)
+
+
+def chunk(offset: int, count: int, weights: WeightTag, oldest: int = 0, finish=None) -> Chunk:
+    tokens = tuple(range(offset, offset + count))
+    return Chunk(offset, tokens, tuple(-t / 4 for t in tokens), weights, oldest, finish)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from([None, 1, 2]), st.sampled_from("ab"))))
+def test_segments_cover_the_output_and_agree_with_the_chunks(pieces: list) -> None:
+    draft = Draft("id", [7])
+    versions, offset = [], 0
+    for count, version, server in pieces:
+        draft.add(chunk(offset, count, tag(version, server)), server)
+        versions += [version] * count
+        offset += count
+    trajectory = draft.trajectory()
+    assert trajectory.token_ids == tuple(range(offset))
+    assert trajectory.versions == tuple(versions)
+    ends = [0, *(segment.end for segment in trajectory.segments)]
+    assert [segment.start for segment in trajectory.segments] == ends[:-1]
+    assert ends[-1] == offset
+    for one, next_one in zip(trajectory.segments, trajectory.segments[1:], strict=False):
+        assert one.weights != next_one.weights
+    assert draft.newest_version == max((v for v in versions if v is not None), default=None)
+
+
+def test_a_segment_keeps_its_oldest_revision() -> None:
+    draft = Draft("id", [7])
+    draft.add(chunk(0, 2, tag(3), oldest=1), "x")
+    draft.add(chunk(2, 2, tag(3), oldest=2), "x")
+    assert draft.trajectory().segments == (Segment(0, 4, tag(3), 1),)
+
+
+def test_tensors_are_what_a_loss_needs() -> None:
+    draft = Draft("id", [7, 8])
+    draft.add(chunk(0, 1, tag(None)), "x")
+    draft.add(chunk(1, 2, tag(4), finish=Finish(FinishReason.STOP)), "x")
+    trajectory = draft.trajectory()
+    tensors = trajectory.to_tensors()
+    assert tensors.token_ids.tolist() == [7, 8, 0, 1, 2]
+    assert tensors.token_ids.dtype == tensors.versions.dtype == torch.int64
+    assert tensors.logprobs.tolist() == [0, 0, 0, -0.25, -0.5]
+    assert tensors.logprobs.dtype == torch.float32
+    assert tensors.versions.tolist() == [-1, -1, -1, 4, 4]
+    assert tensors.mask.tolist() == [False, False, True, True, True]
+
+
+def test_tensors_of_no_tokens() -> None:
+    tensors = Draft("id", [7]).trajectory().to_tensors()
+    assert tensors.token_ids.tolist() == [7]
+    assert tensors.mask.tolist() == [False]
+
+
+def test_tensors_without_torch_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'rollwire\[transport\]'"):
+        Draft("id", [7]).trajectory().to_tensors()

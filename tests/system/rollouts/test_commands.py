@@ -1,0 +1,112 @@
+"""The `rollwire` command against a real server, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from support.servers import ServerProcess
+
+COMMAND = [sys.executable, "-c", "from rollwire_client.commands import main; main()"]
+SECONDS = 60
+
+
+def rollwire(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+
+
+def generate(server: ServerProcess, *more: str) -> list[str]:
+    return ["generate", "--server", server.address, "--prompt-ids", "1,2,3", "--seed", "5", *more]
+
+
+def test_generate_writes_token_ids(both: list[ServerProcess]) -> None:
+    done = rollwire(*generate(both[0], "--max-new-tokens", "12", "--ignore-eos"))
+    assert done.returncode == 0
+    assert len([int(word) for word in done.stdout.split()]) == 12
+    assert "12 tokens in" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_generate_writes_json(both: list[ServerProcess]) -> None:
+    plain = rollwire(*generate(both[0], "--max-new-tokens", "12"))
+    done = rollwire(*generate(both[0], "--max-new-tokens", "12", "--json"))
+    assert (done.returncode, done.stderr) == (0, "")
+    chunks = [json.loads(line) for line in done.stdout.splitlines()]
+    tokens = [token for chunk in chunks for token in chunk["token_ids"]]
+    assert tokens == [int(word) for word in plain.stdout.split()]
+    assert all(len(chunk["logprobs"]) == len(chunk["token_ids"]) for chunk in chunks)
+    assert chunks[-1]["finish"]["output_tokens"] == len(tokens)
+    assert chunks[0]["weights"]["server_id"] == both[0].server_id
+
+
+def test_generate_colours_tokens_on_a_terminal(both: list[ServerProcess]) -> None:
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [*COMMAND, *generate(both[0], "--max-new-tokens", "5", "--ignore-eos")],
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"},
+    ) as process:
+        assert process.wait(SECONDS) == 0
+        os.close(theirs)
+        shown = os.read(ours, 65536).decode()
+        os.close(ours)
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+    assert "\x1b[36m" in shown
+    assert "revision" in shown
+    assert "5 tokens" in shown
+
+
+def test_ctrl_c_ends_cleanly(both: list[ServerProcess]) -> None:
+    with subprocess.Popen(
+        [*COMMAND, *generate(both[0], "--max-new-tokens", "4000", "--ignore-eos")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(20)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(SECONDS) == 130
+        assert b"Traceback" not in process.stderr.read()
+    done = rollwire("info", both[0].address, "--json")
+    assert json.loads(done.stdout)[0]["running_sequences"] == 0
+
+
+def test_info_shows_each_server(both: list[ServerProcess]) -> None:
+    done = rollwire("info", both[0].address, both[1].address, "127.0.0.1:9")
+    assert done.returncode == 1
+    assert done.stderr == "rollwire: 127.0.0.1:9: cannot be reached: Connection refused\n"
+    for server in both:
+        (line,) = [line for line in done.stdout.splitlines() if server.address in line]
+        assert "serving" in line
+        assert "builtin:tiny" in line
+
+
+def test_info_as_json(both: list[ServerProcess]) -> None:
+    done = rollwire("info", both[0].address, "--json")
+    (told,) = json.loads(done.stdout)
+    assert told["server_id"] == both[0].server_id
+    assert told["state"] == "serving"
+
+
+@pytest.mark.parametrize("wrong", [("--top-p", "7"), ("--min-p", "3")])
+def test_what_the_server_refuses_is_one_line(
+    both: list[ServerProcess], wrong: tuple[str, str]
+) -> None:
+    done = rollwire(*generate(both[0], *wrong))
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"rollwire: {both[0].address}: ")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,130 @@
+"""The subcommands and their flags; each one's work is in a file of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rollwire_client.commands.generate import generate_tokens
+from rollwire_client.commands.info import show_info
+from rollwire_client.data import Sampling
+from rollwire_client.errors import RollwireError
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+INTERRUPTED = 130  # as shells have it: 128 + SIGINT
+
+# Typer brought click in at some version: the class has two homes, but one place among the bases.
+UsageError: Any = typer.BadParameter.__base__
+
+app = typer.Typer(
+    add_completion=False,
+    help="Rollouts for reinforcement learning of language models.",
+    no_args_is_help=True,
+)
+
+
+def run(arguments: list[str]) -> int:
+    """Runs a subcommand; whatever the user or a server did wrong is one line on stderr."""
+    try:
+        return app(arguments, prog_name="rollwire", standalone_mode=False) or 0
+    except UsageError as error:
+        if message := error.format_message():  # none where the help was shown instead
+            _complain(message)
+        return 2
+    except RollwireError as error:
+        _complain(str(error))
+        return 1
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read the output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _address(value: str) -> str:
+    host, colon, port = value.rpartition(":")
+    if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
+        raise typer.BadParameter(f"{value!r} is not HOST:PORT, such as 127.0.0.1:50051")
+    return value
+
+
+def _token_ids(value: str) -> list[int]:
+    try:
+        return [int(part) for part in value.replace(",", " ").split()]
+    except ValueError as error:
+        raise typer.BadParameter(f"{value!r} is not token ids, such as 1,2,3") from error
+
+
+Timeout = Annotated[float, typer.Option(min=0, help="Seconds to wait for a server.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON, for programs.")]
+
+
+@app.command()
+def generate(
+    server: Annotated[str, typer.Option(parser=_address, metavar="HOST:PORT", help="Who samples.")],
+    prompt_ids: Annotated[
+        str, typer.Option(parser=_token_ids, metavar="1,2,3", help="Token ids of the prompt.")
+    ],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to sample at most.")] = 32,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Of the probability, keep this much.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Keep the likeliest k; 0: all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Least probability, of the likeliest's.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Sample the same every time.")] = None,
+    *,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after it.")] = False,
+    timeout: Timeout = 10.0,
+    as_json: Json = False,
+) -> int:
+    """Sample one sequence and show its tokens as they come, coloured by weight version."""
+    sampling = Sampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        max_new_tokens=max_new_tokens,
+        ignore_eos=ignore_eos,
+        seed=seed,
+    )
+    prompt: Any = prompt_ids  # parsed
+    return _run(generate_tokens(server, prompt, sampling, timeout=timeout, as_json=as_json))
+
+
+@app.command()
+def info(
+    servers: Annotated[list[str], typer.Argument(parser=_address, metavar="HOST:PORT...")],
+    *,
+    timeout: Timeout = 5.0,
+    as_json: Json = False,
+) -> int:
+    """Show what servers are, hold and are doing."""
+    return _run(show_info(servers, timeout=timeout, as_json=as_json))
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def demo(context: typer.Context) -> int:
+    """Two servers, a trainer and a policy that learns, on this machine (see demo --help)."""
+    try:
+        from rollwire_client.demo import main
+    except ImportError as error:
+        _complain(f"the demo needs {error.name}: pip install 'rollwire[demo]'")
+        return 1
+    code: int = main(context.args)
+    return code
+
+
+def _run(command: Coroutine[Any, Any, int]) -> int:
+    return asyncio.run(command)
+
+
+def _complain(message: str) -> None:
+    print(f"rollwire: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201
