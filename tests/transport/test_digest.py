@@ -63,6 +63,19 @@ def test_every_implementation_gives_the_same_sum(size: int, offset: int, seed: i
     assert on_cpu == int(_sum_words(words, offset * 8)) % MODULUS  # what other devices run
 
 
+def test_threads_share_a_large_tensor() -> None:
+    words = random_tensor(torch.int64, (3_000_001,), 1)
+    spans = [Span(0, 640, 0, words.nbytes)]
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = span_sums(words.view(torch.uint8), spans)
+        torch.set_num_threads(3)
+        assert span_sums(words.view(torch.uint8), spans) == alone
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_a_view_that_is_not_aligned_has_the_same_digest() -> None:
     data = random_tensor(torch.uint8, (100_003,), 1)
     spec = TensorSpec("w", "uint8", (100_000,))

@@ -37,7 +37,9 @@ Padding between spans is not covered.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,8 +60,11 @@ _STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 # Words that are mixed at a time: on a CPU so that they and two scratch rows stay in the second
 # level cache, elsewhere so that a launch is long against what it costs to start it.
-_CPU_TILE = 1 << 15
+_CPU_TILE = 1 << 16
 _DEVICE_TILE = 1 << 22
+
+# Words below which another thread of a CPU is not worth its start.
+_CPU_SHARE = 1 << 19
 
 
 def mix(value: int) -> int:
@@ -152,6 +157,21 @@ _CPU_KEYS = np.arange(_CPU_TILE, dtype=np.uint64) * np.uint64(_GOLDEN)
 def _sum_words_cpu(words: Tensor, first: int) -> Tensor:
     """As ``_sum_words``, by numpy: it shifts unsigned words, where torch must shift and mask."""
     source: NDArray[np.uint64] = words.numpy().view(np.uint64)
+    parts = min(torch.get_num_threads(), len(source) // _CPU_SHARE)
+    if parts < 2:
+        total = _sum_part(source, first)
+    else:
+        bounds = [len(source) * i // parts for i in range(parts + 1)]
+        with ThreadPoolExecutor(parts) as pool:
+            sums = [
+                pool.submit(_sum_part, source[start:stop], first + start)
+                for start, stop in itertools.pairwise(bounds)
+            ]
+            total = sum(future.result() for future in sums)
+    return torch.tensor(_signed(total & _MASK))
+
+
+def _sum_part(source: NDArray[np.uint64], first: int) -> int:
     scratch = np.empty((2, min(len(source), _CPU_TILE)), dtype=np.uint64)
     total = 0
     for start in range(0, len(source), _CPU_TILE):
@@ -165,7 +185,7 @@ def _sum_words_cpu(words: Tensor, first: int) -> Tensor:
             if factor != 1:
                 np.multiply(x, np.uint64(factor), out=x)
         total += int(x.sum(dtype=np.uint64))
-    return torch.tensor(_signed(total & _MASK))
+    return total
 
 
 def _signed(value: int) -> int:

@@ -14,6 +14,9 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -135,60 +138,59 @@ class _Work(Protocol):
     def wait(self, timeout: timedelta) -> bool: ...
 
 
+_Post = Callable[[list["Tensor"], int, int], _Work]
+
+
 class _Group(Protocol):  # what is used of ProcessGroupGloo, whose stubs lack it
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> _Work: ...
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> _Work: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Message:
+    rank: int  # at the other end
+    posted: Future[_Work]
+    tensor: Tensor
+
+
 class _GlooTransfer(Transfer):
-    """Messages under way, each with the rank at its other end."""
-
-    def __init__(self, link: _GlooLink) -> None:
+    def __init__(self, link: _GlooLink, messages: list[_Message]) -> None:
         self._link = link
-        self._works: list[tuple[int, _Work, Tensor]] = []
-
-    def add(self, rank: int, work: _Work, tensor: Tensor) -> None:
-        self._works.append((rank, work, tensor))
+        self._messages = messages
 
     def wait(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        for rank, work, _ in self._works:
+        for message in self._messages:
             try:
-                work.wait(_left(deadline))
-            except RuntimeError as error:
-                raise self._link.failure(error, rank, deadline) from error
+                message.posted.result(max(deadline - time.monotonic(), 0)).wait(_left(deadline))
+            except (RuntimeError, TimeoutError) as error:
+                raise self._link.failure(error, message.rank, deadline) from error
 
 
 class _GlooLink(Link):
     def __init__(self, group: _Group, rank: int, world_size: int) -> None:
         self.device = torch.device("cpu")
         self.upstream = "rank 0"
-        self._rank = rank
-        self._peers = range(1, world_size) if rank == 0 else range(1)
-        self._world_size = world_size
-        self._lock = threading.Lock()
         self._group: _Group | None = group  # None once aborted or closed
+        self._lock = threading.Lock()
         self._finished = False
+        self._rank = rank
+        self._others = [r for r in range(world_size) if r != rank]
+        # Gloo's send writes to the socket itself for as long as the peer keeps up. A thread for
+        # each peer lets the caller pack on meanwhile, and the peers not wait for each other.
+        peers = self._others if rank == 0 else [0]
+        self._posters = {peer: ThreadPoolExecutor(1, "rollwire-gloo") for peer in peers}
 
     def send(self, header: Tensor, payload: Tensor) -> Transfer:
-        transfer = _GlooTransfer(self)
-        for tensor, tag in ((header, _HEADER), (payload, _PAYLOAD + payload.numel())):
-            for peer in self._peers:
-                self._post_send(transfer, tensor, peer, tag)
-        return transfer
+        return self._post(self._usable().send, header, payload)
 
     def receive(self, header: Tensor, payload: Tensor) -> Transfer:
-        transfer = _GlooTransfer(self)
-        self._post_receive(transfer, header, 0, _HEADER)
-        self._post_receive(transfer, payload, 0, _PAYLOAD + payload.numel())
-        return transfer
+        return self._post(self._usable().recv, header, payload)
 
     def finish(self, timeout: float) -> None:
-        transfer = _GlooTransfer(self)
-        post = self._post_receive if self._rank == 0 else self._post_send
-        for peer in self._peers:
-            post(transfer, torch.zeros(1, dtype=torch.uint8), peer, _FINISH)
-        transfer.wait(timeout)
+        group = self._usable()
+        post = group.recv if self._rank == 0 else group.send
+        self._transfer(post, ((torch.zeros(1, dtype=torch.uint8), _FINISH),)).wait(timeout)
         self._finished = True
 
     def abort(self) -> None:
@@ -199,38 +201,41 @@ class _GlooLink(Link):
         # ProcessGroupGloo.abort leaves waits of other threads hanging. What does end them: a wait
         # that times out closes all connections of its group, here and so at the other members.
         # Over a connection that is closed already nothing can wait, hence each peer is tried.
-        for rank in range(self._world_size):
-            if rank != self._rank:
-                with contextlib.suppress(RuntimeError):
-                    mark = torch.zeros(1, dtype=torch.uint8)
-                    group.recv([mark], rank, _NEVER).wait(timedelta(milliseconds=1))
+        for rank in self._others:
+            with contextlib.suppress(RuntimeError):
+                mark = torch.zeros(1, dtype=torch.uint8)
+                group.recv([mark], rank, _NEVER).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         if not self._finished:
             self.abort()
         self._group = None
+        for poster in self._posters.values():
+            poster.shutdown()
 
     def failure(self, error: Exception, rank: int, deadline: float) -> TransportError:
-        """What an error of gloo in a message to or from ``rank`` means."""
+        """What an error in a message to or from ``rank`` means."""
         if self._group is None:
             return _aborted()
         return _failure(f"the transfer with rank {rank} failed", error, deadline, f"rank {rank}")
 
-    def _post_send(self, transfer: _GlooTransfer, tensor: Tensor, rank: int, tag: int) -> None:
+    def _usable(self) -> _Group:
         if (group := self._group) is None:
             raise _aborted()
-        try:
-            transfer.add(rank, group.send([tensor], rank, tag), tensor)
-        except RuntimeError as error:
-            raise self.failure(error, rank, math.inf) from error
+        return group
 
-    def _post_receive(self, transfer: _GlooTransfer, tensor: Tensor, rank: int, tag: int) -> None:
-        if (group := self._group) is None:
-            raise _aborted()
-        try:
-            transfer.add(rank, group.recv([tensor], rank, tag), tensor)
-        except RuntimeError as error:
-            raise self.failure(error, rank, math.inf) from error
+    def _post(self, post: _Post, header: Tensor, payload: Tensor) -> Transfer:
+        return self._transfer(post, ((header, _HEADER), (payload, _PAYLOAD + payload.numel())))
+
+    def _transfer(self, post: _Post, messages: tuple[tuple[Tensor, int], ...]) -> Transfer:
+        return _GlooTransfer(
+            self,
+            [
+                _Message(peer, poster.submit(post, [tensor], peer, tag), tensor)
+                for tensor, tag in messages
+                for peer, poster in self._posters.items()
+            ],
+        )
 
 
 def _store(
