@@ -1,0 +1,244 @@
+"""What a commit costs the sequences under way, on the embedded engine.
+
+    python benchmarks/commit.py --device cuda                      7B shape, bf16, 64 streams
+    python benchmarks/commit.py --layers 2 --hidden 256 --vocab 512 --dtype float32    on a CPU
+
+Random weights of a Qwen2 shape are written as a checkpoint, loaded, and committed again and again
+while streams decode. Printed for each KV policy: how long sampling was held, what putting the
+weights in place took of that, the longest gap between two steps, and decode lost (seconds of
+undisturbed decoding that the tokens missing in a window around the commit would have taken). The
+floor is the bare grouped copy of the same bytes, in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import rollwire_transport as transport
+import torch
+from rollwire_server.engines.base import (
+    KvPolicy,
+    SamplingParams,
+    SequenceSpec,
+    Step,
+    WeightTag,
+)
+from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
+from safetensors.torch import save_file
+
+
+class Recorder:
+    """When steps came, and how many tokens each brought."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, int]] = []
+
+    def on_step(self, step: Step) -> None:
+        """See ``Sink``."""
+        self.steps.append((time.perf_counter(), len(step.keys)))
+
+    def on_failure(self, error: BaseException) -> None:
+        """See ``Sink``."""
+        raise SystemExit(f"the engine died: {error}")
+
+    def tokens(self, start: float, end: float) -> int:
+        """Sampled between two moments."""
+        return sum(count for at, count in self.steps if start <= at < end)
+
+    def longest_gap(self, start: float, end: float) -> float:
+        """Seconds between two steps around a window, at most."""
+        times = [at for at, count in self.steps if count and start - 1 <= at <= end + 1]
+        return max(b - a for a, b in itertools.pairwise(times))
+
+
+def write_checkpoint(folder: Path, options: argparse.Namespace) -> None:
+    """Random weights of a Qwen2 shape."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        hidden_size=options.hidden,
+        intermediate_size=options.intermediate,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        num_key_value_heads=options.kv_heads,
+        vocab_size=options.vocab,
+        max_position_embeddings=32768,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    config.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    written.update(architectures=["Qwen2ForCausalLM"], dtype=options.dtype)
+    (folder / "config.json").write_text(json.dumps(written))
+    with torch.device("meta"):
+        shapes = {name: t.shape for name, t in Qwen2ForCausalLM(config).state_dict().items()}
+    dtype, generator = getattr(torch, options.dtype), torch.Generator(options.device).manual_seed(0)
+    tensors = {}
+    for name, shape in shapes.items():
+        tensor = torch.empty(shape, dtype=dtype, device=options.device)
+        filled = tensor.fill_(1) if "norm" in name else tensor.normal_(0, 0.02, generator=generator)
+        tensors[name] = filled.cpu()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+async def measure(options: argparse.Namespace, folder: Path) -> list[list[str]]:
+    """A row a KV policy."""
+    recorder = Recorder()
+    config = EmbeddedConfig(
+        model=str(folder),
+        device=options.device,
+        dtype=options.dtype,
+        max_running_sequences=options.streams,
+        context_length=options.prompt + options.new_tokens,
+    )
+    engine = EmbeddedEngine(config)
+    began = time.perf_counter()
+    tag = await engine.start("benchmark", recorder)
+    print(f"loaded in {time.perf_counter() - began:.1f} s", flush=True)
+    try:
+        manifest = transport.plan([spec for spec in engine.schema() if spec.alias_of is None])
+        staged = await engine.stage(manifest)
+        for name, tensor in staged.items():
+            tensor.fill_(1) if "norm" in name else tensor.normal_(0, 0.02)
+        size = sum(t.nbytes for t in staged.values())
+        print(f"{size / 1e9:.2f} GB in {len(staged)} tensors", flush=True)
+        floor = bare_copy(staged)
+        rows = [["bare grouped copy", f"{floor * 1e3:.1f}", f"{floor * 1e3:.1f}", "", "", ""]]
+        keys = iter(range(1, 10_000))
+        for policy in (KvPolicy.KEEP, KvPolicy.RECOMPUTE):
+            generator = torch.Generator().manual_seed(1)
+            live = []
+            for _ in range(options.streams):
+                prompt = torch.randint(0, options.vocab, (options.prompt,), generator=generator)
+                live.append(next(keys))
+                params = SamplingParams(max_new_tokens=options.new_tokens, seed=live[-1])
+                engine.submit(SequenceSpec(live[-1], prompt.tolist(), params))
+            await decoding(recorder, options)
+            results = []
+            for _ in range(options.commits):
+                tag = WeightTag((tag.version or 0) + 1, tag.revision + 1, tag.server_id, tag.digest)
+                results.append(await one_commit(engine, recorder, staged, tag, policy, options))
+            await engine.abort(live)
+            held, applied, gap, lost, rate = (
+                statistics.median(r[i] for r in results) for i in range(5)
+            )
+            rows.append(
+                [
+                    policy.name,
+                    f"{held * 1e3:.1f}",
+                    f"{applied * 1e3:.1f}",
+                    f"{gap * 1e3:.1f}",
+                    f"{lost * 1e3:.0f}",
+                    f"{rate:.0f}",
+                ]
+            )
+    finally:
+        await engine.stop()
+    return rows
+
+
+async def decoding(recorder: Recorder, options: argparse.Namespace) -> None:
+    """Returns when every stream decodes, and has done so for a moment."""
+    full = 0
+    while full < 20:
+        seen = len(recorder.steps)
+        await asyncio.sleep(0.05)
+        full += sum(count == options.streams for _, count in recorder.steps[seen:])
+
+
+async def one_commit(
+    engine: EmbeddedEngine,
+    recorder: Recorder,
+    staged: dict[str, torch.Tensor],
+    tag: WeightTag,
+    policy: KvPolicy,
+    options: argparse.Namespace,
+) -> tuple[float, float, float, float, float]:
+    """Seconds held, applying, of the longest gap, of decode lost; tokens a second undisturbed."""
+    await asyncio.sleep(options.window)
+    asked = time.perf_counter()
+    await engine.hold()
+    held_at = time.perf_counter()
+    applied = await engine.commit(staged, tag, policy)
+    await engine.release()
+    released = time.perf_counter()
+    await asyncio.sleep(options.window)
+    await decoding(recorder, options)
+    end = time.perf_counter()
+    before = recorder.tokens(asked - options.window, asked) / options.window
+    lost = (end - asked) - recorder.tokens(asked, end) / before
+    gap = recorder.longest_gap(asked, released)
+    return released - held_at, applied.apply_ns / 1e9, gap, lost, before
+
+
+def bare_copy(staged: dict[str, torch.Tensor]) -> float:
+    """Seconds of a grouped copy of the same bytes, warm."""
+    sources = list(staged.values())
+    targets = [torch.empty_like(t) for t in sources]
+    times = []
+    for _ in range(5):
+        synchronize(sources[0])
+        began = time.perf_counter()
+        torch._foreach_copy_(targets, sources)
+        synchronize(sources[0])
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def synchronize(tensor: torch.Tensor) -> None:
+    """Waits for the device of a tensor."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+
+
+def machine(device: str) -> str:
+    """The name of what the figures are from."""
+    if device != "cpu":
+        return torch.cuda.get_device_name(device)
+    models = [
+        line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    return models[0].partition(": ")[2] if models else "an unknown CPU"
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--hidden", type=int, default=3584)
+    parser.add_argument("--intermediate", type=int, default=18944)
+    parser.add_argument("--heads", type=int, default=28)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--vocab", type=int, default=152064)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--new-tokens", type=int, default=3000)
+    parser.add_argument("--commits", type=int, default=5)
+    parser.add_argument(
+        "--window", type=float, default=1.0, help="seconds measured before a commit"
+    )
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder), options)
+        rows = asyncio.run(measure(options, Path(folder)))
+    print(
+        f"{machine(options.device)}, {options.streams} streams after prompts of {options.prompt} tokens"
+    )
+    header = ["", "held ms", "apply ms", "longest gap ms", "decode lost ms", "tokens/s before"]
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    for row in [header, *rows]:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+if __name__ == "__main__":
+    main()
