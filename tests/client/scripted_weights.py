@@ -65,6 +65,7 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
         self.refuse_update: tuple[str, dict[str, str]] | None = None
         self.silent_after: int | None = None  # the phase after which it reports nothing more
         self.stop_receiving_at: int | None = None  # the bucket before which its link breaks, once
+        self.die_at: int | None = None  # the bucket at which the whole server dies
         self.refuse_joins = 0
         self.lie_about_digest = False
         self.lose_commit_answers = 0
@@ -178,12 +179,16 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
         return weights_pb2.JoinTransportResponse()
 
     async def _receive(self, update: Update, link: transport.Link, first_bucket: int) -> None:
+        loop = asyncio.get_running_loop()
+
         def receive() -> None:
             taken = update.receiver._take
             stop_at, self.stop_receiving_at = self.stop_receiving_at, None
 
             def take(index, slot, peer) -> None:
-                if index == stop_at:
+                if index == self.die_at:
+                    loop.call_soon_threadsafe(lambda: loop.create_task(ScriptedServer.stop(self)))
+                if index in {stop_at, self.die_at}:
                     raise transport.TransportError("as scripted")
                 taken(index, slot, peer)
 

@@ -240,6 +240,13 @@ async def test_a_silent_server_is_cut_out(phase: int) -> None:
         assert "silent for 0.5 s" in str(error)
 
 
+async def test_a_server_that_dies_in_the_transfer_is_cut_out() -> None:
+    async with publishing(3) as (servers, _, publisher):
+        servers[0].die_at = 3
+        error = one_failed(await publish(publisher), servers)
+        assert isinstance(error, ServerUnreachableError)
+
+
 async def test_a_broken_link_is_mended_from_the_first_missing_bucket() -> None:
     async with publishing(3) as (servers, _, publisher):
         servers[1].stop_receiving_at = 4

@@ -83,9 +83,11 @@ class RolloutClient:
         channel, self._channel = self._channel, None
         if channel is None:
             return
-        if self._link is not None:
-            await self._link.close(self.timeouts.close)
-        await channel.close()
+        try:
+            if self._link is not None:
+                await self._link.close(self.timeouts.close)
+        finally:
+            await channel.close()
 
     @property
     def channel(self) -> grpc.aio.Channel:
@@ -148,13 +150,22 @@ class RolloutClient:
         budget = max(min(limit, room), len(request.output_token_ids))
         return link.start(request, budget)
 
-    async def info(self) -> ServerInfo:
+    async def info(self, *, timeout: float | None = None) -> ServerInfo:
         """What the server is, holds and is doing.
 
+        Args:
+            timeout: Seconds to wait for the answer, instead of ``timeouts.call``.
+
         Raises:
-            ServerUnreachableError: Nothing answers at the address within ``timeouts.call``.
+            ServerUnreachableError: Nothing answers at the address within that time.
         """
-        return await self._info(self.timeouts.call)
+        answer = await unary(
+            self._rollouts.GetServerInfo,
+            rollout_pb2.GetServerInfoRequest(),
+            server=self.address,
+            timeout=self.timeouts.call if timeout is None else timeout,
+        )
+        return wire.server_info(answer, self.address)
 
     async def abort(self, request_ids: Iterable[str]) -> Aborted:
         """Ends sequences on the server; whoever reads them gets ``FinishReason.ABORTED``."""
@@ -222,19 +233,10 @@ class RolloutClient:
                 self._link = Link(
                     self._rollouts.StreamRollouts(),
                     self.address,
-                    probe=lambda: self._info(self.timeouts.probe),
+                    probe=lambda: self.info(timeout=self.timeouts.probe),
                     silence=self.timeouts.silence,
                 )
             return self._link
-
-    async def _info(self, timeout: float) -> ServerInfo:
-        answer = await unary(
-            self._rollouts.GetServerInfo,
-            rollout_pb2.GetServerInfoRequest(),
-            server=self.address,
-            timeout=timeout,
-        )
-        return wire.server_info(answer, self.address)
 
     async def _abort(self, request: rollout_pb2.AbortRequest) -> Aborted:
         answer = await unary(

@@ -208,13 +208,15 @@ class MissingDependencyError(RollwireError, ImportError):
     """An extra is not installed; the message says how to install it."""
 
 
-# What a reason of the API becomes.
+# What a reason of the API becomes; its class says whether to try elsewhere.
 _BY_REASON: Mapping[str, type[RollwireError]] = {
     "EMPTY_PROMPT": InvalidRequestError,
     "TOKEN_OUT_OF_RANGE": InvalidRequestError,
     "CONTEXT_EXCEEDED": InvalidRequestError,
     "BAD_SAMPLING": InvalidRequestError,
     "UNSUPPORTED_LOGPROB_BASIS": InvalidRequestError,
+    "UNSUPPORTED_ROUTING": InvalidRequestError,
+    "BAD_REQUEST": InvalidRequestError,
     "STALE_ATTEMPT": StaleAttemptError,
     "PREFIX_MISMATCH": PrefixMismatchError,
     "WEIGHTS_TOO_OLD": WeightVersionError,
@@ -235,6 +237,8 @@ _BY_REASON: Mapping[str, type[RollwireError]] = {
     "VERSION_CONFLICT": UpdateRefusedError,
     "BASE_MISMATCH": UpdateRefusedError,
     "MANIFEST_MISMATCH": UpdateRefusedError,
+    "UNSUPPORTED_ENCODING": UpdateRefusedError,
+    "STAGING_FAILED": UpdateRefusedError,
     "COMMIT_FAILED": UpdateRefusedError,
     "DIGEST_MISMATCH": DigestMismatchError,
     "TRANSPORT_FAILED": TransferError,

@@ -73,7 +73,8 @@ class Fleet:
             for member in self.members:
                 await stack.enter_async_context(member.client)
             await asyncio.gather(*(member.probe() for member in self.members))
-            if all(member.info is None for member in self.members):
+            problems = [member.problem for member in self.members]
+            if all(isinstance(problem, ServerUnreachableError) for problem in problems):
                 raise ServerUnreachableError(f"no server answers: {self._problems()}")
             stack.pop_all()
         for member in self.members:

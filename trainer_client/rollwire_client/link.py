@@ -27,6 +27,7 @@ from rollwire_client.errors import (
     RollwireError,
     ServerUnreachableError,
 )
+from rollwire_client.tasks import end
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -252,9 +253,10 @@ class Link:
         for attempt in list(self._attempts.values()):
             self.abort(attempt)
         self._outgoing.put_nowait(None)
-        await asyncio.wait([self._task], timeout=timeout)
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        try:
+            await asyncio.wait([self._task], timeout=timeout)
+        finally:
+            await end([self._task])
 
     async def _serve(self) -> None:
         """Runs the call until it ends; what goes wrong ends the attempts, not this task."""

@@ -104,7 +104,7 @@ class Member:
         """Asks the server how it is."""
         self._doubted.clear()
         try:
-            info = await self.client.info()
+            info = await self.client.info(timeout=self.client.timeouts.probe)
         except RollwireError as error:
             self.problem = error
             return

@@ -21,6 +21,7 @@ from rollwire_client import (
     ServerInfo,
     ServerState,
     ServerUnreachableError,
+    StalePublisherError,
     Timeouts,
     Trajectory,
 )
@@ -188,6 +189,16 @@ async def test_sequences_cross_a_publish(both: list[ServerProcess]) -> None:
         # The same content again changes nothing.
         again = await (await publisher.publish(11, await policy(publisher, 1))).committed
         assert all(s.already_current for s in again.servers)
+
+
+async def test_a_newer_trainer_takes_over(both: list[ServerProcess]) -> None:
+    async with Fleet(addresses(both)) as fleet:
+        old = Publisher(fleet)
+        new = Publisher(fleet, id="the next trainer", term=old.term + 1)
+        await published(old, 7)
+        await published(new, 8)
+        with pytest.raises(StalePublisherError, match="the next trainer"):
+            await old.publish(None, await policy(old, 9))
 
 
 async def test_a_killed_server_costs_no_token(
