@@ -3,9 +3,9 @@
 A model sees one batch row ``[1, tokens]``. Everything but attention treats tokens alone, and here
 each row attends to its own sequence.
 
-On a CPU in fp32 the result of a token does not depend on what shares its batch, bit for bit: each
-query token is a query block of its own, and keys come in multiples of ``WIDTH_STEP``, so that
-padding adds zeros in whole vectors.
+On one CPU thread in fp32 the result of a token does not depend on what shares its batch, bit for
+bit: each query token is a query block of its own, and keys come in multiples of ``WIDTH_STEP``, so
+that padding adds zeros in whole vectors.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ class UnservableModelError(Exception):
 
 
 def is_batch_invariant(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether results are kept from depending on the batch; done where that is cheap enough."""
-    return dtype is torch.float32 and device.type == "cpu"
+    """Whether results are kept from depending on the batch; done where that is cheap enough.
+
+    Several threads would cut tensors, and with them sums, in other places for other sizes.
+    """
+    return dtype is torch.float32 and device.type == "cpu" and torch.get_num_threads() == 1
 
 
 def attend(

@@ -16,19 +16,15 @@ if TYPE_CHECKING:
 WIDTH_STEP = 16
 """Keys that a row may see are padded to a multiple of this."""
 
-ROW_STEP = 8
-"""Rows of tokens, and of logits, are padded to a multiple of this. On a CPU, matrix products of
-fewer rows, and the last rows of odd numbers, take other paths, with sums in another order."""
-
 
 def round_up(n: int, step: int) -> int:
     """The least multiple of ``step`` that is not below ``n``."""
     return -(-n // step) * step
 
 
-def pad_rows(rows: np.ndarray) -> np.ndarray:
-    """``rows`` with zeros behind, up to a multiple of ROW_STEP in the last dimension."""
-    missing = -rows.shape[-1] % ROW_STEP
+def pad_rows(rows: np.ndarray, step: int) -> np.ndarray:
+    """``rows`` with zeros behind, up to a multiple of ``step`` in the last dimension."""
+    missing = -rows.shape[-1] % step
     return np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, missing)])
 
 
@@ -91,16 +87,22 @@ class Batch:
 
 
 def pack(
-    cache: KvCache, tokens: np.ndarray, decoding: np.ndarray, last: np.ndarray, chunks: list[Chunk]
+    cache: KvCache,
+    tokens: np.ndarray,
+    decoding: np.ndarray,
+    last: np.ndarray,
+    chunks: list[Chunk],
+    row_step: int,
 ) -> tuple[Batch, np.ndarray, np.ndarray]:
     """A batch of tokens ``last`` of slots ``decoding`` (ascending), and of ``chunks``.
 
-    ``tokens`` is [slots, context]. Returns the slots and positions of its rows, too.
+    ``tokens`` is [slots, context]. Returns the slots and positions of its rows, too; with padding
+    there is a multiple of ``row_step`` of them.
     """
     slots = np.concatenate([decoding, *(np.full(c.end - c.start, c.slot) for c in chunks)])
     positions = np.concatenate([last, *(np.arange(c.start, c.end) for c in chunks)])
     entries = slots * cache.context + positions
-    host = pad_rows(np.stack([tokens[slots, positions], positions, entries]))
+    host = pad_rows(np.stack([tokens[slots, positions], positions, entries]), row_step)
     device = torch.from_numpy(host).to(cache.device)
     n = len(decoding)
     adjoin = n > 0 and decoding[-1] - decoding[0] == n - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,7 @@ class Model:
         vocab_size: Of its logits.
         eos_token_ids: Ascending.
         routers: Of a mixture of experts.
+        row_step: A batch has a multiple of so many rows.
     """
 
     def __init__(self, hf: PreTrainedModel) -> None:
@@ -38,6 +40,7 @@ class Model:
         self.vocab_size = int(hf.config.get_text_config().vocab_size)
         self.eos_token_ids = _eos_token_ids(hf)
         self.routers = Routers(hf)
+        self.row_step = _row_step(hf)
 
     @property
     def device(self) -> torch.device:
@@ -57,7 +60,7 @@ class Model:
             input_ids=batch.input_ids[None],
             position_ids=batch.positions[None],
             use_cache=False,
-            logits_to_keep=torch.from_numpy(pad_rows(rows)).to(self.device),
+            logits_to_keep=torch.from_numpy(pad_rows(rows, self.row_step)).to(self.device),
             batch=batch,
         )
         logits: Tensor = output.logits[0, : len(rows)]
@@ -88,6 +91,20 @@ def _eos_token_ids(hf: PreTrainedModel) -> tuple[int, ...]:
     if ids is None:
         return ()
     return tuple(sorted({ids} if isinstance(ids, int) else set(ids)))
+
+
+def _row_step(hf: PreTrainedModel) -> int:
+    """Rows that keep a token's result from depending on how many there are, on a CPU.
+
+    Matrix products of fewer than four rows, and the last rows of odd numbers, take other paths,
+    with sums in another order. And an activation function treats the last elements of a tensor
+    another way: those beyond whole pairs of vectors, of 32 elements at most.
+    """
+    tables = (hf.get_input_embeddings(), hf.get_output_embeddings())
+    vocabulary = {id(p) for table in tables if table is not None for p in table.parameters()}
+    matrices = (p for p in hf.parameters() if p.ndim > 1 and id(p) not in vocabulary)
+    widths = {width for matrix in matrices for width in matrix.shape}
+    return max(8, 32 // math.gcd(32, *widths))
 
 
 def _refuse_unknown_layers(hf: PreTrainedModel) -> None:

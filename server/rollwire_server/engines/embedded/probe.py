@@ -58,7 +58,9 @@ def probe(hf: PreTrainedModel) -> Findings:
             expected = hf(input_ids=ids, use_cache=False).logits[0].float()
             model = Model(hf)
             cache = KvCache(3, tokens.shape[1], hf.device)
-            batch, *_ = pack(cache, tokens, nothing, nothing, [Chunk(0, 0, _TOKENS)])
+            batch, *_ = pack(
+                cache, tokens, nothing, nothing, [Chunk(0, 0, _TOKENS)], model.row_step
+            )
             packed = model.logits(batch, np.arange(_TOKENS))
         except (UnservableModelError, RuntimeError, TypeError, ValueError, KeyError) as error:
             raise EngineError(f"{kind} cannot be served: {first_line(error)}") from error
@@ -108,11 +110,11 @@ def _is_deterministic(model: Model, cache: KvCache, tokens: np.ndarray, whole: T
         [Chunk(1, 0, third), Chunk(2, 0, 3 * _TOKENS)],
         [Chunk(1, third, decoded_from)],
     ):
-        batch, *_ = pack(cache, tokens, nothing, nothing, chunks)
+        batch, *_ = pack(cache, tokens, nothing, nothing, chunks, model.row_step)
         pieces.append(model.logits(batch, np.arange(chunks[0].end - chunks[0].start)))
     for step in range(_DECODED):
         slots = np.array([1, 2] if step % 2 else [1])
         last = np.array([decoded_from + step, 3 * _TOKENS + step])[: len(slots)]
-        batch, *_ = pack(cache, tokens, slots, last, [])
+        batch, *_ = pack(cache, tokens, slots, last, [], model.row_step)
         pieces.append(model.logits(batch, np.array([0])))
     return torch.equal(torch.cat(pieces), whole)

@@ -166,7 +166,9 @@ class Runner:
         table = self.table
         self._copy(plan)
         last = table.length[plan.decoding] - 1
-        batch, slots, positions = pack(self._cache, table.tokens, plan.decoding, last, plan.chunks)
+        batch, slots, positions = pack(
+            self._cache, table.tokens, plan.decoding, last, plan.chunks, self._model.row_step
+        )
         wanted = table.logit_rows(plan)
         logits = self._model.logits(batch, wanted.rows)
         if self.routing is not None:

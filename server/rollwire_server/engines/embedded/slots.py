@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,7 +55,7 @@ class Copy:
     tokens: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What one step computes.
 
@@ -65,9 +65,9 @@ class Plan:
         chunks: Runs of tokens of other slots.
     """
 
-    copies: list[Copy] = field(default_factory=list)
-    decoding: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    chunks: list[Chunk] = field(default_factory=list)
+    copies: list[Copy]
+    decoding: np.ndarray
+    chunks: list[Chunk]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +181,11 @@ class SlotTable:
         """
         self._admit(revision)
         missing = np.where(self.live, self.length - self.cached, 0)
-        plan = Plan(decoding=(missing == 1).nonzero()[0])
+        decoding = (missing == 1).nonzero()[0].tolist()
         prefilling = (missing > 1).nonzero()[0].tolist()
         prefilling.sort(key=lambda slot: self.at(slot).arrival)
         cached = self.cached.copy()  # a slot that is copied to in this step gives nothing yet
+        copies, chunks = [], []
         for slot in prefilling:
             if prefill_tokens == 0:
                 break
@@ -197,22 +198,25 @@ class SlotTable:
                 if wait:
                     continue
                 if copy is not None:
-                    plan.copies.append(copy)
-                    self._take_over(slot, copy.tokens)
+                    copies.append(copy)
                     self.revision[slot] = revision
-            start = int(self.cached[slot])
-            end = min(int(self.length[slot]), start + room)
+                    self._take_over(slot, copy.tokens)
+            start, length = int(self.cached[slot]), int(self.length[slot])
+            if length - start == 1:  # all but the last token was copied
+                decoding.append(slot)
+                continue
+            end = min(length, start + room)
             if end == start:
                 continue
-            plan.chunks.append(Chunk(slot, start, end))
+            chunks.append(Chunk(slot, start, end))
             prefill_tokens -= end - start
             if sequence.wants_prompt_logprobs:
                 prompt_logprob_rows -= end - start
-        starting = np.array([c.slot for c in plan.chunks if c.start == 0], dtype=np.int64)
-        self.revision[starting] = revision
-        first = plan.decoding[self.cached[plan.decoding] == 0]
-        self.revision[first] = revision
-        return plan
+        decoding.sort()
+        for slot in (*decoding, *(c.slot for c in chunks)):
+            if self.cached[slot] == 0:
+                self.revision[slot] = revision
+        return Plan(copies, np.array(decoding, dtype=np.int64), chunks)
 
     def logit_rows(self, plan: Plan) -> LogitRows:
         """Which rows of a plan's batch need logits."""

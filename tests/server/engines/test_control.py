@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rollwire_server.engines.base import EndReason, EngineError, KvPolicy, Load, WeightTag
+from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
+from rollwire_server.engines.embedded.builtin import build
+from rollwire_server.engines.embedded.model import Model
+from rollwire_server.engines.embedded.runner import Runner
+from support.engines import Recorder, prompts, running, spec
+
+if TYPE_CHECKING:
+    from support.engines import Driver
+
+CONFIG = EmbeddedConfig("builtin:tiny", max_running_sequences=4, prefill_tokens=48)
+
+
+async def test_nothing_is_sampled_while_held(driver: Driver) -> None:
+    (live,) = driver.submit(spec(prompts(5)[0], 100))
+    await driver.tokens(3, live)
+    await driver.engine.hold()
+    await driver.engine.hold()
+    steps = len(driver.recorder.steps)
+    (later,) = driver.submit(spec(prompts(5, seed=1)[0], 3))
+    await driver.engine.digests()  # commands are taken while held
+    await asyncio.sleep(0.05)
+    assert len(driver.recorder.steps) == steps
+    assert driver.engine.load().waiting + driver.engine.load().running == 2
+    await driver.engine.release()
+    await driver.engine.release()
+    await driver.ended(live, later)
+    assert len(live.token_ids) == 100
+
+
+async def test_nothing_comes_after_an_abort(driver: Driver) -> None:
+    asked = [spec(p, 500) for p in prompts(*[5] * 6, 900)]
+    sampled = driver.submit(*asked)
+    await driver.tokens(2, *sampled[:3])
+    prefilling, running_now, waiting = asked[3], asked[0], asked[6]
+    keys = [running_now.key, waiting.key, prefilling.key, 10**9]
+    await driver.engine.abort(keys)
+    before = [len(s.token_ids) for s in sampled]
+    await driver.engine.abort(keys)
+    await driver.tokens(before[1] + 5, sampled[1])
+    for aborted in (0, 3, 6):
+        assert len(sampled[aborted].token_ids) == before[aborted]
+        assert sampled[aborted].end is None
+    await driver.engine.hold()
+    await driver.engine.abort([one.key for one in asked])
+    await driver.engine.release()
+
+
+@settings(
+    deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+async def test_commands_in_any_order_lose_and_repeat_nothing(
+    driver: Driver, data: st.DataObject
+) -> None:
+    """Whatever is not aborted gets every token that it would have got alone."""
+    kinds = prompts(3, 60, 60, 9, 20, 1, 48)
+    alone = [s.token_ids for s in await driver.sample(*(spec(p, 12, seed=3) for p in kinds))]
+    tried = [spec(p, 12, seed=3) for p in kinds]
+    sampled = driver.submit(*tried)
+    aborted: set[int] = set()
+    actions = st.sampled_from(["hold", "release", "abort", "commit", "keep", "steps"])
+    for action in data.draw(st.lists(actions, max_size=12)):
+        if action == "hold":
+            await driver.engine.hold()
+        elif action == "release":
+            await driver.engine.release()
+        elif action == "abort":
+            victim = data.draw(st.sampled_from(range(len(tried))))
+            aborted.add(victim)
+            await driver.engine.abort([tried[victim].key])
+        elif action in ("commit", "keep"):
+            policy = KvPolicy.KEEP if action == "keep" else KvPolicy.RECOMPUTE
+            await driver.commit({}, policy)
+        else:
+            await asyncio.sleep(0.004)
+    await driver.engine.release()
+    await driver.ended(*(s for i, s in enumerate(sampled) if i not in aborted))
+    for i, (got, expected) in enumerate(zip(sampled, alone, strict=True)):
+        complete = got.token_ids == expected
+        assert complete or (i in aborted and got.token_ids == expected[: len(got.token_ids)])
+        assert (got.end is not None) == complete
+
+
+async def test_nan_ends_its_own_sequence_alone() -> None:
+    """One token's embedding is NaN: whoever reads it ends, and leaves nothing behind."""
+    healthy, late, ill = prompts(20, 60, 100, seed=3)
+    config = EmbeddedConfig("builtin:tiny-moe", max_running_sequences=3, prefill_tokens=48)
+    async with running(EmbeddedEngine(config)) as driver:
+        expected = await driver.sample(spec(healthy, seed=1), spec(late, seed=2))
+        read = {*healthy, *late, *ill}.union(*(s.token_ids for s in expected))
+        bad = next(token for token in range(512) if token not in read)
+        weights = build("builtin:tiny-moe").state_dict()["model.embed_tokens.weight"]
+        weights[bad] = math.nan
+        await driver.commit({"model.embed_tokens.weight": weights})
+        for at in (0, 47, 60, 99):  # in the first chunk of its prefill, …, in the last one
+            prompt = [*ill[:at], bad, *ill[at + 1 :]]
+            wanted = {"prompt_logprobs": True, "routed_experts": True}
+            asked = [spec(healthy, seed=1), spec(prompt, **wanted), spec(late, seed=2)]
+            fine, broken, other = await driver.sample(*asked)
+            assert (broken.reason, broken.token_ids) == (EndReason.NOT_FINITE, [])
+            assert broken.end is not None
+            assert "NaN or infinity" in broken.end.message
+            assert [s.token_ids for s in (fine, other)] == [s.token_ids for s in expected]
+            assert all(map(math.isfinite, broken.prompt_logprobs))
+
+
+async def test_a_step_that_raises_ends_its_sequences_and_no_others(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (prompt,) = prompts(20)
+    (expected,) = await driver.sample(spec(prompt, 10, seed=1))
+    whole = Model.logits
+    calls = 0
+
+    def failing(self: Model, batch: Any, rows: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise RuntimeError("out of luck")
+        return whole(self, batch, rows)
+
+    monkeypatch.setattr(Model, "logits", failing)
+    sampled = await driver.sample(*(spec(prompt, 10, seed=1) for _ in range(9)))
+    failed = [s for s in sampled if s.reason is EndReason.FAILED]
+    fine = [s for s in sampled if s.reason is EndReason.LENGTH]
+    assert len(failed) == 4
+    assert len(fine) == 5
+    assert "RuntimeError: out of luck" in failed[0].end.message
+    assert all(s.token_ids == expected.token_ids for s in fine)
+    assert driver.recorder.failure is None
+
+
+async def test_a_dead_loop_is_told_and_answers_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(EmbeddedEngine(CONFIG)) as driver:
+
+        def die(self: Runner) -> None:
+            raise MemoryError("the end")
+
+        monkeypatch.setattr(Runner, "step", die)
+        driver.submit(spec(prompts(5)[0]))
+        waiting = asyncio.ensure_future(driver.engine.digests())
+        await driver.recorder.until(lambda: driver.recorder.failure is not None)
+        assert isinstance(driver.recorder.failure, MemoryError)
+        with contextlib.suppress(EngineError):
+            await waiting
+        with pytest.raises(EngineError, match=r"is dead: MemoryError: the end"):
+            await driver.engine.digests()
+        with pytest.raises(EngineError, match="is dead"):
+            driver.engine.submit(spec(prompts(5)[0]))
+        await driver.engine.hold()
+        await driver.engine.abort([1])
+        assert driver.engine.load() == Load(0, 0, 0, 0)
+
+
+async def test_stop_leaves_no_thread_and_no_model() -> None:
+    def engine_threads() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t.name == "rollwire-engine"]
+
+    engine = EmbeddedEngine(CONFIG)
+    await engine.stop()  # before it has started
+    await engine.start("server", Recorder())
+    for prompt in prompts(*[30] * 10):
+        engine.submit(spec(prompt, 500))
+    await asyncio.sleep(0.01)
+    assert len(engine_threads()) == 1
+    await asyncio.gather(engine.stop(), engine.stop())
+    await engine.stop()
+    assert engine_threads() == []
+    assert engine.load() == Load(0, 0, 0, 0)
+    with pytest.raises(EngineError, match="has stopped"):
+        await engine.digests()
+    with pytest.raises(EngineError, match="make a new one"):
+        await engine.start("server", Recorder())
+
+
+async def test_a_caller_that_gives_up_does_no_harm(driver: Driver) -> None:
+    (live,) = driver.submit(spec(prompts(5)[0], 50))
+    for _ in range(5):
+        task = asyncio.create_task(driver.engine.digests())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    await driver.ended(live)
+
+
+async def test_results_come_before_the_answers_of_later_calls(driver: Driver) -> None:
+    """What was sampled before a commit is reported before the commit returns."""
+    (live,) = driver.submit(spec(prompts(5)[0], 200))
+    await driver.tokens(1, live)
+    while live.end is None:
+        revision = driver.tag.revision
+        await driver.engine.hold()
+        told = len(live.token_ids)
+        tag = WeightTag(None, revision + 1, "server", 0)
+        await driver.engine.commit({}, tag, KvPolicy.KEEP)
+        driver.tag = tag
+        assert len(live.token_ids) == told
+        await driver.engine.release()
+        await asyncio.sleep(0.01)
+    assert live.revisions == sorted(live.revisions)
+
+
+async def test_load_counts_what_is_there(driver: Driver) -> None:
+    await driver.engine.hold()
+    sampled = driver.submit(*(spec(p, 300) for p in prompts(*[16] * 6)))
+    assert driver.engine.load() == Load(0, 6, 0, 4 * 4096)
+    await driver.engine.release()
+    await driver.tokens(1, *sampled[:3])
+    await driver.engine.hold()
+    load = driver.engine.load()
+    assert (load.running, load.waiting) == (4, 2)
+    assert load.kv_tokens_used == sum(16 + len(s.token_ids) - 1 for s in sampled if s.token_ids)
+    await driver.engine.release()
+    await driver.engine.abort(list(driver.recorder.sequences))

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from rollwire_server.engines.base import EngineError, KvPolicy, SleepingWeights
+from rollwire_transport import Manifest
+from support.engines import prompts, spec
+
+if TYPE_CHECKING:
+    from support.engines import Driver
+
+WEIGHT_BYTES = 4 * 166_000  # roughly; builtin:tiny in fp32
+
+
+@pytest.mark.parametrize("how", [SleepingWeights.KEEP, SleepingWeights.HOST_BACKUP])
+async def test_sleep_frees_the_cache_and_wakes_up_the_same(
+    driver: Driver, how: SleepingWeights
+) -> None:
+    (prompt,) = prompts(20)
+    (before,) = await driver.sample(spec(prompt, seed=1))
+    digests = await driver.engine.digests()
+    freed = await driver.engine.sleep(how)
+    assert freed == 2 * 2 * 4 * 4096 * 32 * 4  # layers, K and V, slots, tokens, dim, bytes
+    assert await driver.engine.sleep(how) == 0
+    await driver.engine.wake(reload_checkpoint=False)
+    await driver.engine.wake(reload_checkpoint=False)
+    (after,) = await driver.sample(spec(prompt, seed=1))
+    assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
+    assert after.cached_prompt_tokens == 0
+    assert await driver.engine.digests() == digests
+
+
+async def test_discarded_weights_come_back_with_the_checkpoint(driver: Driver) -> None:
+    (prompt,) = prompts(20)
+    (before,) = await driver.sample(spec(prompt, seed=1))
+    digests = await driver.engine.digests()
+    schema = driver.engine.schema()
+    assert await driver.engine.sleep(SleepingWeights.DISCARD) > WEIGHT_BYTES
+    with pytest.raises(EngineError, match="wake the engine up first"):
+        await driver.engine.digests()
+    with pytest.raises(EngineError, match="wake the engine up first"):
+        await driver.engine.stage(Manifest(tuple(schema), ()))
+    assert driver.engine.schema() == schema
+    await driver.engine.wake(reload_checkpoint=True)
+    (after,) = await driver.sample(spec(prompt, seed=1))
+    assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
+    assert await driver.engine.digests() == digests
+
+
+async def test_discarded_weights_come_back_with_a_full_update(driver: Driver) -> None:
+    (prompt,) = prompts(20)
+    (before,) = await driver.sample(spec(prompt, seed=1))
+    kept = await driver.engine.stage(Manifest(tuple(driver.engine.schema()), ()))
+    from rollwire_server.engines.embedded.builtin import build
+
+    model = build("builtin:tiny").state_dict()
+    for name, tensor in kept.items():
+        tensor.copy_(model[name])
+    await driver.engine.sleep(SleepingWeights.DISCARD)
+    await driver.engine.wake(reload_checkpoint=False)
+    await driver.engine.hold()
+    name = "model.norm.weight"
+    with pytest.raises(EngineError, match="send a full one"):
+        await driver.engine.commit({name: kept[name]}, driver.tag, KvPolicy.KEEP)
+    await driver.engine.commit(kept, driver.tag, KvPolicy.KEEP)
+    await driver.engine.release()
+    (after,) = await driver.sample(spec(prompt, seed=1))
+    assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
+
+
+async def test_an_engine_with_sequences_does_not_sleep(driver: Driver) -> None:
+    (live,) = driver.submit(spec(prompts(5)[0], 30))
+    await driver.engine.hold()
+    with pytest.raises(EngineError, match="sequences are live"):
+        await driver.engine.sleep(SleepingWeights.KEEP)
+    await driver.engine.release()
+    await driver.ended(live)
