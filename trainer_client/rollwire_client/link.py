@@ -40,6 +40,10 @@ E = TypeVar("E", bound=Exception)
 
 logger = logging.getLogger(__name__)
 
+# Waking a reader costs several times what a token does, so readers are not woken more often than
+# this (seconds). Where steps take longer, each is told at once; the end of a sequence always is.
+_WAKE_INTERVAL = 0.02
+
 
 @dataclass(slots=True)
 class _Piece:
@@ -156,7 +160,7 @@ class Attempt:
             )
         self.next_offset += len(token_ids)
         if self._waiter is not None and not self._whole:
-            self._wake()
+            self._link.to_wake.add(self)
         return len(token_ids)
 
     def finish(self, finish: Finish, weights: WeightTag) -> None:
@@ -183,9 +187,10 @@ class Attempt:
         """Ends it: no more comes from the server."""
         self.ended = True
         self._error = error
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Lets the reader go on, if it waits."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -197,6 +202,7 @@ class Link:
         address: Of the server.
         lost: Why the link serves no more; None while it does.
         outstanding_tokens: Tokens that its attempts may still bring.
+        to_wake: Attempts whose readers wait for what they have.
     """
 
     def __init__(
@@ -208,6 +214,7 @@ class Link:
         self.address = address
         self.lost: RollwireError | None = None
         self.outstanding_tokens = 0
+        self.to_wake: set[Attempt] = set()
         self.loop = asyncio.get_running_loop()
         self._call = call
         self._probe = probe
@@ -215,6 +222,8 @@ class Link:
         self._heard = 0.0
         self._attempts: dict[int, Attempt] = {}
         self._handles = 0
+        self._waking: asyncio.TimerHandle | None = None
+        self._woke = 0.0
         self._tag: tuple[common_pb2.WeightTag, WeightTag] | None = None
         self._outgoing: asyncio.Queue[rollout_pb2.StreamRolloutsRequest | None] = asyncio.Queue()
         self._task = asyncio.create_task(self._serve(), name=f"rollwire link to {address}")
@@ -331,6 +340,15 @@ class Link:
         self.outstanding_tokens -= new
         for event in message.events:
             self._on_event(event, weights)
+        if self.to_wake and self._waking is None:
+            self._waking = self.loop.call_at(self._woke + _WAKE_INTERVAL, self._wake_readers)
+
+    def _wake_readers(self) -> None:
+        self._waking = None
+        self._woke = self.loop.time()
+        attempts, self.to_wake = self.to_wake, set()
+        for attempt in attempts:
+            attempt.wake()
 
     def _on_event(self, event: rollout_pb2.SequenceEvent, weights: WeightTag) -> None:
         attempt = self._attempts.get(event.handle)
@@ -369,6 +387,8 @@ class Link:
 
     def _lose(self, error: RollwireError) -> None:
         self.lost = error
+        if self._waking is not None:
+            self._waking.cancel()
         attempts = list(self._attempts.values())
         if attempts:
             logger.info("%s; %d sequences were under way", error, len(attempts))
