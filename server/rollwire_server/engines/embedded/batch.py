@@ -22,12 +22,6 @@ def round_up(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
-def pad_rows(rows: np.ndarray, step: int) -> np.ndarray:
-    """``rows`` with zeros behind, up to a multiple of ``step`` in the last dimension."""
-    missing = -rows.shape[-1] % step
-    return np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, missing)])
-
-
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Tokens ``start`` to ``end`` of the sequence in ``slot``."""
@@ -101,8 +95,11 @@ def pack(
     """
     slots = np.concatenate([decoding, *(np.full(c.end - c.start, c.slot) for c in chunks)])
     positions = np.concatenate([last, *(np.arange(c.start, c.end) for c in chunks)])
-    entries = slots * cache.context + positions
-    host = pad_rows(np.stack([tokens[slots, positions], positions, entries]), row_step)
+    rows = len(slots)
+    host = np.zeros((3, round_up(rows, row_step)), dtype=np.int64)
+    host[0, :rows] = tokens[slots, positions]
+    host[1, :rows] = positions
+    host[2, :rows] = slots * cache.context + positions
     device = torch.from_numpy(host).to(cache.device)
     n = len(decoding)
     adjoin = n > 0 and decoding[-1] - decoding[0] == n - 1
@@ -110,7 +107,7 @@ def pack(
         cache=cache,
         input_ids=device[0],
         positions=device[1],
-        entries=device[2, : len(slots)],
+        entries=device[2, :rows],
         decoding=torch.from_numpy(decoding).to(cache.device),
         chunks=chunks,
         width=round_up(int(last.max(initial=0)) + 1, WIDTH_STEP),

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from rollwire_server.engines.base import EngineError
 
 from .attention import ATTENTION, attend, is_batch_invariant
-from .batch import pad_rows
+from .batch import round_up
 from .checkpoint import first_line
 from .experts import EXPERTS, Routers, padded_experts
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -56,11 +56,13 @@ class Model:
     def logits(self, batch: Batch, rows: np.ndarray) -> Tensor:
         """Computes a batch; returns the logits of some of its rows in fp32, [rows, vocab]."""
         self.routers.begin()
+        keep = np.zeros(round_up(len(rows), self.row_step), dtype=np.int64)
+        keep[: len(rows)] = rows
         output = self.hf(
             input_ids=batch.input_ids[None],
             position_ids=batch.positions[None],
             use_cache=False,
-            logits_to_keep=torch.from_numpy(pad_rows(rows, self.row_step)).to(self.device),
+            logits_to_keep=torch.from_numpy(keep).to(self.device),
             batch=batch,
         )
         logits: Tensor = output.logits[0, : len(rows)]

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 MAX_LOGITS = 1 << 26
 """Elements of logits that one step may make for prompt log-probabilities."""
 
+_NO_SLOTS = np.empty(0, dtype=np.int64)
+
 
 class Runner:
     """The model, its KV cache and the sequences.
@@ -178,7 +180,7 @@ class Runner:
 
         report = Report(self.tag, table, self.routing)
         table.computed(plan)
-        broken = np.unique(wanted.slots[~finite])
+        broken = np.unique(wanted.slots[~finite]) if not finite.all() else _NO_SLOTS
         if len(broken):
             report.not_finite(broken)
             self._clear(broken)

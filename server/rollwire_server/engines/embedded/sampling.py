@@ -55,16 +55,13 @@ class Noise:
         """Exponential noise of rate 1 in fp32, [rows, vocab].
 
         Small values win, so the uniform number that they come from is a float that is fine near
-        zero rather than a fixed-point one.
+        zero, not a fixed-point one. A sign has no use in it and is dropped.
         """
         x = keys[:, None] ^ self._tokens
         x *= _signed(_MIX_1)
-        x ^= (x >> 27) & ((1 << 37) - 1)  # a logical shift: torch's is arithmetic
+        x ^= x >> 27
         x *= _signed(_MIX_2)
-        x = (x >> 31) & ((1 << 33) - 1) ^ x
-        x &= (1 << 63) - 1
-        x |= 1
-        uniform = x.to(torch.float32).mul_(2.0**-63).clamp_(max=1 - 2.0**-24)
+        uniform = x.to(torch.float32).abs_().mul_(2.0**-63).clamp_(2.0**-64, 1 - 2.0**-24)
         return uniform.neg_().log1p_().neg_()
 
 

@@ -221,6 +221,8 @@ class SlotTable:
     def logit_rows(self, plan: Plan) -> LogitRows:
         """Which rows of a plan's batch need logits."""
         n = len(plan.decoding)
+        if not plan.chunks:
+            return LogitRows(np.arange(n), plan.decoding, np.ones(n, dtype=bool), [])
         ends = n + np.cumsum([c.end - c.start for c in plan.chunks], dtype=np.int64)
         rows = [np.arange(n), ends - 1]
         slots = [plan.decoding, np.array([c.slot for c in plan.chunks], dtype=np.int64)]
