@@ -109,6 +109,15 @@ class ServiceError(Exception):
         self.field = field
         self.metadata = dict(metadata or {})
 
+    @property
+    def retry_delay(self) -> duration_pb2.Duration | None:
+        """How long to wait before trying again, where that helps."""
+        if (seconds := RETRY_AFTER.get(self.reason)) is None:
+            return None
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(int(seconds * 1000))
+        return delay
+
     def status(self) -> status_pb2.Status:
         """The error as it goes over the wire."""
         info = error_details_pb2.ErrorInfo(
@@ -120,9 +129,7 @@ class ServiceError(Exception):
                 field=self.field, description=self.message, reason=self.reason.name
             )
             details.append(_packed(error_details_pb2.BadRequest(field_violations=[violation])))
-        if (seconds := RETRY_AFTER.get(self.reason)) is not None:
-            delay = duration_pb2.Duration()
-            delay.FromMilliseconds(int(seconds * 1000))
+        if (delay := self.retry_delay) is not None:
             details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
         code: int = self.reason.code.value[0]
         return status_pb2.Status(code=code, message=self.message, details=details)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rollwire.v1 import common_pb2, rollout_pb2
-from support.calls import Generation, connected, generate, reason_of, request
+from support.calls import Generation, Stream, connected, details_of, generate, reason_of, request
 from support.publishing import Update, random_weights, status
 from support.servers import COMMAND, StartServer
 
@@ -232,6 +233,14 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back(start_server: Sta
             await generate(api, request())
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert reason_of(caught.value) == "QUEUE_FULL"
+        retry = error_details_pb2.RetryInfo()
+        assert details_of(caught.value, retry)
+        assert retry.retry_delay.seconds > 0
+        stream = Stream(api)
+        await stream.start(1, request())
+        error = (await stream.all())[1].error
+        assert error is not None
+        assert (error.reason, error.retry_delay) == ("QUEUE_FULL", retry.retry_delay)
         await api.rollouts.Abort(rollout_pb2.AbortRequest(all=True), timeout=10)
         await asyncio.gather(*(one.all() for one in (*generations, waiting)))
         await api.idle()

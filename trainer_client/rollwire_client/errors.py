@@ -286,6 +286,8 @@ def from_rpc(error: grpc.aio.AioRpcError, server: str) -> RollwireError:
 def from_sequence(error: rollout_pb2.SequenceError, server: str) -> RollwireError:
     """What a sequence that ended with ``error`` raises."""
     details = _Details(reason=error.reason, metadata=error.metadata)
+    if error.HasField("retry_delay"):
+        details.retry_after = error.retry_delay.ToTimedelta().total_seconds()
     return _make(error.code, error.message, server, details)
 
 

@@ -293,7 +293,9 @@ class UpdateWeightsResponse(_message.Message):
     next_bucket: _builtins.int
     """all before it are here"""
     digest: _builtins.int
-    """with STAGED: of what the server will hold, as it computed it"""
+    """With STAGED: of the tensors that the update sent, as the server computed it from what came. After the commit of a full
+    update it is the digest of the weights; a partial one adds what it did not name.
+    """
     detail: _builtins.str
     """with STALLED: which peer, and how it failed"""
     listen_address: _builtins.str
@@ -393,7 +395,9 @@ class CommitWeightsRequest(_message.Message):
     KV_POLICY_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     expected_digest: _builtins.int
-    """What the trainer computed while it sent. Compared before anything is touched (DIGEST_MISMATCH)."""
+    """Of the tensors that it sent, as the trainer computed it meanwhile. Compared before anything is touched
+    (DIGEST_MISMATCH).
+    """
     kv_policy: _common_pb2.KvPolicy.ValueType
     @_builtins.property
     def publisher(self) -> Global___Publisher: ...

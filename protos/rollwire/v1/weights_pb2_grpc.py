@@ -109,7 +109,8 @@ class WeightServiceServicer(object):
 
     def JoinTransport(self, request, context):
         """Joins the transport group of an announced update, leaving the update's former group if it had one. Called on all
-        members at once; returns when the group stands, or fails by the call's deadline.
+        members at once; returns when the group stands, or fails by the call's deadline. A no-op once the update is staged:
+        a new group is made of those that miss something.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,7 +34,8 @@ class WeightServiceStub:
     """Announces an update and reports on it until it is staged. Ending the call before STAGED discards the update."""
     JoinTransport: _aio.UnaryUnaryMultiCallable[_weights_pb2.JoinTransportRequest, _weights_pb2.JoinTransportResponse]
     """Joins the transport group of an announced update, leaving the update's former group if it had one. Called on all
-    members at once; returns when the group stands, or fails by the call's deadline.
+    members at once; returns when the group stands, or fails by the call's deadline. A no-op once the update is staged:
+    a new group is made of those that miss something.
     """
     CommitWeights: _aio.UnaryUnaryMultiCallable[_weights_pb2.CommitWeightsRequest, _weights_pb2.CommitWeightsResponse]
     """Makes a staged update the weights that serve. Idempotent by update_id, also after the answer was lost."""
@@ -81,7 +82,8 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_weights_pb2.JoinTransportRequest, _abc.Awaitable[_weights_pb2.JoinTransportResponse]],
     ) -> _abc.Awaitable[_weights_pb2.JoinTransportResponse]:
         """Joins the transport group of an announced update, leaving the update's former group if it had one. Called on all
-        members at once; returns when the group stands, or fails by the call's deadline.
+        members at once; returns when the group stands, or fails by the call's deadline. A no-op once the update is staged:
+        a new group is made of those that miss something.
         """
 
     @_abc_1.abstractmethod

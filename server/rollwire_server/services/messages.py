@@ -74,6 +74,7 @@ def sequence_error(error: ServiceError) -> rollout_pb2.SequenceError:
         reason=error.reason.name,
         message=error.message,
         metadata=error.metadata,
+        retry_delay=error.retry_delay,
     )
 
 
