@@ -289,10 +289,27 @@ def test_a_destination_that_does_not_fit_is_refused_with_all_that_is_wrong() -> 
 def test_a_gap_is_refused() -> None:
     tensors = some_weights()
     manifest = plan(describe_all(tensors), bucket_bytes=64)
-    with pytest.raises(ValueError, match="0 is the next one"):
-        receive(Receiver(manifest, room_for(manifest)), MemoryLink(), first_bucket=1)
+    link = MemoryLink()
+    with pytest.raises(TransportError, match="here 0 is the first that is missing"):
+        receive(Receiver(manifest, room_for(manifest)), link, first_bucket=1)
+    assert link.aborted
     with pytest.raises(ValueError, match="buckets"):
         Sender(manifest).send(MemoryLink(), tensors.items, first_bucket=10**6, bucket_timeout=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_may_lie_on_a_gpu_at_both_ends() -> None:
+    tensors = {name: tensor.cuda() for name, tensor in some_weights().items()}
+    tensors["t"] = random_tensor(torch.float16, (30, 50), 4).cuda().t()
+    manifest = plan(describe_all(tensors), bucket_bytes=64)
+    destination = {name: tensor.cuda() for name, tensor in room_for(manifest).items()}
+    link, receiver = MemoryLink(), Receiver(manifest, destination)
+    sender = send(manifest, tensors, link)
+    receive(receiver, link)
+    for spec in manifest.tensors:
+        assert content(destination[spec.name]) == content(tensors[spec.name])
+        assert sender.digests[spec.name] == tensor_digest(spec, tensors[spec.name])
 
 
 def test_nothing_but_empty_tensors_is_an_update_too() -> None:

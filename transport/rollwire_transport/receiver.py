@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rollwire_transport.checks import ManifestError, validate
 from rollwire_transport.digest import bucket_digest, span_sums
-from rollwire_transport.errors import TransportTimeout
+from rollwire_transport.errors import TransportError, TransportTimeout
 from rollwire_transport.header import WORDS, check_digest, read_header
 from rollwire_transport.ledger import Ledger
 from rollwire_transport.tensors import as_bytes, describe
@@ -88,11 +88,13 @@ class Receiver:
             DigestMismatch: A bucket's bytes are not what was sent.
             TransportError: The sender, or a relay before this end, failed.
         """
-        if not 0 <= first_bucket <= self._next_bucket:
-            raise ValueError(
-                f"first_bucket is {first_bucket}, but {self._next_bucket} is the next one"
-            )
         try:
+            if not 0 <= first_bucket <= self._next_bucket:
+                raise TransportError(
+                    f"the sender begins at bucket {first_bucket}, but here "
+                    f"{self._next_bucket} is the first that is missing",
+                    link.upstream,
+                )
             self._receive(link, first_bucket, bucket_timeout)
             link.finish(bucket_timeout)
         except BaseException:

@@ -65,10 +65,11 @@ def join(
 
     Raises:
         TransportTimeout: It did not within ``timeout``.
-        TransportError: The backend cannot be used here, or there is no such group.
+        TransportError: The backend cannot be used here, or there is no such group, or no place in
+            it for this rank.
     """
     if not 0 < rank < world_size:
-        raise ValueError(f"rank is {rank}, in a group of {world_size}")
+        raise TransportError(f"rank {rank} is no receiver's in a group of {world_size}")
     return _usable(backend).join(
         epoch=epoch, rank=rank, world_size=world_size, rendezvous=rendezvous, timeout=timeout
     )

@@ -1,7 +1,8 @@
 """Gloo: over TCP, from and to host memory, on any machine.
 
-Each bucket goes from rank 0 to every receiver point to point. A broadcast would spare the sender
-some of the copies, but when it fails it cannot say who failed, and leaves the others waiting.
+Rank 0 shares a pair, which is a gloo group of two, with every receiver, and sends each bucket to
+all of them side by side. A broadcast in one group would spare it some of the copies; but when it
+fails it cannot say who failed, it leaves the others waiting, and all must reach all.
 """
 
 from __future__ import annotations
@@ -10,11 +11,9 @@ import contextlib
 import ipaddress
 import math
 import re
-import select
 import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,8 +26,12 @@ from rollwire_transport.errors import TransportError, TransportTimeout
 from rollwire_transport.links.base import Availability, Link, Meeting, Transfer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
     from torch._C._distributed_c10d import Store
+
+    _Post = Callable[["_Pair", Tensor, int], Future["_Work"]]
 
 # Tags tell the streams between two ranks apart. A payload's tag is _PAYLOAD plus its size: gloo
 # ends the process that gets a message longer than it expected, so ends that disagree on a size
@@ -60,15 +63,13 @@ def join(*, epoch: str, rank: int, world_size: int, rendezvous: str, timeout: fl
         raise kind(f"nobody meets at {rendezvous}: {error}", "rank 0") from error
     with meeting:
         try:
-            group = _join(meeting, epoch, rank, world_size, deadline)
+            pair = _join(meeting, epoch, rank, world_size, deadline)
         except RuntimeError as error:
             raise _failure("the group could not be formed", error, deadline, "rank 0") from error
-    return _GlooLink(group, rank, world_size)
+    return _GlooLink([pair], sends=False)
 
 
-def _join(
-    meeting: socket.socket, epoch: str, rank: int, world_size: int, deadline: float
-) -> _Group:
+def _join(meeting: socket.socket, epoch: str, rank: int, world_size: int, deadline: float) -> _Pair:
     """Joins over a connection to the meeting, whose end is the meeting's."""
     address, (host, port) = meeting.getsockname()[0], meeting.getpeername()[:2]
     store = _store(epoch, host, port, _left(deadline))
@@ -81,12 +82,24 @@ def _join(
     if store.add(f"joined/{rank}", 1) != 1:
         raise TransportError(f"rank {rank} has joined this group already", f"rank {rank}")
     # Gloo could wait for the others itself, but reports a meeting that closes in fifty lines.
+    meeting.settimeout(_POLL_SECONDS)
     while not store.check(["complete"]):
         if time.monotonic() > deadline:
             raise TransportTimeout("not all members of the group have joined in time")
-        if select.select([meeting], [], [], _POLL_SECONDS)[0]:
+        if _has_ended(meeting):
             raise TransportError("the meeting was closed before all had joined", "rank 0")
-    return _group(store, rank, world_size, address, deadline)
+    return _pair(store, rank, 0, address, deadline)
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Whether the peer has closed it, after a wait of the connection's timeout."""
+    try:
+        connection.recv(1)
+    except TimeoutError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 class _GlooMeeting(Meeting):
@@ -111,13 +124,25 @@ class _GlooMeeting(Meeting):
                 who = ", ".join(missing)
                 raise TransportTimeout(f"{who} did not join within {timeout:g} s", missing[0])
             self._closed.wait(_POLL_SECONDS)
-        try:
-            store = self._open_store()
-            store.set("complete", "")
-            group = _group(store, 0, self._world_size, self._address, deadline)
-        except RuntimeError as error:
-            raise _failure("the group could not be formed", error, deadline, None) from error
-        return _GlooLink(group, 0, self._world_size)
+        store = self._open_store()
+        store.set("complete", "")
+        with ThreadPoolExecutor(self._world_size) as pool:
+            forming = {
+                rank: pool.submit(_pair, store, 0, rank, self._address, deadline)
+                for rank in range(1, self._world_size)
+            }
+        pairs, failures = [], []
+        for rank, future in forming.items():
+            try:
+                pairs.append(future.result())
+            except RuntimeError as error:
+                what, peer = f"rank {rank} joined but cannot be reached", f"rank {rank}"
+                failures.append(_failure(what, error, deadline, peer))
+        link = _GlooLink(pairs, sends=True)
+        if failures:
+            link.close()  # so that those who were reached learn of it
+            raise failures[0]
+        return link
 
     def close(self) -> None:
         self._closed.set()
@@ -138,17 +163,51 @@ class _Work(Protocol):
     def wait(self, timeout: timedelta) -> bool: ...
 
 
-_Post = Callable[[list["Tensor"], int, int], _Work]
-
-
 class _Group(Protocol):  # what is used of ProcessGroupGloo, whose stubs lack it
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> _Work: ...
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> _Work: ...
 
 
+class _Pair:
+    """One end of a gloo group of rank 0 and a receiver."""
+
+    def __init__(self, group: _Group, rank: int, peer: int) -> None:
+        self.peer = f"rank {peer}"
+        self._group: _Group | None = group
+        self._other = 1 if rank == 0 else 0
+        # Gloo's send writes to the socket itself for as long as the peer keeps up; this thread
+        # lets the caller go on, and the pairs not wait for each other.
+        self._poster = ThreadPoolExecutor(1, "rollwire-gloo")
+
+    def send(self, tensor: Tensor, tag: int) -> Future[_Work]:
+        group = self._usable()
+        return self._poster.submit(group.send, [tensor], self._other, tag)
+
+    def receive(self, tensor: Tensor, tag: int) -> Future[_Work]:
+        group = self._usable()
+        return self._poster.submit(group.recv, [tensor], self._other, tag)
+
+    def abort(self) -> None:
+        # ProcessGroupGloo.abort leaves waits of other threads hanging. What does end them: a wait
+        # that times out closes all connections of its group, and so those of the peer.
+        if (group := self._group) is not None:
+            with contextlib.suppress(RuntimeError):
+                mark = torch.zeros(1, dtype=torch.uint8)
+                group.recv([mark], self._other, _NEVER).wait(timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        self._group = None
+        self._poster.shutdown()
+
+    def _usable(self) -> _Group:
+        if (group := self._group) is None:
+            raise _aborted()
+        return group
+
+
 @dataclass(frozen=True, slots=True)
 class _Message:
-    rank: int  # at the other end
+    peer: str
     posted: Future[_Work]
     tensor: Tensor
 
@@ -164,76 +223,60 @@ class _GlooTransfer(Transfer):
             try:
                 message.posted.result(max(deadline - time.monotonic(), 0)).wait(_left(deadline))
             except (RuntimeError, TimeoutError) as error:
-                raise self._link.failure(error, message.rank, deadline) from error
+                if self._link.aborted:
+                    raise _aborted() from error
+                what = f"the transfer with {message.peer} failed"
+                raise _failure(what, error, deadline, message.peer) from error
 
 
 class _GlooLink(Link):
-    def __init__(self, group: _Group, rank: int, world_size: int) -> None:
+    def __init__(self, pairs: list[_Pair], *, sends: bool) -> None:
         self.device = torch.device("cpu")
         self.upstream = "rank 0"
-        self._group: _Group | None = group  # None once aborted or closed
-        self._lock = threading.Lock()
+        self.aborted = False
+        self._sends = sends
+        self._pairs = pairs
         self._finished = False
-        self._rank = rank
-        self._others = [r for r in range(world_size) if r != rank]
-        # Gloo's send writes to the socket itself for as long as the peer keeps up. A thread for
-        # each peer lets the caller pack on meanwhile, and the peers not wait for each other.
-        peers = self._others if rank == 0 else [0]
-        self._posters = {peer: ThreadPoolExecutor(1, "rollwire-gloo") for peer in peers}
+        self._lock = threading.Lock()
 
     def send(self, header: Tensor, payload: Tensor) -> Transfer:
-        return self._post(self._usable().send, header, payload)
+        return self._post(_Pair.send, header, payload)
 
     def receive(self, header: Tensor, payload: Tensor) -> Transfer:
-        return self._post(self._usable().recv, header, payload)
+        return self._post(_Pair.receive, header, payload)
 
     def finish(self, timeout: float) -> None:
-        group = self._usable()
-        post = group.recv if self._rank == 0 else group.send
+        post = _Pair.receive if self._sends else _Pair.send
         self._transfer(post, ((torch.zeros(1, dtype=torch.uint8), _FINISH),)).wait(timeout)
         self._finished = True
 
     def abort(self) -> None:
         with self._lock:
-            group, self._group = self._group, None
-        if group is None:
-            return
-        # ProcessGroupGloo.abort leaves waits of other threads hanging. What does end them: a wait
-        # that times out closes all connections of its group, here and so at the other members.
-        # Over a connection that is closed already nothing can wait, hence each peer is tried.
-        for rank in self._others:
-            with contextlib.suppress(RuntimeError):
-                mark = torch.zeros(1, dtype=torch.uint8)
-                group.recv([mark], rank, _NEVER).wait(timedelta(milliseconds=1))
+            if self.aborted:
+                return
+            self.aborted = True
+        for pair in self._pairs:
+            pair.abort()
 
     def close(self) -> None:
         if not self._finished:
             self.abort()
-        self._group = None
-        for poster in self._posters.values():
-            poster.shutdown()
-
-    def failure(self, error: Exception, rank: int, deadline: float) -> TransportError:
-        """What an error in a message to or from ``rank`` means."""
-        if self._group is None:
-            return _aborted()
-        return _failure(f"the transfer with rank {rank} failed", error, deadline, f"rank {rank}")
-
-    def _usable(self) -> _Group:
-        if (group := self._group) is None:
-            raise _aborted()
-        return group
+        self.aborted = True
+        for pair in self._pairs:
+            pair.close()
 
     def _post(self, post: _Post, header: Tensor, payload: Tensor) -> Transfer:
         return self._transfer(post, ((header, _HEADER), (payload, _PAYLOAD + payload.numel())))
 
     def _transfer(self, post: _Post, messages: tuple[tuple[Tensor, int], ...]) -> Transfer:
+        if self.aborted:
+            raise _aborted()
         return _GlooTransfer(
             self,
             [
-                _Message(peer, poster.submit(post, [tensor], peer, tag), tensor)
+                _Message(pair.peer, post(pair, tensor, tag), tensor)
                 for tensor, tag in messages
-                for peer, poster in self._posters.items()
+                for pair in self._pairs
             ],
         )
 
@@ -254,15 +297,18 @@ def _store(
     return store
 
 
-def _group(store: Store, rank: int, world_size: int, address: str, deadline: float) -> _Group:
+def _pair(store: Store, rank: int, peer: int, address: str, deadline: float) -> _Pair:
+    """Forms the pair of ``rank`` and ``peer``, of which one is 0; waits for the other."""
     backend = dist.ProcessGroupGloo
-    # A device bound to the address that the peers reach: gloo's own choice, and torch's, resolves
+    # A device bound to the address that the peer reaches: gloo's own choice, and torch's, resolves
     # the machine's name. Only private names lead there.
     options = backend._Options()  # type: ignore[attr-defined]  # noqa: SLF001
     options._devices = [backend.create_device(hostname=address, lazy_init=False)]  # noqa: SLF001
     options._timeout = _left(deadline)  # noqa: SLF001
     options._threads = 1  # noqa: SLF001 - for collectives, of which there are none
-    return cast("_Group", backend(store, rank, world_size, options))
+    prefixed = dist.PrefixStore(f"pair/{max(rank, peer)}", store)  # type: ignore[attr-defined]
+    group = cast("_Group", backend(prefixed, min(rank, 1), 2, options))
+    return _Pair(group, rank, peer)
 
 
 def _left(deadline: float) -> timedelta:
@@ -285,5 +331,5 @@ def _aborted() -> TransportError:
 def _split(rendezvous: str) -> tuple[str, int]:
     host, _, port = rendezvous.rpartition(":")
     if not host or not port.isdecimal():
-        raise ValueError(f"rendezvous {rendezvous!r} is not host:port")
+        raise TransportError(f"rendezvous {rendezvous!r} is not host:port", "rank 0")
     return host.removeprefix("[").removesuffix("]"), int(port)
