@@ -1,0 +1,110 @@
+"""Mixture of experts: the routing of every input token, by position."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+import pytest_asyncio
+from rollwire.v1 import common_pb2, rollout_pb2
+from support.calls import Api, Generation, Output, Stream, connected, generate, reason_of, request
+from support.publishing import TERMS, Update, random_weights
+from support.servers import ServerProcess, servers
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+PROMPT = tuple(range(1, 20))
+
+
+@pytest.fixture(scope="module")
+def moe_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    engine = request.config.getoption("--engine")
+    with servers(tmp_path_factory.mktemp("moe")) as start:
+        yield start("--engine", engine, "--model", "builtin:tiny-moe")
+
+
+@pytest_asyncio.fixture
+async def moe(moe_server: ServerProcess) -> AsyncIterator[Api]:
+    async with connected(moe_server.address) as api:
+        yield api
+        await api.idle()
+
+
+def rows(output: Output) -> dict[int, list[tuple[bytes, int]]]:
+    """For each position the expert ids and the revision that chose them, in the order they came."""
+    found: dict[int, list[tuple[bytes, int]]] = {}
+    for part in output.routed:
+        width = part.num_layers * part.top_k * part.bytes_per_expert
+        assert len(part.experts) == part.num_tokens * width
+        for i in range(part.num_tokens):
+            row = part.experts[i * width : (i + 1) * width]
+            found.setdefault(part.start_position + i, []).append((row, part.weights.revision))
+    return found
+
+
+def is_whole(output: Output, prompt: int) -> bool:
+    return sorted(rows(output)) == list(range(prompt + len(output.tokens) - 1))
+
+
+async def test_every_input_token_has_its_row(moe: Api) -> None:
+    output = await generate(moe, request(PROMPT, 12, seed=1, routed_experts=True))
+    assert is_whole(output, len(PROMPT))
+    assert {len(row) for row in rows(output).values()} == {1}
+    stream = Stream(moe)
+    await stream.start(1, request(PROMPT, 12, seed=1, routed_experts=True))
+    together = (await stream.all())[1]
+    assert together.tokens == output.tokens
+    assert rows(together) == rows(output)
+
+
+async def test_a_prefix_brings_the_rows_of_its_tokens(moe: Api) -> None:
+    whole = await generate(moe, request(PROMPT, 12, seed=2, routed_experts=True))
+    rest = await generate(
+        moe, request(PROMPT, 12, seed=2, routed_experts=True, prefix=whole.tokens[:5])
+    )
+    assert whole.tokens[:5] + rest.tokens == whole.tokens
+    assert rows(rest) == rows(whole)
+
+
+async def test_rows_that_are_computed_again_are_sent_again(moe: Api) -> None:
+    tensors = await random_weights(moe, 1)
+    change = Update(moe, tensors, next(TERMS), term=next(TERMS))
+    await change.stage()
+    generation = Generation(moe, request(PROMPT, 300, seed=3, routed_experts=True))
+    await generation.some(10)
+    answer = await change.commit(common_pb2.KV_POLICY_RECOMPUTE)
+    output = await generation.all()
+    new = answer.weights.revision
+    assert is_whole(output, len(PROMPT))
+    before = output.revisions.index(new)
+    for position, passes in rows(output).items():
+        assert passes[-1][1] == new
+        again = position < len(PROMPT) + before - 1
+        assert len(passes) == (2 if again else 1), position
+    fresh = await generate(
+        moe,
+        request((*PROMPT, *output.tokens[:-1]), 1, routed_experts=True),
+    )
+    now = rows(fresh)
+    latest = {position: passes[-1][0] for position, passes in rows(output).items()}
+    same = sum(now[position][-1][0] == latest[position] for position in latest)
+    assert same == len(latest)
+
+
+async def test_dense_models_have_none(api: Api) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(api, request(PROMPT, 4, routed_experts=True))
+    assert reason_of(caught.value) == "UNSUPPORTED_ROUTING"
+
+
+async def test_an_abort_keeps_what_was_told(moe: Api) -> None:
+    generation = Generation(moe, request(PROMPT, 3000, routed_experts=True))
+    await generation.some(10)
+    await moe.rollouts.Abort(rollout_pb2.AbortRequest(all=True), timeout=10)
+    output = await generation.all()
+    assert output.reason == "ABORTED"
+    assert is_whole(output, len(PROMPT))
