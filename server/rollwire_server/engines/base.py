@@ -217,7 +217,7 @@ class Sink(Protocol):
         """Takes what a step sampled."""
 
     def on_failure(self, error: BaseException) -> None:
-        """Learns that the engine is dead: it samples nothing any more, and its sequences are gone."""
+        """Learns that the engine is dead: it samples nothing more, and its sequences are gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +289,9 @@ class Engine(Protocol):
         """
 
     async def hold(self) -> None:
-        """Stops sampling at the next step boundary; returns once no step is in flight. Idempotent."""
+        """Stops sampling at the next step boundary; returns once no step is in flight.
+        Idempotent.
+        """
 
     async def release(self) -> None:
         """Goes on sampling. Idempotent."""
@@ -309,6 +311,7 @@ class Engine(Protocol):
     ) -> Applied:
         """Puts staged weights in place while held; every later token carries ``weights``.
 
+        Tensors that are not staged stay as they are; of nothing staged, only the tag changes.
         Prefix caches of older revisions are out of reach afterwards. Raises TornWeightsError when
         it failed after it had touched the serving weights, EngineError before.
         """
