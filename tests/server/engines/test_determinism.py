@@ -102,6 +102,14 @@ async def test_commits_of_the_same_weights_and_holds_do_not_matter() -> None:
         assert results(sampled) == whole
 
 
+async def test_several_threads_promise_nothing() -> None:
+    config = EmbeddedConfig("builtin:tiny", max_running_sequences=4, threads=2)
+    async with running(EmbeddedEngine(config)) as driver:
+        assert not driver.engine.describe().deterministic
+        (got,) = await driver.sample(spec(prompts(20)[0], 5))
+        assert len(got.token_ids) == 5
+
+
 async def test_seeds_and_positions_differ(driver: Driver) -> None:
     (prompt,) = prompts(8)
     one, same, other = await driver.sample(

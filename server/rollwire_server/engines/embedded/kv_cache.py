@@ -14,21 +14,29 @@ if TYPE_CHECKING:
 class KvCache:
     """Keys and values of ``slots`` sequences of up to ``context`` tokens, one pair a layer.
 
-    A layer is made when its first keys arrive, so that their shape is the model's own business.
-    Laid out [slot, token, head, dim]. What was not written is zero, and what was is finite: padding
-    is masked by adding -inf to scores, which does not hide NaN.
+    Laid out [slot, token, head, dim]; a layer's heads and dims are those of the first keys and
+    values that it stores, so they are the model's own business. What was not written is zero, and
+    what was is finite: padding is masked by adding -inf to scores, which does not hide NaN.
     """
 
     def __init__(self, slots: int, context: int, device: torch.device) -> None:
         self.slots = slots
-        self.device = device
         self.context = round_up(context, WIDTH_STEP)
+        self.device = device
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def resized(self, slots: int, context: int) -> KvCache:
+        """An empty cache for the same layers, of another size."""
+        other = KvCache(slots, context, self.device)
+        for index, (keys, values) in self._layers.items():
+            other._layers[index] = (other._zeros(keys), other._zeros(values))
+        return other
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of a layer; ``key`` and ``value`` are [1, heads, tokens, dim]."""
         if index not in self._layers:
-            self._layers[index] = (self._zeros(key), self._zeros(value))
+            by_token = (key.transpose(1, 2), value.transpose(1, 2))
+            self._layers[index] = (self._zeros(by_token[0]), self._zeros(by_token[1]))
         return self._layers[index]
 
     def copy(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
@@ -41,18 +49,27 @@ class KvCache:
         for states in self._tensors():
             states[slots] = 0
 
+    def free(self) -> int:
+        """Gives the memory back until ``take``; returns its bytes."""
+        freed = self.nbytes
+        for states in self._tensors():
+            states.untyped_storage().resize_(0)
+        return freed
+
+    def take(self) -> None:
+        """Takes back what ``free`` gave, empty."""
+        for states in self._tensors():
+            states.untyped_storage().resize_(states.numel() * states.itemsize)
+            states.zero_()
+
     @property
     def nbytes(self) -> int:
-        """Of what is allocated."""
-        return sum(states.nbytes for states in self._tensors())
-
-    def free(self) -> None:
-        """Drops the memory; it comes back with the next keys."""
-        self._layers.clear()
+        """Of the memory that it has."""
+        return sum(states.untyped_storage().nbytes() for states in self._tensors())
 
     def _tensors(self) -> list[Tensor]:
         return [states for layer in self._layers.values() for states in layer]
 
-    def _zeros(self, states: Tensor) -> Tensor:
-        _, heads, _, dim = states.shape
-        return states.new_zeros(self.slots, self.context, heads, dim)
+    def _zeros(self, like: Tensor) -> Tensor:
+        """For tokens as ``like`` [_, _, heads, dim] holds them."""
+        return like.new_zeros(self.slots, self.context, *like.shape[2:])

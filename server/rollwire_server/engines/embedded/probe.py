@@ -33,13 +33,13 @@ class Findings:
     Attributes:
         model: Ready to serve.
         max_context: What its positions and attention allow.
-        kv_bytes_per_token: Of one sequence.
+        cache: A small one, for the model's layers.
         deterministic: Results did not depend on the batch, bit for bit.
     """
 
     model: Model
     max_context: int
-    kv_bytes_per_token: int
+    cache: KvCache
     deterministic: bool
 
 
@@ -62,6 +62,8 @@ def probe(hf: PreTrainedModel) -> Findings:
                 cache, tokens, nothing, nothing, [Chunk(0, 0, _TOKENS)], model.row_step
             )
             packed = model.logits(batch, np.arange(_TOKENS))
+        except torch.OutOfMemoryError:
+            raise
         except (UnservableModelError, RuntimeError, TypeError, ValueError, KeyError) as error:
             raise EngineError(f"{kind} cannot be served: {first_line(error)}") from error
     off = _difference(packed, expected)
@@ -73,7 +75,7 @@ def probe(hf: PreTrainedModel) -> Findings:
     return Findings(
         model=model,
         max_context=_max_context(config, batch.windows),
-        kv_bytes_per_token=cache.nbytes // (cache.slots * cache.context),
+        cache=cache,
         deterministic=model.batch_invariant and _is_deterministic(model, cache, tokens, packed),
     )
 

@@ -22,7 +22,7 @@ from rollwire_server.engines.base import (
 )
 
 from .batch import pack
-from .kv_cache import KvCache
+from .checkpoint import first_line
 from .report import Report
 from .sampling import Noise, Rows, log_probabilities, sample
 from .slots import SlotTable
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from rollwire_server.engines.base import SequenceSpec, SleepingWeights
 
+    from .kv_cache import KvCache
     from .model import Model
     from .slots import Plan
 
@@ -55,9 +56,9 @@ class Runner:
     def __init__(
         self,
         model: Model,
+        cache: KvCache,
         read_again: Callable[[], PreTrainedModel],
         *,
-        slots: int,
         context: int,
         prefill_tokens: int,
         server_id: str,
@@ -66,14 +67,14 @@ class Runner:
         self._read_again = read_again
         self._prefill_tokens = prefill_tokens
         self._prompt_logprob_rows = max(1, MAX_LOGITS // model.vocab_size)
-        self._cache = KvCache(slots, context, model.device)
+        self._cache = cache
         self._noise = Noise(model.vocab_size, model.device)
         self._held = False
         self._asleep = False
         self._announced = 0
         self._added = 0
-        self.table = SlotTable(slots, context)
-        self.routing = model.routers.store(slots, context)
+        self.table = SlotTable(cache.slots, context)
+        self.routing = model.routers.store(cache.slots, context)
         self.weights = Weights(model.hf)
         self.tag = WeightTag(None, 0, server_id, sum_digests(self.weights.digests().values()))
 
@@ -131,21 +132,23 @@ class Runner:
         """Frees memory; see ``Engine.sleep``."""
         if self.table.live.any() or self.table.waiting:
             raise EngineError("sequences are live: end them before the engine goes to sleep")
-        freed = 0 if self._asleep else self._cache.nbytes
         self._asleep = True
-        self._cache.free()
         self.table.forget()
-        freed += self.weights.sleep(weights)
+        freed = self._cache.free() + self.weights.sleep(weights)
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
         return freed
 
     def wake(self, *, reload_checkpoint: bool) -> None:
         """Takes the memory back; see ``Engine.wake``."""
-        source = self._read_again() if reload_checkpoint else None
-        self.weights.wake()
-        if source is not None:
-            self.weights.reload(checkpoint_tensors(source))
+        if self._asleep:
+            try:
+                self._cache.take()
+                self.weights.wake()
+            except torch.OutOfMemoryError as error:
+                raise EngineError(f"not enough memory to wake up: {first_line(error)}") from error
+        if reload_checkpoint:
+            self.weights.reload(checkpoint_tensors(self._read_again()))
         self._asleep = False
 
     @torch.inference_mode()

@@ -15,6 +15,8 @@ from .probe import probe
 from .runner import Runner
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from .config import EmbeddedConfig
     from .probe import Findings
 
@@ -35,14 +37,24 @@ def start_runner(config: EmbeddedConfig, server_id: str) -> tuple[Runner, Engine
     device = _device(config.device)
     if device.type == "cpu":
         torch.set_num_threads(config.threads)
-    hf = read_model(config).to(device).eval().requires_grad_(requires_grad=False)
+    hf = read_model(config).eval().requires_grad_(requires_grad=False)
+    try:
+        return _start(config, server_id, hf.to(device))
+    except torch.OutOfMemoryError as error:
+        message = f"{config.model} does not fit on {device}: {first_line(error)}"
+        raise EngineError(message) from error
+
+
+def _start(
+    config: EmbeddedConfig, server_id: str, hf: PreTrainedModel
+) -> tuple[Runner, EngineInfo]:
     findings = probe(hf)
     model = findings.model
     context = _context_length(config, findings)
     runner = Runner(
         model,
+        findings.cache.resized(config.max_running_sequences, context),
         lambda: read_model(config),
-        slots=config.max_running_sequences,
         context=context,
         prefill_tokens=config.prefill_tokens,
         server_id=server_id,
@@ -80,7 +92,9 @@ def _context_length(config: EmbeddedConfig, findings: Findings) -> int:
     slots = config.max_running_sequences
     weights = sum(p.nbytes for p in model.hf.parameters())
     free = int(KV_SHARE * max(0, _free_bytes(model.device) - weights))
-    fits = free // (slots * findings.kv_bytes_per_token)
+    small = findings.cache
+    kv_bytes_per_token = small.nbytes // (small.slots * small.context)
+    fits = free // (slots * kv_bytes_per_token)
     room = f"the KV cache may take {free >> 20} MiB, which is {fits} tokens for each of {slots}"
     if config.context_length is not None:
         if config.context_length > findings.max_context:
