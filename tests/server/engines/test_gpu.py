@@ -1,0 +1,108 @@
+"""The embedded engine on a CUDA device, held against transformers on the CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from rollwire_server.engines.base import KvPolicy, SleepingWeights
+from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
+from support import reference
+from support.engines import prompts, running, spec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from rollwire_server.engines.base import SequenceSpec
+    from support.engines import Driver
+    from transformers import PreTrainedModel
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+LENGTHS = (1, 7, 16, 47, 130)
+
+
+def config(model: str = "builtin:tiny", dtype: str = "auto") -> EmbeddedConfig:
+    return EmbeddedConfig(
+        model, dtype=dtype, device="cuda", max_running_sequences=4, prefill_tokens=48
+    )
+
+
+@pytest.fixture
+async def gpu() -> AsyncIterator[Driver]:
+    async with running(EmbeddedEngine(config())) as started:
+        yield started
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny_moe"])
+async def test_logprobs_are_those_of_transformers(
+    model: str, request: pytest.FixtureRequest
+) -> None:
+    own: PreTrainedModel = request.getfixturevalue(model)
+    async with running(EmbeddedEngine(config(f"builtin:{model.replace('_', '-')}"))) as driver:
+        assert not driver.engine.describe().deterministic
+        asked = [spec(p, 20, seed=i, prompt_logprobs=True) for i, p in enumerate(prompts(*LENGTHS))]
+        for one, got in zip(asked, await driver.sample(*asked), strict=True):
+            values = torch.tensor([*got.prompt_logprobs, *got.logprobs])
+            tokens = [*one.prompt[1:], *got.token_ids]
+            expected = reference.logprobs(own, one.prompt[:1], tokens)
+            torch.testing.assert_close(values, expected, atol=1e-4, rtol=0)
+
+
+async def test_seeds_draw_what_they_draw_on_a_cpu(gpu: Driver) -> None:
+    def asked() -> list[SequenceSpec]:
+        return [spec(p, 30, seed=i, top_p=0.9) for i, p in enumerate(prompts(*LENGTHS))]
+
+    there = await gpu.sample(*asked())
+    async with running(EmbeddedEngine(EmbeddedConfig("builtin:tiny"))) as cpu:
+        here = await cpu.sample(*asked())
+    same = [a.token_ids == b.token_ids for a, b in zip(here, there, strict=True)]
+    assert sum(same) >= len(same) - 1  # near-ties of floating point
+
+
+@pytest.mark.parametrize("policy", KvPolicy)
+async def test_updates(gpu: Driver, tiny: PreTrainedModel, policy: KvPolicy) -> None:
+    tensors = reference.changed(tiny)
+    new = reference.with_tensors(tiny, tensors)
+    (prompt,) = prompts(60)
+    (got,) = gpu.submit(spec(prompt, 200, seed=1))
+    await gpu.tokens(9, got)
+    await gpu.commit(tensors, policy)
+    await gpu.ended(got)
+    before = got.revisions.count(0)
+    assert 0 < before < 200
+    tokens, first = [*prompt, *got.token_ids], len(prompt) + before
+    entries = first - 1 if policy is KvPolicy.KEEP else 0
+    if entries:
+        expected = reference.logprobs_over_old_keys(tiny, new, tokens, entries, first)
+    else:
+        expected = reference.logprobs(new, prompt, got.token_ids)[before:]
+    torch.testing.assert_close(torch.tensor(got.logprobs[before:]), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("how", SleepingWeights)
+async def test_sleep_frees_what_it_says(gpu: Driver, how: SleepingWeights) -> None:
+    (prompt,) = prompts(30)
+    (before,) = await gpu.sample(spec(prompt, seed=1))
+    digests = await gpu.engine.digests()
+    held = torch.cuda.memory_allocated()
+    freed = await gpu.engine.sleep(how)
+    assert held - torch.cuda.memory_allocated() == pytest.approx(freed, rel=0.05)
+    assert (freed > 4_700_000) == (how is not SleepingWeights.KEEP)  # the cache has 4.2 MB
+    await gpu.engine.wake(reload_checkpoint=how is SleepingWeights.DISCARD)
+    assert await gpu.engine.digests() == digests
+    (after,) = await gpu.sample(spec(prompt, seed=1))
+    assert after.token_ids == before.token_ids
+    torch.testing.assert_close(torch.tensor(after.logprobs), torch.tensor(before.logprobs))
+
+
+async def test_bfloat16(tiny: PreTrainedModel) -> None:
+    async with running(EmbeddedEngine(config(dtype="bfloat16"))) as driver:
+        asked = [spec(p, 20, seed=i) for i, p in enumerate(prompts(*LENGTHS))]
+        for one, got in zip(asked, await driver.sample(*asked), strict=True):
+            expected = reference.logprobs(tiny, one.prompt, got.token_ids)
+            torch.testing.assert_close(torch.tensor(got.logprobs), expected, atol=0.1, rtol=0)
