@@ -151,11 +151,11 @@ def test_the_manifest_that_all_of_hell_is_made_of_is_valid() -> None:
 
 @pytest.mark.parametrize(("manifest", "problem"), HELL.values(), ids=HELL)
 def test_manifests_from_hell_are_refused_at_once(manifest: Manifest, problem: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(ManifestError) as caught:
         validate(manifest)
     assert any(problem in line for line in caught.value.problems), caught.value.problems
-    assert time.monotonic() - start < 1
+    assert time.process_time() - start < 1
     assert len(str(caught.value)) < 10_000
 
 

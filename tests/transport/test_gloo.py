@@ -238,6 +238,27 @@ def test_a_silent_sender_is_a_timeout_of_one_bucket() -> None:
         assert 0.3 <= time.monotonic() - start < 3
 
 
+def test_a_sender_that_falls_silent_half_way_is_a_timeout_too() -> None:
+    with group() as (trainer, server):
+        target, given_up = receiver(), threading.Event()
+
+        def fall_silent(sent: int) -> None:
+            if sent >= 10 << 15:
+                given_up.wait(TIMEOUT)
+
+        with in_thread(
+            lambda: Sender(MANIFEST).send(
+                trainer, WEIGHTS.items, bucket_timeout=TIMEOUT, progress=fall_silent
+            )
+        ) as sending:
+            with pytest.raises(TransportTimeout):
+                target.receive(server, first_bucket=0, bucket_timeout=0.3)
+            given_up.set()
+            with pytest.raises(TransportError):
+                sending.result()
+        assert 10 <= target.next_bucket < len(MANIFEST.buckets)
+
+
 @pytest.mark.parametrize("who", ["trainer", "server"])
 def test_an_abort_ends_both_ends_at_once(who: str) -> None:
     with group() as (trainer, server):

@@ -112,6 +112,8 @@ def test_only_the_same_view_of_the_same_memory_is_an_alias() -> None:
             "parameter": torch.nn.Parameter(base),
             "transposed": base.t(),
             "part": base[1:],
+            "first": base[0],
+            "second": base[1],
             "reshaped": base.view(36),
             "bits": base.view(torch.int32),
             "equal": base.clone(),

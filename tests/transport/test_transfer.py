@@ -60,7 +60,6 @@ def some_weights() -> dict[str, Tensor]:
 @given(weights(), bucket_bytes)
 def test_everything_arrives_bit_for_bit(tensors: dict[str, Tensor], size: int) -> None:
     manifest = plan(describe_all(tensors), bucket_bytes=size)
-    # Aliases are sent by no one, wherever the source has them.
     link, destination = MemoryLink(), room_for(manifest)
     sender = send(manifest, tensors, link)
     receiver = Receiver(manifest, destination)
@@ -78,6 +77,17 @@ def test_everything_arrives_bit_for_bit(tensors: dict[str, Tensor], size: int) -
     assert sender.digest == receiver.digest == sum_digests(expected.values())
     assert link.finished
     assert not link.aborted
+
+
+def test_the_source_may_have_aliases_anywhere() -> None:
+    embedding, bias = torch.randn(4, 4), torch.randn(4)
+    tensors = {"embedding": embedding, "head": embedding, "bias": bias}
+    manifest = plan(describe_all(tensors), bucket_bytes=64)
+    link, destination = MemoryLink(), room_for(manifest)
+    send(manifest, tensors, link)
+    receive(Receiver(manifest, destination), link)
+    assert destination.keys() == {"embedding", "bias"}
+    assert content(destination["bias"]) == content(bias)
 
 
 class Failure(NamedTuple):

@@ -89,12 +89,6 @@ class Receiver:
             TransportError: The sender, or a relay before this end, failed.
         """
         try:
-            if not 0 <= first_bucket <= self._next_bucket:
-                raise TransportError(
-                    f"the sender begins at bucket {first_bucket}, but here "
-                    f"{self._next_bucket} is the first that is missing",
-                    link.upstream,
-                )
             self._receive(link, first_bucket, bucket_timeout)
             link.finish(bucket_timeout)
         except BaseException:
@@ -102,6 +96,12 @@ class Receiver:
             raise
 
     def _receive(self, link: Link, first_bucket: int, bucket_timeout: float) -> None:
+        if not 0 <= first_bucket <= self._next_bucket:
+            raise TransportError(
+                f"the sender begins at bucket {first_bucket}, but here {self._next_bucket} is the "
+                "first that is missing",
+                link.upstream,
+            )
         buckets = self._manifest.buckets
         largest = max((b.size for b in buckets[first_bucket:]), default=0)
         # Not kept for the next group: an aborted link may still write into what it was given.
