@@ -2,75 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import os
 import sys
-from typing import NoReturn
-
-from pydantic import ValidationError
-from pydantic_settings import CliSettingsSource, SettingsError
-
-from rollwire_server.logs import configure
-from rollwire_server.settings import ServerSettings
 
 
 def main() -> None:
-    """Reads the flags, serves, and exits: 0 after a drain, 1 on failure, 2 on a wrong flag."""
-    settings = read_settings(sys.argv[1:])
-    configure(settings.log_format, settings.log_level)
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what gRPC's core prints is told as errors
-    # torch and gRPC load after the flags are known to be right.
-    from rollwire_server.server import EngineDied, RolloutServer, StartError
-
-    async def serve() -> None:
-        await RolloutServer(settings).run()
-
+    """Serves; without the extra ``server`` it says in one line what is missing."""
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(serve())
-    except (StartError, EngineDied) as error:
-        sys.exit(f"rollwire-server: {error}")
-
-
-def read_settings(arguments: list[str]) -> ServerSettings:
-    """The settings from flags and environment; exits with one line when they are wrong."""
-    source: CliSettingsSource[ServerSettings] = CliSettingsSource(
-        ServerSettings,
-        root_parser=_Parser(prog="rollwire-server", description=ServerSettings.__doc__),
-        cli_parse_args=arguments,
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_hide_none_type=True,
-    )
-    try:
-        return ServerSettings(_cli_settings_source=source)  # type: ignore[call-arg]
-    except ValidationError as error:
-        problems = "; ".join(_problem(e["loc"], e["msg"]) for e in error.errors())
-    except SettingsError as error:
-        problems = str(error)
-    print(f"rollwire-server: {problems} (--help lists the flags)", file=sys.stderr)  # noqa: T201
-    sys.exit(2)
-
-
-class _Parser(argparse.ArgumentParser):
-    """One clear line for a wrong flag, without the list of all of them."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
-
-
-def _problem(location: tuple[int | str, ...], message: str) -> str:
-    flag = "--" + str(location[0]).replace("_", "-") if location else "flags"
-    return f"{flag}: {message.removeprefix('Value error, ')}"
-
-
-def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.Loop
+        from rollwire_server.command import run
+    except ModuleNotFoundError as error:
+        sys.exit(f"rollwire-server: needs {error.name}: pip install 'rollwire[server]'")
+    run()
 
 
 if __name__ == "__main__":
