@@ -231,9 +231,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), options)
         rows = asyncio.run(measure(options, Path(folder)))
-    print(
-        f"{machine(options.device)}, {options.streams} streams after prompts of {options.prompt} tokens"
-    )
+    load = f"{options.streams} streams after prompts of {options.prompt} tokens"
+    print(f"{machine(options.device)}, {load}")
     header = ["", "held ms", "apply ms", "longest gap ms", "decode lost ms", "tokens/s before"]
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for row in [header, *rows]:
