@@ -91,7 +91,7 @@ def receiver() -> Receiver:
     return Receiver(MANIFEST, {"w": torch.zeros_like(WEIGHTS["w"])})
 
 
-@settings(max_examples=10)
+@settings(max_examples=10, deadline=None)
 @given(weights())
 def test_everything_arrives_bit_for_bit(tensors: dict[str, Tensor]) -> None:
     manifest = plan(describe_all(tensors), bucket_bytes=256)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollwire_transport import (
     ManifestError,
@@ -25,6 +25,7 @@ specs = st.lists(
 bucket_bytes = st.integers(1, 40).map(lambda n: n * 64)
 
 
+@settings(deadline=None)
 @given(specs, bucket_bytes)
 def test_a_plan_is_valid_fits_its_own_schema_and_is_always_the_same(
     tensors: list[TensorSpec], size: int
@@ -36,6 +37,7 @@ def test_a_plan_is_valid_fits_its_own_schema_and_is_always_the_same(
     assert all(bucket.size <= size for bucket in manifest.buckets)
 
 
+@settings(deadline=None)
 @given(specs, bucket_bytes)
 def test_every_byte_has_one_place(tensors: list[TensorSpec], size: int) -> None:
     manifest = plan(tensors, bucket_bytes=size)

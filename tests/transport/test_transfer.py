@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollwire_transport import (
     DigestMismatch,
@@ -57,6 +57,7 @@ def some_weights() -> dict[str, Tensor]:
     }
 
 
+@settings(deadline=None)
 @given(weights(), bucket_bytes)
 def test_everything_arrives_bit_for_bit(tensors: dict[str, Tensor], size: int) -> None:
     manifest = plan(describe_all(tensors), bucket_bytes=size)
@@ -98,6 +99,7 @@ class Failure(NamedTuple):
 failures = st.builds(Failure, st.integers(0, 4), st.integers(0, 3))
 
 
+@settings(deadline=None)
 @given(weights(), bucket_bytes, st.lists(failures, max_size=4))
 def test_after_failures_it_goes_on_from_a_bucket_that_is_missing(
     tensors: dict[str, Tensor], size: int, failures: list[Failure]
