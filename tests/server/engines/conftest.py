@@ -33,7 +33,9 @@ def tiny_moe() -> PreTrainedModel:
 @pytest.fixture
 async def driver() -> AsyncIterator[Driver]:
     """An engine with few slots and little prefill a step, so that everything interleaves."""
-    config = EmbeddedConfig("builtin:tiny", max_running_sequences=4, prefill_tokens=48)
+    config = EmbeddedConfig(
+        "builtin:tiny", device="cpu", max_running_sequences=4, prefill_tokens=48
+    )
     async with running(EmbeddedEngine(config)) as started:
         yield started
         load = started.engine.load()

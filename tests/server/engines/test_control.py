@@ -21,7 +21,7 @@ from support.engines import Recorder, prompts, running, spec
 if TYPE_CHECKING:
     from support.engines import Driver
 
-CONFIG = EmbeddedConfig("builtin:tiny", max_running_sequences=4, prefill_tokens=48)
+CONFIG = EmbeddedConfig("builtin:tiny", device="cpu", max_running_sequences=4, prefill_tokens=48)
 
 
 async def test_nothing_is_sampled_while_held(driver: Driver) -> None:
@@ -101,7 +101,9 @@ async def test_commands_in_any_order_lose_and_repeat_nothing(
 async def test_nan_ends_its_own_sequence_alone() -> None:
     """One token's embedding is NaN: whoever reads it ends, and leaves nothing behind."""
     healthy, late, ill = prompts(20, 60, 100, seed=3)
-    config = EmbeddedConfig("builtin:tiny-moe", max_running_sequences=3, prefill_tokens=48)
+    config = EmbeddedConfig(
+        "builtin:tiny-moe", device="cpu", max_running_sequences=3, prefill_tokens=48
+    )
     async with running(EmbeddedEngine(config)) as driver:
         expected = await driver.sample(spec(healthy, seed=1), spec(late, seed=2))
         read = {*healthy, *late, *ill}.union(*(s.token_ids for s in expected))

@@ -19,7 +19,7 @@ MODELS = ["builtin:tiny", "builtin:tiny-moe"]
 def sequences(seed: int) -> list[SequenceSpec]:
     """Many kinds of sequences, some of which begin alike."""
     choose = random.Random(seed)
-    shared, *others = prompts(60, *choose.choices([1, 3, 20, 70, 560], k=20), seed=seed)
+    shared, *others = prompts(60, *choose.choices([1, 3, 20, 70, 560], k=14), seed=seed)
     return [
         spec(
             [*shared[: choose.randrange(5, 60)], *other] if i % 3 == 0 else other,
@@ -48,7 +48,9 @@ def results(sampled: list[Sampled]) -> list[tuple[list[int], list[float]]]:
 
 def engine(model: str, slots: int, prefill_tokens: int) -> EmbeddedEngine:
     return EmbeddedEngine(
-        EmbeddedConfig(model, max_running_sequences=slots, prefill_tokens=prefill_tokens)
+        EmbeddedConfig(
+            model, device="cpu", max_running_sequences=slots, prefill_tokens=prefill_tokens
+        )
     )
 
 
@@ -103,7 +105,7 @@ async def test_commits_of_the_same_weights_and_holds_do_not_matter() -> None:
 
 
 async def test_several_threads_promise_nothing() -> None:
-    config = EmbeddedConfig("builtin:tiny", max_running_sequences=4, threads=2)
+    config = EmbeddedConfig("builtin:tiny", device="cpu", max_running_sequences=4, threads=2)
     async with running(EmbeddedEngine(config)) as driver:
         assert not driver.engine.describe().deterministic
         (got,) = await driver.sample(spec(prompts(20)[0], 5))

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 async def moe() -> AsyncIterator[Driver]:
-    config = EmbeddedConfig("builtin:tiny-moe", max_running_sequences=4, prefill_tokens=48)
+    config = EmbeddedConfig(
+        "builtin:tiny-moe", device="cpu", max_running_sequences=4, prefill_tokens=48
+    )
     async with running(EmbeddedEngine(config)) as started:
         yield started
 
@@ -150,7 +152,7 @@ async def test_other_mixtures(kind: str, tmp_path: Path) -> None:
         )
         model = AutoModelForCausalLM.from_config(config)
     model.eval().save_pretrained(tmp_path)
-    config = EmbeddedConfig(str(tmp_path), max_running_sequences=3, prefill_tokens=20)
+    config = EmbeddedConfig(str(tmp_path), device="cpu", max_running_sequences=3, prefill_tokens=20)
     async with running(EmbeddedEngine(config)) as driver:
         info = driver.engine.describe()
         assert (info.deterministic, info.routed_experts) == (True, True)

@@ -56,7 +56,7 @@ def make(kind: str, path: Path, **more: Any) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 async def test_kinds_of_models(kind: str, tmp_path: Path) -> None:
     model = make(kind, tmp_path)
-    config = EmbeddedConfig(str(tmp_path), max_running_sequences=3, prefill_tokens=40)
+    config = EmbeddedConfig(str(tmp_path), device="cpu", max_running_sequences=3, prefill_tokens=40)
     async with running(EmbeddedEngine(config)) as driver:
         info = driver.engine.describe()
         assert info.eos_token_ids == (5,)
@@ -70,7 +70,7 @@ async def test_kinds_of_models(kind: str, tmp_path: Path) -> None:
 
 
 async def refusal(**config: Any) -> str:
-    engine = EmbeddedEngine(EmbeddedConfig(**config))
+    engine = EmbeddedEngine(EmbeddedConfig(**{"device": "cpu", **config}))
     with pytest.raises(EngineError) as caught:
         await engine.start("server", Recorder())
     await engine.stop()
@@ -150,7 +150,9 @@ def test_built_in_models_are_always_the_same() -> None:
 
 
 async def test_the_context_is_what_was_asked_for() -> None:
-    config = EmbeddedConfig("builtin:tiny", context_length=100, max_running_sequences=2)
+    config = EmbeddedConfig(
+        "builtin:tiny", device="cpu", context_length=100, max_running_sequences=2
+    )
     async with running(EmbeddedEngine(config)) as driver:
         assert driver.engine.describe().context_length == 100
         (got,) = await driver.sample(spec(prompts(90)[0], 50, seed=1))

@@ -205,7 +205,7 @@ async def test_a_copy_that_fails_half_way_is_told_as_torn(
 
 
 async def test_bfloat16_weights_are_served_as_they_are(tiny: PreTrainedModel) -> None:
-    config = EmbeddedConfig("builtin:tiny", dtype="bfloat16", prefill_tokens=32)
+    config = EmbeddedConfig("builtin:tiny", device="cpu", dtype="bfloat16", prefill_tokens=32)
     async with running(EmbeddedEngine(config)) as driver:
         assert {s.dtype for s in driver.engine.schema()} == {"bfloat16"}
         assert not driver.engine.describe().deterministic

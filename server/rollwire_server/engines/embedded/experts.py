@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 EXPERTS = "rollwire_padded"
 """The name under which transformers knows ``padded_experts``."""
 
-_LEAST_ROWS = 8
-"""Of one expert; with fewer than four a matrix product takes another path."""
+LEAST_ROWS = 16
+"""Of a matrix product whose sums do not depend on how many rows it has."""
 
 
 def padded_experts(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """The experts' own grouped product, with rows of zeros so that each expert has _LEAST_ROWS
+    """The experts' own grouped product, with rows of zeros so that each expert has LEAST_ROWS
     rows at least: how many tokens chose it no longer changes the order of its sums.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     number: int = experts.num_experts  # type: ignore[assignment] # not a module, whatever mypy reads
     top_k = chosen.shape[-1]
-    rows = -(-number * _LEAST_ROWS // top_k)
+    rows = -(-number * LEAST_ROWS // top_k)
     filler = torch.arange(rows * top_k, device=chosen.device).remainder_(number).view(rows, top_k)
     out: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](
         experts,

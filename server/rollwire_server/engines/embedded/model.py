@@ -13,7 +13,7 @@ from rollwire_server.engines.base import EngineError
 from .attention import ATTENTION, attend, is_batch_invariant
 from .batch import round_up
 from .checkpoint import first_line
-from .experts import EXPERTS, Routers, padded_experts
+from .experts import EXPERTS, LEAST_ROWS, Routers, padded_experts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,15 +98,15 @@ def _eos_token_ids(hf: PreTrainedModel) -> tuple[int, ...]:
 def _row_step(hf: PreTrainedModel) -> int:
     """Rows that keep a token's result from depending on how many there are, on a CPU.
 
-    Matrix products of fewer than four rows, and the last rows of odd numbers, take other paths,
-    with sums in another order. And an activation function treats the last elements of a tensor
-    another way: those beyond whole pairs of vectors, of 32 elements at most.
+    Matrix products of fewer rows (4 with AVX2, 16 with AVX512), and the last rows of odd numbers,
+    take other paths, with sums in another order. And an activation function treats the last
+    elements of a tensor another way: those beyond whole pairs of vectors, of 32 elements at most.
     """
     tables = (hf.get_input_embeddings(), hf.get_output_embeddings())
     vocabulary = {id(p) for table in tables if table is not None for p in table.parameters()}
     matrices = (p for p in hf.parameters() if p.ndim > 1 and id(p) not in vocabulary)
     widths = {width for matrix in matrices for width in matrix.shape}
-    return max(8, 32 // math.gcd(32, *widths))
+    return max(LEAST_ROWS, 32 // math.gcd(32, *widths))
 
 
 def _refuse_unknown_layers(hf: PreTrainedModel) -> None:
