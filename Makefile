@@ -16,7 +16,7 @@ test-fast: $(VENV)/installed ## what takes seconds
 
 # The committed API code loads on two generations of protobuf; this is the newer one.
 test-protobuf7: .overlay/installed
-	PYTHONPATH=.overlay $(RUN)pytest -m "not gpu and not slow" tests/protos tests/client tests/server
+	PYTHONPATH=.overlay $(RUN)pytest -m "not gpu and not slow" tests/protos tests/client tests/contract
 
 lint: $(VENV)/installed
 	$(RUN)ruff check .
