@@ -1,0 +1,49 @@
+"""The task: what an answer is worth."""
+
+from __future__ import annotations
+
+from rollwire_client.demo.task import ANSWER, BEGIN, LENGTH, LETTERS, VOCABULARY, Cipher, spell
+
+
+def test_the_right_answer_has_every_reward() -> None:
+    task = Cipher(0)
+    prompt = task.prompt()
+    assert task.rewards(prompt, task.solution(prompt)) == [1.0] * LENGTH
+
+
+def test_each_position_is_rewarded_by_itself() -> None:
+    task = Cipher(1)
+    prompt = task.prompt()
+    answer = task.solution(prompt)
+    answer[0] = (answer[0] + 1) % LETTERS
+    answer[5] = ANSWER
+    rewards = task.rewards(prompt, answer)
+    assert [i for i, reward in enumerate(rewards) if reward == 0.0] == [0, 5]
+
+
+def test_missing_positions_are_wrong() -> None:
+    task = Cipher(2)
+    prompt = task.prompt()
+    rewards = task.rewards(prompt, task.solution(prompt)[:10])
+    assert rewards == [1.0] * 10 + [0.0] * (LENGTH - 10)
+
+
+def test_a_prompt_is_a_text_between_two_marks() -> None:
+    task = Cipher(3)
+    prompt = task.prompt()
+    assert (prompt[0], prompt[-1], len(prompt)) == (BEGIN, ANSWER, LENGTH + 2)
+    assert all(0 <= letter < LETTERS for letter in prompt[1:-1])
+    assert max(prompt) < VOCABULARY
+    assert task.prompt() != prompt
+
+
+def test_every_letter_has_another_partner_and_a_seed_its_own_alphabet() -> None:
+    text = [BEGIN, *range(LETTERS), ANSWER]
+    partners = Cipher(4).solution(text)
+    assert sorted(partners) == list(range(LETTERS))
+    assert Cipher(4).solution(text) == partners
+    assert Cipher(5).solution(text) != partners
+
+
+def test_tokens_are_spelt_as_letters() -> None:
+    assert spell([BEGIN, 0, 25, ANSWER]) == "·AZ·"

@@ -1,0 +1,18 @@
+"""``rollwire demo``: servers, a trainer, and a policy that learns through the whole loop.
+
+Server processes sample, a trainer in this process streams their rollouts and publishes each new
+policy while sequences are under way. At the end every label is put to the test: tokens of sequences
+that updates interrupted are scored again with the weights that their tags name.
+
+    task       a secret alphabet, and the reward of each letter
+    policy     the model
+    rollouts   groups of sequences, always enough of them in flight
+    trainer    the policy gradient
+    check      labels and log-probabilities against the weights that the labels name
+    servers    processes, started, watched, ended
+    run        all of it together
+"""
+
+from rollwire_client.demo.command import main
+
+__all__ = ["main"]

@@ -1,0 +1,94 @@
+"""``rollwire demo``: the flags, and what comes out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from pathlib import Path  # noqa: TC003 - typer reads the annotation
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollwire_client.demo.display import Display
+from rollwire_client.demo.servers import DemoError
+from rollwire_client.demo.settings import DemoSettings
+from rollwire_client.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DEFAULTS = DemoSettings()
+
+app = typer.Typer(add_completion=False)
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the demo with these flags; 0 if every goal was reached, 1 if not.
+
+    Raises:
+        RollwireError: It could not go on.
+    """
+    code: int | None = app(arguments, prog_name="rollwire demo", standalone_mode=False)
+    return code or 0
+
+
+@app.command()
+def demo(
+    seed: Annotated[int, typer.Option(min=0, max=2**31, help="Of everything.")] = DEFAULTS.seed,
+    servers: Annotated[int, typer.Option(min=1, max=16, help="How many.")] = DEFAULTS.servers,
+    steps: Annotated[int, typer.Option(min=1, max=2000, help="At most.")] = DEFAULTS.steps,
+    minutes: Annotated[float, typer.Option(min=0, help="At most.")] = DEFAULTS.minutes,
+    output: Annotated[
+        Path, typer.Option(file_okay=False, help="Folder for the plot and the servers' logs.")
+    ] = DEFAULTS.output,
+    *,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show the result alone.")] = False,
+) -> int:
+    """Servers, a trainer and a policy that learns, on this machine.
+
+    A random transformer learns a secret alphabet from streamed rollouts.
+
+    Each step publishes a new policy while sequences are under way.
+
+    At the end labels and log-probabilities are checked against the weights.
+    """
+    _make(output)
+    settings = DemoSettings(seed=seed, servers=servers, steps=steps, minutes=minutes, output=output)
+    with Display(quiet=quiet) as display:
+        display.phase("loading torch and transformers")
+        try:
+            from rollwire_client.demo.plot import plot_reward
+            from rollwire_client.demo.run import run_demo
+            from rollwire_client.demo.verdict import judge
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"the demo needs {error.name}: pip install 'rollwire[demo]'"
+            ) from error
+        with _terminable():
+            outcome = asyncio.run(run_demo(settings, display))
+    plot = output / "reward.png"
+    plot_reward(outcome.history, plot)
+    findings = judge(outcome)
+    display.result(findings, outcome.check.problems, plot)
+    return 0 if all(finding.good is not False for finding in findings) else 1
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DemoError(f"cannot make the folder {folder}: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise DemoError(f"cannot write to the folder {folder}")
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends the demo as Ctrl-C does: with its servers."""
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,168 @@
+"""What the demo shows: a live panel on a terminal, else a line now and then; a table at the end."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from rollwire_client.demo.history import GOAL
+from rollwire_client.demo.task import spell
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from rich.console import RenderableType
+
+    from rollwire_client.demo.history import History
+    from rollwire_client.demo.rollouts import Rollout
+    from rollwire_client.demo.verdict import Finding
+
+LINE_SECONDS = 5.0
+TOLD_PROBLEMS = 5
+BARS = "▁▂▃▄▅▆▇█"
+SPARKS = 48
+COLOURS = ("cyan", "magenta", "yellow", "blue", "green", "red")  # of versions
+
+
+class Display:
+    """Shows progress while it is entered.
+
+    Args:
+        quiet: Shows the result alone, and what goes wrong.
+        console: Where to. Default: stdout.
+    """
+
+    def __init__(self, *, quiet: bool = False, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        self._quiet = quiet
+        self._phase = ""
+        self._began = time.monotonic()
+        self._last_line = float("-inf")
+        self._history: History | None = None
+        self._live: Live | None = None
+        if self._console.is_terminal and not quiet:
+            self._live = Live(
+                console=self._console, get_renderable=self._panel, refresh_per_second=5
+            )
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def phase(self, what: str) -> None:
+        """Something else begins."""
+        self._phase = what
+        if self._live is None and not self._quiet:
+            self._console.print(f"{what} …", soft_wrap=True)
+
+    def note(self, what: str) -> None:
+        """Something went wrong, and the demo goes on."""
+        self._console.print(Text(what, style="yellow"), soft_wrap=True)
+
+    def step(self, history: History) -> None:
+        """A step is done."""
+        self._history = history
+        now = time.monotonic()
+        if self._live is None and not self._quiet and now - self._last_line > LINE_SECONDS:
+            self._last_line = now
+            self._console.print(_line(history), soft_wrap=True)
+
+    def result(self, findings: Sequence[Finding], problems: Sequence[str], plot: Path) -> None:
+        """The end: a table, what the check found wrong, and where the plot is."""
+        table = Table(title="rollwire demo", title_style="bold", header_style="dim")
+        table.add_column("")
+        table.add_column("what")
+        table.add_column("result", justify="right")
+        table.add_column("goal")
+        for finding in findings:
+            mark = {True: "[green]✓", False: "[red]✗", None: ""}[finding.good]
+            table.add_row(mark, finding.what, finding.result, finding.goal)
+        self._console.print(table)
+        for problem in problems[:TOLD_PROBLEMS]:
+            self._console.print(Text(problem, style="red"), soft_wrap=True)
+        missed = ", ".join(f.what for f in findings if f.good is False)
+        if missed:
+            self._console.print(Text(f"Missed: {missed}", style="bold red"))
+        self._console.print(f"Reward against version: {plot}", soft_wrap=True)
+
+    def _panel(self) -> RenderableType:
+        seconds = int(time.monotonic() - self._began)
+        title = Text.assemble(
+            (" rollwire demo ", "bold"), f"{self._phase} · {seconds // 60}:{seconds % 60:02} "
+        )
+        rows: list[RenderableType] = [Text("")]
+        history = self._history
+        if history is not None:
+            rows = [_facts(history)]
+            if history.latest is not None:
+                rows += [Text(""), _sequence(history.latest)]
+        return Panel(Group(*rows), title=title, title_align="left", width=84, padding=(1, 2))
+
+
+def _line(history: History) -> str:
+    last = history.steps[-1]
+    return (
+        f"{last.seconds:5.0f} s  step and version {last.version:3}  reward {last.reward:.3f}  "
+        f"{history.recent_tokens_per_second:6,.0f} tokens/s  "
+        f"{history.crossed:6,} sequences crossed an update  "
+        f"paused {1e3 * last.paused_seconds:.0f} ms"
+    )
+
+
+def _facts(history: History) -> Table:
+    last = history.steps[-1]
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim")
+    facts.add_column()
+    style = "bold green" if last.reward > GOAL else "bold"
+    reward = Text.assemble((f"{last.reward:.3f} ", style), (_spark(history), "green"))
+    facts.add_row("reward", reward)
+    facts.add_row("version", f"{last.version} published, one a step")
+    facts.add_row(
+        "sequences",
+        f"{len(history.points):,} learned from, {history.crossed:,} of them crossed an update",
+    )
+    facts.add_row("tokens", f"{history.recent_tokens_per_second:,.0f} a second")
+    facts.add_row("paused", f"{1e3 * last.paused_seconds:.0f} ms by the last update")
+    return facts
+
+
+def _spark(history: History) -> str:
+    rewards = [step.reward for step in history.steps]
+    picked = rewards
+    if len(rewards) > SPARKS:
+        picked = [rewards[i * (len(rewards) - 1) // (SPARKS - 1)] for i in range(SPARKS)]
+    return "".join(BARS[min(int(r * len(BARS)), len(BARS) - 1)] for r in picked)
+
+
+def _sequence(rollout: Rollout) -> Table:
+    """A sequence: its text, the answer right or wrong, and the versions that wrote it."""
+    trajectory = rollout.trajectory
+    answer = Text()
+    for letter, reward in zip(spell(trajectory.token_ids), rollout.rewards, strict=True):
+        answer.append(letter, style="green" if reward else "red")
+    bar, legend = Text(), Text()
+    for number, segment in enumerate(trajectory.segments):
+        colour = COLOURS[number % len(COLOURS)]
+        bar.append("━" * (segment.end - segment.start), style=colour)
+        version = segment.weights.version
+        legend.append(f" {'initial' if version is None else version}", style=colour)
+    shown = Table.grid(padding=(0, 2))
+    shown.add_column(style="dim")
+    shown.add_column()
+    shown.add_row("text", spell(trajectory.prompt_ids[1:-1]))
+    shown.add_row("answer", answer)
+    shown.add_row("versions", Text.assemble(bar, legend))
+    return shown

@@ -1,0 +1,97 @@
+"""The trainer: a group-relative policy gradient on what the servers sampled.
+
+As GRPO (Shao et al., DeepSeekMath, 2024): several samples of each prompt, a sample's advantage is
+its reward against those of its group, and the ratio to the policy that sampled it is clipped as in
+PPO (Schulman et al., 2017), with a higher upper bound (Yu et al., DAPO, 2025). That policy's
+log-probabilities are those that the rollouts bring: of several versions in one sequence, as tagged.
+
+Credit is given token by token, as in GRPO with process supervision (DeepSeekMath, section 4.1.3),
+discounted to nothing: each letter of an answer is right or wrong by itself, so its token is
+compared with what the rest of the group wrote at the same position, and later letters are not its
+doing.
+
+An entropy bonus keeps the policy trying: a letter that it is sure of, and wrong, is never put
+right, as no sample of the group ever shows the right one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rollwire_client.demo.policy import logprobs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LEARNING_RATE = 3e-3
+BETAS = (0.9, 0.95)
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+ENTROPY_BONUS = 0.05
+STD_FLOOR = 0.1  # added to a group's deviation
+MINIBATCHES = 2  # optimizer steps on a batch
+GRADIENT_NORM = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Samples of several prompts, in groups.
+
+    Attributes:
+        token_ids: int64 [prompts, group, prompt + answer].
+        logprobs: float32 [prompts, group, answer]; of the policy that sampled each token.
+        rewards: float32 [prompts, group, answer]; of each token.
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+    rewards: Tensor
+
+
+def advantages(rewards: Tensor) -> Tensor:
+    """How much better each token did than its group at the same position, in its deviations.
+
+    Args:
+        rewards: [prompts, group, answer].
+    """
+    mean = rewards.mean(dim=1, keepdim=True)
+    deviation = rewards.std(dim=1, keepdim=True)
+    return (rewards - mean) / (deviation + STD_FLOOR)
+
+
+class Trainer:
+    """Improves a policy in place.
+
+    Args:
+        model: The policy.
+        seed: Of the order of samples.
+    """
+
+    def __init__(self, model: Any, seed: int) -> None:
+        self._model = model
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=0.0
+        )
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def step(self, batch: Batch) -> None:
+        """One pass over a batch."""
+        token_ids, sampled = batch.token_ids.flatten(0, 1), batch.logprobs.flatten(0, 1)
+        advantage = advantages(batch.rewards).flatten(0, 1)
+        order = torch.randperm(len(token_ids), generator=self._generator)
+        for rows in order.chunk(MINIBATCHES):
+            self._optimizer.zero_grad()
+            self._loss(token_ids[rows], sampled[rows], advantage[rows]).backward()  # type: ignore[no-untyped-call]  # torch's
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), GRADIENT_NORM)
+            self._optimizer.step()
+
+    def _loss(self, token_ids: Tensor, sampled: Tensor, advantage: Tensor) -> Tensor:
+        """Of [sequences, tokens], [sequences, answer] and [sequences, answer]."""
+        current, distributions = logprobs(self._model, token_ids, sampled.shape[1])
+        ratio = (current - sampled).exp()
+        clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+        gain = torch.minimum(ratio * advantage, clipped * advantage).mean()
+        entropy = -(distributions.exp() * distributions).sum(-1).mean()
+        return -(gain + ENTROPY_BONUS * entropy)

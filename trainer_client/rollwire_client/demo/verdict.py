@@ -1,0 +1,66 @@
+"""What an outcome is worth: goals reached and missed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rollwire_client.demo.check import TOLERANCE
+from rollwire_client.demo.history import GOAL
+
+if TYPE_CHECKING:
+    from rollwire_client.demo.run import Outcome
+
+START = 0.3  # what is above it at the first step needs no learning
+VERSIONS = 20
+CROSSED = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A row of the table at the end.
+
+    Attributes:
+        what, result, goal: In words; a goal may be none.
+        good: Whether the goal is reached; None if there is none.
+    """
+
+    what: str
+    result: str
+    goal: str = ""
+    good: bool | None = None
+
+
+def judge(outcome: Outcome) -> list[Finding]:
+    """The findings, in the order in which they are shown."""
+    history, check = outcome.history, outcome.check
+    start, end = history.first_reward, history.last_reward
+    versions, crossed = len(history.steps), history.crossed
+    paused = sorted(1e3 * step.paused_seconds for step in history.steps) or [0.0]
+    return [
+        Finding("reward at the start", f"{start:.3f}", f"< {START}", start < START),
+        Finding("reward at the end", f"{end:.3f}", f"> {GOAL}", end > GOAL),
+        Finding("versions published", f"{versions:,}", f"≥ {VERSIONS}", versions >= VERSIONS),
+        Finding(
+            "sequences that crossed an update",
+            f"{crossed:,} of {len(history.points):,}",
+            f"≥ {CROSSED}",
+            crossed >= CROSSED,
+        ),
+        Finding(
+            "worst log-probability error",
+            f"{check.worst_error:.1e}",
+            f"≤ {TOLERANCE:.0e}",
+            check.tokens > 0 and not check.problems,
+        ),
+        Finding(
+            "checked, of sequences that crossed",
+            f"{check.tokens:,} tokens of {check.versions:,} versions",
+        ),
+        Finding(
+            "paused by an update, median, worst",
+            f"{paused[len(paused) // 2]:.0f}, {paused[-1]:.0f} ms",
+        ),
+        Finding("tokens a second", f"{history.tokens / max(history.seconds, 1e-3):,.0f}"),
+        Finding("time, of it learning", f"{outcome.seconds:.0f} s, {history.seconds:.0f} s"),
+    ]
