@@ -198,8 +198,12 @@ async def test_a_copy_that_fails_half_way_is_told_as_torn(
         patch.setattr(torch, "_foreach_copy_", fail)
         with pytest.raises(TornWeightsError, match="no more"):
             await driver.commit(reference.changed(tiny))
-    await driver.commit(dict(tiny.state_dict()))  # a full update cures it
-    (after,) = await driver.sample(spec(prompt, 5, temperature=0.0))
+    (after,) = driver.submit(spec(prompt, 5, temperature=0.0))
+    with pytest.raises(EngineError, match="send a full one"):
+        await driver.commit({})
+    assert driver.engine.load().waiting == 1, "nothing is sampled from a mixture"
+    await driver.commit(dict(tiny.state_dict()))
+    await driver.ended(after)
     assert after.token_ids == before.token_ids
     assert after.logprobs == before.logprobs
 

@@ -12,7 +12,6 @@ import torch
 
 from rollwire_server.engines.base import EngineError
 
-from .attention import UnservableModelError
 from .batch import Chunk, pack
 from .checkpoint import first_line, quiet
 from .kv_cache import KvCache
@@ -62,9 +61,9 @@ def probe(hf: PreTrainedModel) -> Findings:
                 cache, tokens, nothing, nothing, [Chunk(0, 0, _TOKENS)], model.row_step
             )
             packed = model.logits(batch, np.arange(_TOKENS))
-        except torch.OutOfMemoryError:
+        except (EngineError, torch.OutOfMemoryError):
             raise
-        except (UnservableModelError, RuntimeError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:  # models break in their own ways
             raise EngineError(f"{kind} cannot be served: {first_line(error)}") from error
     off = _difference(packed, expected)
     if not off <= (1e-4 if hf.dtype is torch.float32 else 0.05):
@@ -72,12 +71,11 @@ def probe(hf: PreTrainedModel) -> Findings:
             f"{kind} cannot be served: in a packed batch its logits are off by {off:.1%} of their "
             "spread"
         )
-    return Findings(
-        model=model,
-        max_context=_max_context(config, batch.windows),
-        cache=cache,
-        deterministic=model.batch_invariant and _is_deterministic(model, cache, tokens, packed),
+    context = _max_context(config, batch.windows)
+    deterministic = model.batch_invariant and _is_deterministic(
+        model, cache, tokens[:, :context], packed
     )
+    return Findings(model, context, cache, deterministic)
 
 
 def _max_context(config: Any, windows: set[int | None]) -> int:
@@ -106,17 +104,18 @@ def _is_deterministic(model: Model, cache: KvCache, tokens: np.ndarray, whole: T
     tokens[1] = tokens[0]
     decoded_from = _TOKENS - _DECODED
     third = decoded_from // 3
+    longer = tokens.shape[1] - _DECODED
     nothing = np.empty(0, dtype=np.int64)
     pieces = []
     for chunks in (
-        [Chunk(1, 0, third), Chunk(2, 0, 3 * _TOKENS)],
+        [Chunk(1, 0, third), Chunk(2, 0, longer)],
         [Chunk(1, third, decoded_from)],
     ):
         batch, *_ = pack(cache, tokens, nothing, nothing, chunks, model.row_step)
         pieces.append(model.logits(batch, np.arange(chunks[0].end - chunks[0].start)))
     for step in range(_DECODED):
         slots = np.array([1, 2] if step % 2 else [1])
-        last = np.array([decoded_from + step, 3 * _TOKENS + step])[: len(slots)]
+        last = np.array([decoded_from + step, longer + step])[: len(slots)]
         batch, *_ = pack(cache, tokens, slots, last, [], model.row_step)
         pieces.append(model.logits(batch, np.array([0])))
     return torch.equal(torch.cat(pieces), whole)

@@ -125,8 +125,10 @@ class Runner:
             self.table.forget()
             raise
         self.tag = tag
-        stale = self.table.recompute() if policy is KvPolicy.RECOMPUTE else 0
-        return Applied(time.perf_counter_ns() - began, stale)
+        if policy is KvPolicy.KEEP:
+            self.table.keep()
+            return Applied(time.perf_counter_ns() - began, 0)
+        return Applied(time.perf_counter_ns() - began, self.table.recompute())
 
     def sleep(self, weights: SleepingWeights) -> int:
         """Frees memory; see ``Engine.sleep``."""
@@ -153,19 +155,25 @@ class Runner:
 
     @torch.inference_mode()
     def step(self) -> Step | None:
-        """Computes and samples what is next; None if there is nothing to do.
+        """Computes and samples what is next; None if there is nothing to do, or if it must not.
 
         An error ends the sequences that were to be computed, with FAILED.
         """
-        if self._held or self._asleep:
+        if self._held or self._asleep or not self.weights.whole:
             return None
         plan = self.table.plan(self._prefill_tokens, self._prompt_logprob_rows, self.tag.revision)
         if not len(plan.decoding) and not plan.chunks:
             return None
+        slots = [*plan.decoding.tolist(), *(chunk.slot for chunk in plan.chunks)]
+        keys = [self.table.at(slot).spec.key for slot in slots]
         try:
             return self._run(plan)
         except Exception as error:  # whatever it is, other sequences can go on
-            return self._fail(plan, error)
+            self._clear(np.array(slots, dtype=np.int64))
+            self.table.remove(keys)
+            message = f"the engine's step failed: {type(error).__name__}: {error}"
+            ends = [End(key, EndReason.FAILED, message) for key in keys]
+            return Step(self.tag, [], [], [], ends=ends)
 
     def _run(self, plan: Plan) -> Step:
         table = self.table
@@ -232,11 +240,3 @@ class Runner:
     def _clear(self, slots: np.ndarray) -> None:
         self._cache.clear(torch.from_numpy(slots).to(self._model.device))
         self.table.forget(slots)
-
-    def _fail(self, plan: Plan, error: Exception) -> Step:
-        slots = np.array([*plan.decoding.tolist(), *(c.slot for c in plan.chunks)], np.int64)
-        message = f"the engine's step failed: {type(error).__name__}: {error}"
-        keys = [self.table.at(s).spec.key for s in slots.tolist() if self.table.live[s]]
-        self._clear(slots)
-        self.table.remove(keys)
-        return Step(self.tag, [], [], [], ends=[End(k, EndReason.FAILED, message) for k in keys])

@@ -12,7 +12,7 @@ from .batch import Chunk
 from .sampling import BASES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from rollwire_server.engines.base import SequenceSpec
 
@@ -27,7 +27,8 @@ class Running:
     Attributes:
         slot: Its own until it ends.
         arrival: Orders sequences, oldest first.
-        cached_prompt_tokens: Not computed but copied, of the prompt; None once it has been told.
+        begun: Some of its tokens have been computed, so that it keeps the entries that it has.
+        cached_prompt_tokens: Not computed but taken over, of the prompt; None once it is told.
         prompt_logprobs_told: Prompt tokens whose log-probabilities have been reported (token 0 has
             none, and counts as such).
         routing_told: Tokens whose experts have been reported.
@@ -36,6 +37,7 @@ class Running:
     spec: SequenceSpec
     slot: int
     arrival: int
+    begun: bool = False
     cached_prompt_tokens: int | None = 0
     prompt_logprobs_told: int = 1
     routing_told: int = 0
@@ -169,10 +171,16 @@ class SlotTable:
         """Drops the KV entries of what runs; returns how many there were."""
         entries = int(self.cached[self.live].sum())
         self.cached[self.live] = 0
-        for sequence in self.running:
-            if sequence is not None:
-                sequence.routing_told = 0
+        for sequence in self._sequences():
+            sequence.begun = False
+            sequence.routing_told = 0
         return entries
+
+    def keep(self) -> None:
+        """Leaves the KV entries of what runs, but for those taken over by what has not begun."""
+        for sequence in self._sequences():
+            if not sequence.begun:
+                self.cached[sequence.slot] = 0
 
     def plan(self, prefill_tokens: int, prompt_logprob_rows: int, revision: int) -> Plan:
         """What the next step computes under ``revision``: one token of each sequence that decodes,
@@ -193,14 +201,13 @@ class SlotTable:
             room = prefill_tokens
             if sequence.wants_prompt_logprobs:
                 room = min(room, prompt_logprob_rows)
-            elif self.cached[slot] == 0:
-                copy, wait = self._reuse(slot, cached, revision)
+            elif not sequence.begun:
+                copy, wait = self._reuse(sequence, cached, revision)
                 if wait:
                     continue
                 if copy is not None:
                     copies.append(copy)
-                    self.revision[slot] = revision
-                    self._take_over(slot, copy.tokens)
+                    self._take_over(sequence, copy.tokens, revision)
             start, length = int(self.cached[slot]), int(self.length[slot])
             if length - start == 1:  # all but the last token was copied
                 decoding.append(slot)
@@ -214,6 +221,7 @@ class SlotTable:
                 prompt_logprob_rows -= end - start
         decoding.sort()
         for slot in (*decoding, *(c.slot for c in chunks)):
+            self.at(slot).begun = True
             if self.cached[slot] == 0:
                 self.revision[slot] = revision
         return Plan(copies, np.array(decoding, dtype=np.int64), chunks)
@@ -264,16 +272,15 @@ class SlotTable:
                 if len(shared) and shared.max() >= MIN_SHARED_TOKENS:
                     slot = int(owners[shared.argmax()])
                     entries = int(shared.max())
-            self._occupy(slot, spec, tokens)
+            sequence = self._occupy(slot, spec, tokens)
             if entries:
-                self._take_over(slot, entries)
+                self._take_over(sequence, entries, revision)
             free = free[free != slot]
 
-    def _occupy(self, slot: int, spec: SequenceSpec, tokens: np.ndarray) -> None:
+    def _occupy(self, slot: int, spec: SequenceSpec, tokens: np.ndarray) -> Running:
         sampling = spec.sampling
         prompt = len(spec.prompt)
         self._arrivals += 1
-        self.running[slot] = Running(spec, slot, self._arrivals)
         self._by_key[spec.key] = slot
         self.live[slot] = True
         self.tokens[slot, : len(tokens)] = tokens
@@ -289,37 +296,42 @@ class SlotTable:
         self.seed[slot] = sampling.seed
         self.basis[slot] = BASES.index(spec.logprob_basis)
         self.top_logprobs[slot] = spec.top_logprobs
+        sequence = self.running[slot] = Running(spec, slot, self._arrivals)
+        return sequence
 
-    def _take_over(self, slot: int, entries: int) -> None:
-        self.cached[slot] = entries
-        sequence = self.at(slot)
+    def _take_over(self, sequence: Running, entries: int, revision: int) -> None:
+        self.cached[sequence.slot] = entries
+        self.revision[sequence.slot] = revision
         if sequence.cached_prompt_tokens is not None:
             sequence.cached_prompt_tokens = min(entries, len(sequence.spec.prompt))
 
-    def _reuse(self, slot: int, cached: np.ndarray, revision: int) -> tuple[Copy | None, bool]:
-        """Entries that others hold of how ``slot`` begins, and whether to wait because an older
-        sequence is about to compute more of them.
+    def _reuse(
+        self, sequence: Running, cached: np.ndarray, revision: int
+    ) -> tuple[Copy | None, bool]:
+        """Entries that other slots hold of how a sequence begins, more than its own has; and
+        whether to wait because an older sequence is about to compute still more of them.
         """
+        slot = sequence.slot
         tokens = self.tokens[slot, : self.length[slot] - 1]
-        holds = (self.revision == revision) & (cached > 0)
-        arrival = self.at(slot).arrival
         pending = [
-            s.slot
-            for s in self.running
-            if s is not None
-            and s.arrival < arrival
-            and self.length[s.slot] - cached[s.slot] > 1
-            and (holds[s.slot] or cached[s.slot] == 0)
+            older.slot
+            for older in self._sequences()
+            if older.arrival < sequence.arrival
+            and self.length[older.slot] - cached[older.slot] > 1
+            and (cached[older.slot] == 0 or self.revision[older.slot] == revision)
         ]
-        owners = holds.nonzero()[0]
+        owners = ((self.revision == revision) & (cached > 0)).nonzero()[0]
         now = self._shared(tokens, owners, cached[owners])
-        best = int(now.max(initial=0))
+        best = max(int(now.max(initial=0)), MIN_SHARED_TOKENS - 1, int(cached[slot]))
         later = self._shared(tokens, np.array(pending, dtype=np.int64), self.length[pending])
-        if int(later.max(initial=0)) >= max(best + 1, MIN_SHARED_TOKENS):
+        if later.max(initial=0) > best:
             return None, True
-        if best < MIN_SHARED_TOKENS:
-            return None, False
-        return Copy(int(owners[now.argmax()]), slot, best), False
+        if len(now) and now.max() >= MIN_SHARED_TOKENS and now.max() > cached[slot]:
+            return Copy(int(owners[now.argmax()]), slot, int(now.max())), False
+        return None, False
+
+    def _sequences(self) -> Iterator[Running]:
+        return (sequence for sequence in self.running if sequence is not None)
 
     def _shared(self, tokens: np.ndarray, owners: np.ndarray, bounds: np.ndarray) -> np.ndarray:
         """How many first tokens each of the slots ``owners`` shares with ``tokens``, up to its

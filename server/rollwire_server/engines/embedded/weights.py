@@ -23,6 +23,9 @@ class Weights:
     """A model's parameters and persistent buffers, as its checkpoint names them.
 
     Of tensors that share memory the first name counts; the others are its aliases.
+
+    Attributes:
+        whole: They are those of one policy. If not, only a full update cures it.
     """
 
     def __init__(self, hf: PreTrainedModel) -> None:
@@ -32,7 +35,7 @@ class Weights:
         self._serving = {s.name: tensors[s.name] for s in self._specs if s.alias_of is None}
         self._backup: list[Tensor] | None = None
         self._shapes: list[torch.Size] = []
-        self.empty = False
+        self.whole = True
 
     def schema(self) -> list[TensorSpec]:
         """All tensors, aliases included."""
@@ -69,11 +72,12 @@ class Weights:
                     f"{name} is staged as {source.dtype} {tuple(source.shape)}, and served as "
                     f"{target.dtype} {tuple(target.shape)}"
                 )
-        if self.empty and (missing := self._serving.keys() - staged.keys()):
+        if not self.whole and (missing := self._serving.keys() - staged.keys()):
             raise EngineError(
-                f"the weights were discarded, and the update lacks {len(missing)} of "
+                f"the weights are discarded or torn, and the update lacks {len(missing)} of "
                 f"{len(self._serving)} tensors: send a full one"
             )
+        self.whole = False
         try:
             with torch.no_grad():
                 if targets:
@@ -82,7 +86,7 @@ class Weights:
                     torch.cuda.synchronize()
         except Exception as error:
             raise TornWeightsError(f"copying staged weights into place failed: {error}") from error
-        self.empty = False
+        self.whole = True
 
     def sleep(self, how: SleepingWeights) -> int:
         """Frees the weights' memory as asked; returns its bytes."""
@@ -93,7 +97,7 @@ class Weights:
         if how is SleepingWeights.HOST_BACKUP:
             self._backup = [tensor.detach().to("cpu").pin_memory() for tensor in tensors]
         else:
-            self.empty = True
+            self.whole = False
         freed = sum(tensor.nbytes for tensor in tensors)
         self._serving.clear()
         self._shapes = [tensor.shape for tensor in tensors]
