@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import structlog
@@ -63,7 +63,6 @@ class Rollouts:
         self._idle = asyncio.Event()
         self._idle.set()
         self._weights: WeightTag | None = None
-        self.ended: Counter[str] = Counter()
 
     @property
     def tag(self) -> WeightTag:
@@ -82,11 +81,6 @@ class Rollouts:
     def live(self) -> int:
         """Sequences that have not ended: sampling, waiting or held."""
         return len(self._sampling) + len(self._awaiting_version)
-
-    @property
-    def waiting_for_weights(self) -> int:
-        """Sequences that wait for a newer version."""
-        return len(self._awaiting_version)
 
     def start(self, request: Request, outbox: Outbox, handle: int = 0) -> Reader:
         """Starts a sequence, or picks up the live or kept one of the same id and attempt.
@@ -342,9 +336,7 @@ class Rollouts:
             self._drops.set()
         self._awaiting_version.pop(sequence, None)
         self._disarm(sequence, "timeout")
-        kind = end.reason.name.lower()
-        self.ended[kind] += 1
-        log.debug("sequence ended", request_id=sequence.request.request_id, reason=kind)
+        log.debug("sequence ended", request_id=sequence.request.request_id, reason=end.reason.name)
         if not self.live:
             self._idle.set()
         self._tell(sequence)
