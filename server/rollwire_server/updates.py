@@ -305,6 +305,7 @@ class Updates:
                 world_size=membership.world_size,
                 rendezvous=membership.rendezvous,
                 timeout=timeout,
+                device=next((t.device for t in update.staged.values()), None),
             )
         except transport.TransportError as error:
             update.move(Phase.STALLED, str(error))

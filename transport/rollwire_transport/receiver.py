@@ -89,7 +89,8 @@ class Receiver:
             TransportError: The sender, or a relay before this end, failed.
         """
         try:
-            self._receive(link, first_bucket, bucket_timeout)
+            with link.lane():
+                self._receive(link, first_bucket, bucket_timeout)
             link.finish(bucket_timeout)
         except BaseException:
             link.abort()

@@ -80,7 +80,8 @@ class Sender:
         if not 0 <= first_bucket <= len(buckets):
             raise ValueError(f"first_bucket is {first_bucket}, there are {len(buckets)} buckets")
         try:
-            self._send(link, source, first_bucket, bucket_timeout, progress or (lambda _: None))
+            with link.lane():
+                self._send(link, source, first_bucket, bucket_timeout, progress or (lambda _: None))
             link.finish(bucket_timeout)
         except BaseException:
             link.abort()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from rollwire_transport.errors import TransportError
 from rollwire_transport.links import gloo
 from rollwire_transport.links.base import Availability, Backend, Link, Meeting, Transfer
@@ -16,6 +18,7 @@ __all__ = [
     "open_meeting",
 ]
 
+_CPU = torch.device("cpu")
 _BACKENDS: dict[str, Backend] = {"gloo": gloo}
 _PLANNED = ("nccl", "ucx")
 
@@ -29,7 +32,13 @@ def available_backends() -> dict[str, Availability]:
 
 
 def open_meeting(
-    backend: str, *, epoch: str, world_size: int, host: str = "127.0.0.1", port: int = 0
+    backend: str,
+    *,
+    epoch: str,
+    world_size: int,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    device: torch.device | None = None,
 ) -> Meeting:
     """Opens the meeting of a new group, of which the caller is rank 0.
 
@@ -39,6 +48,8 @@ def open_meeting(
         world_size: Members, the caller included.
         host: An address of this machine by which the others reach it; data takes it too.
         port: 0 takes a free one, and keeps it.
+        device: Where the tensors lie; buckets are packed there, if the backend can send from it.
+            Default: the CPU.
 
     Raises:
         ValueError: ``host`` names no one address, or ``world_size`` is below 2.
@@ -47,11 +58,20 @@ def open_meeting(
     """
     if world_size < 2:
         raise ValueError(f"a group of {world_size} has nobody to send to")
-    return _usable(backend).open_meeting(epoch=epoch, world_size=world_size, host=host, port=port)
+    return _usable(backend).open_meeting(
+        epoch=epoch, world_size=world_size, host=host, port=port, device=device or _CPU
+    )
 
 
 def join(
-    backend: str, *, epoch: str, rank: int, world_size: int, rendezvous: str, timeout: float
+    backend: str,
+    *,
+    epoch: str,
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    timeout: float,
+    device: torch.device | None = None,
 ) -> Link:
     """Joins a group; blocks until all its members have.
 
@@ -62,6 +82,7 @@ def join(
         world_size: Members, rank 0 included.
         rendezvous: Rank 0's "host:port".
         timeout: Seconds until the group must stand.
+        device: Where the tensors lie; as for ``open_meeting``.
 
     Raises:
         TransportTimeout: It did not within ``timeout``.
@@ -71,7 +92,12 @@ def join(
     if not 0 < rank < world_size:
         raise TransportError(f"rank {rank} is no receiver's in a group of {world_size}")
     return _usable(backend).join(
-        epoch=epoch, rank=rank, world_size=world_size, rendezvous=rendezvous, timeout=timeout
+        epoch=epoch,
+        rank=rank,
+        world_size=world_size,
+        rendezvous=rendezvous,
+        timeout=timeout,
+        device=device or _CPU,
     )
 
 

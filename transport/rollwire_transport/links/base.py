@@ -8,10 +8,13 @@ group is disposable: the first failure spoils it for all its members, and the re
 from __future__ import annotations
 
 import abc
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import torch
     from torch import Tensor
 
@@ -47,6 +50,14 @@ class Link(abc.ABC):
 
     device: torch.device
     upstream: str
+
+    def lane(self) -> AbstractContextManager[None]:
+        """Where buckets are packed and unpacked: on a device, on a stream of the link's own.
+
+        What was asked of the default stream and of the caller's before is waited for there; what
+        was asked within is done when it ends.
+        """
+        return nullcontext()
 
     @abc.abstractmethod
     def send(self, header: Tensor, payload: Tensor) -> Transfer:
@@ -114,10 +125,19 @@ class Backend(Protocol):
     def available(self) -> Availability:
         """Whether this machine can use it."""
 
-    def open_meeting(self, *, epoch: str, world_size: int, host: str, port: int) -> Meeting:
+    def open_meeting(
+        self, *, epoch: str, world_size: int, host: str, port: int, device: torch.device
+    ) -> Meeting:
         """The trainer's end of a new group."""
 
     def join(
-        self, *, epoch: str, rank: int, world_size: int, rendezvous: str, timeout: float
+        self,
+        *,
+        epoch: str,
+        rank: int,
+        world_size: int,
+        rendezvous: str,
+        timeout: float,
+        device: torch.device,
     ) -> Link:
         """A server's end of a group."""

@@ -8,7 +8,6 @@ fails it cannot say who failed, it leaves the others waiting, and all must reach
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import math
 import re
 import socket
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from rollwire_transport.errors import TransportError, TransportTimeout
+from rollwire_transport.links import addresses
 from rollwire_transport.links.base import Availability, Link, Meeting, Transfer
 
 if TYPE_CHECKING:
@@ -48,16 +48,28 @@ def available() -> Availability:
     return Availability(ok=True, reason="")
 
 
-def open_meeting(*, epoch: str, world_size: int, host: str, port: int) -> Meeting:
+def open_meeting(
+    *, epoch: str, world_size: int, host: str, port: int, device: torch.device
+) -> Meeting:
     """See ``links.open_meeting``."""
+    del device  # it moves host memory
     return _GlooMeeting(epoch, world_size, host, port)
 
 
-def join(*, epoch: str, rank: int, world_size: int, rendezvous: str, timeout: float) -> Link:
+def join(
+    *,
+    epoch: str,
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    timeout: float,
+    device: torch.device,
+) -> Link:
     """See ``links.join``."""
+    del device  # it moves host memory
     deadline = time.monotonic() + timeout
     try:
-        meeting = socket.create_connection(_split(rendezvous), timeout=timeout)
+        meeting = socket.create_connection(addresses.split(rendezvous), timeout=timeout)
     except OSError as error:
         kind = TransportTimeout if isinstance(error, TimeoutError) else TransportError
         raise kind(f"nobody meets at {rendezvous}: {error}", "rank 0") from error
@@ -104,13 +116,8 @@ def _has_ended(connection: socket.socket) -> bool:
 
 class _GlooMeeting(Meeting):
     def __init__(self, epoch: str, world_size: int, host: str, port: int) -> None:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        if ipaddress.ip_address(address[0]).is_unspecified:
-            raise ValueError(f"host {host!r} is no address by which the others reach this machine")
-        # Bound here and handed over: a port that is found free and bound later may be taken.
-        listener = socket.create_server(address[:2], family=family, backlog=512)
+        listener, self.rendezvous = addresses.listen(host, port)
         self._address, port = listener.getsockname()[:2]
-        self.rendezvous = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._world_size = world_size
         self._closed = threading.Event()
         store = _store(epoch, self._address, port, timedelta(seconds=10), listener)
@@ -326,10 +333,3 @@ def _failure(what: str, error: Exception, deadline: float, peer: str | None) -> 
 
 def _aborted() -> TransportError:
     return TransportError("the link was aborted or closed at this end")
-
-
-def _split(rendezvous: str) -> tuple[str, int]:
-    host, _, port = rendezvous.rpartition(":")
-    if not host or not port.isdecimal():
-        raise TransportError(f"rendezvous {rendezvous!r} is not host:port", "rank 0")
-    return host.removeprefix("[").removesuffix("]"), int(port)

@@ -1,0 +1,36 @@
+"""Where the members of a group meet: "host:port"."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+from rollwire_transport.errors import TransportError
+
+
+def listen(host: str, port: int) -> tuple[socket.socket, str]:
+    """Listens on an address of this machine; returns the listener and "host:port".
+
+    Raises:
+        ValueError: ``host`` names no one address.
+        OSError: The address cannot be listened on.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    if ipaddress.ip_address(address[0]).is_unspecified:
+        raise ValueError(f"host {host!r} is no address by which the others reach this machine")
+    # Bound here and handed over: a port that is found free and bound later may be taken.
+    listener = socket.create_server(address[:2], family=family, backlog=512)
+    port = listener.getsockname()[1]
+    return listener, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split(rendezvous: str) -> tuple[str, int]:
+    """The host and the port of "host:port".
+
+    Raises:
+        TransportError: It is something else.
+    """
+    host, _, port = rendezvous.rpartition(":")
+    if not host or not port.isdecimal():
+        raise TransportError(f"rendezvous {rendezvous!r} is not host:port", "rank 0")
+    return host.removeprefix("[").removesuffix("]"), int(port)
