@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from rollwire_client.demo.policy import logprobs, make_policy, snapshot
-from rollwire_client.demo.trainer import CLIP_HIGH, STD_FLOOR, Batch, Trainer, advantages
+from rollwire_client.demo.trainer import (
+    CLIP_HIGH,
+    DUAL_CLIP,
+    STD_FLOOR,
+    Batch,
+    Trainer,
+    advantages,
+)
 from torch import Tensor
 
 PROMPTS, GROUP, PROMPT, ANSWER = 2, 4, 3, 5
@@ -81,3 +89,15 @@ def test_a_seed_makes_a_policy() -> None:
     one, same, other = (snapshot(make_policy(seed)) for seed in (7, 7, 8))
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_worse_token_of_a_far_older_policy_does_not_outweigh_the_rest(
+    policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollwire_client.demo.trainer.ENTROPY_BONUS", 0.0)
+    token_ids, now = sampled(policy)
+    then = now - 2 * math.log(DUAL_CLIP)  # all are far likelier now: the ratio is beyond the bound
+    before = snapshot(policy)
+    Trainer(policy, seed=0).step(Batch(token_ids, then, rewarding_the_first(now.shape)))
+    after = snapshot(policy)
+    assert all(torch.equal(before[name], after[name]) for name in before)

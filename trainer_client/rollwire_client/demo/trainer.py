@@ -4,6 +4,9 @@ As GRPO (Shao et al., DeepSeekMath, 2024): several samples of each prompt, a sam
 its reward against those of its group, and the ratio to the policy that sampled it is clipped as in
 PPO (Schulman et al., 2017), with a higher upper bound (Yu et al., DAPO, 2025). That policy's
 log-probabilities are those that the rollouts bring: of several versions in one sequence, as tagged.
+For a worse token PPO leaves the ratio unbounded; when an older version gave it little and this one
+gives it much, one token outweighs the batch, and what was learned is lost. So there it is bounded
+as well (dual clip: Ye et al., Mastering Complex Control in MOBA Games, 2020).
 
 Credit is given token by token, as in GRPO with process supervision (DeepSeekMath, section 4.1.3),
 discounted to nothing: each letter of an answer is right or wrong by itself, so its token is
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 LEARNING_RATE = 3e-3
 BETAS = (0.9, 0.95)
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+DUAL_CLIP = 3.0
 ENTROPY_BONUS = 0.05
 STD_FLOOR = 0.1  # added to a group's deviation
 MINIBATCHES = 2  # optimizer steps on a batch
@@ -92,6 +96,7 @@ class Trainer:
         current, distributions = logprobs(self._model, token_ids, sampled.shape[1])
         ratio = (current - sampled).exp()
         clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
-        gain = torch.minimum(ratio * advantage, clipped * advantage).mean()
+        gain = torch.minimum(ratio * advantage, clipped * advantage)
+        gain = torch.where(advantage < 0, torch.maximum(gain, DUAL_CLIP * advantage), gain).mean()
         entropy = -(distributions.exp() * distributions).sum(-1).mean()
         return -(gain + ENTROPY_BONUS * entropy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING
 
 from rollwire_client.demo.check import TOLERANCE
@@ -36,7 +37,7 @@ def judge(outcome: Outcome) -> list[Finding]:
     history, check = outcome.history, outcome.check
     start, end = history.first_reward, history.last_reward
     versions, crossed = len(history.steps), history.crossed
-    paused = sorted(1e3 * step.paused_seconds for step in history.steps) or [0.0]
+    paused = [1e3 * step.paused_seconds for step in history.steps] or [0.0]
     return [
         Finding("reward at the start", f"{start:.3f}", f"< {START}", start < START),
         Finding("reward at the end", f"{end:.3f}", f"> {GOAL}", end > GOAL),
@@ -53,14 +54,8 @@ def judge(outcome: Outcome) -> list[Finding]:
             f"≤ {TOLERANCE:.0e}",
             check.tokens > 0 and not check.problems,
         ),
-        Finding(
-            "checked, of sequences that crossed",
-            f"{check.tokens:,} tokens of {check.versions:,} versions",
-        ),
-        Finding(
-            "paused by an update, median, worst",
-            f"{paused[len(paused) // 2]:.0f}, {paused[-1]:.0f} ms",
-        ),
+        Finding("log-probabilities checked", f"{check.tokens:,}, {check.versions:,} versions"),
+        Finding("paused by an update", f"median {median(paused):.0f}, worst {max(paused):.0f} ms"),
         Finding("tokens a second", f"{history.tokens / max(history.seconds, 1e-3):,.0f}"),
-        Finding("time, of it learning", f"{outcome.seconds:.0f} s, {history.seconds:.0f} s"),
+        Finding("time", f"{outcome.seconds:.0f} s, learning {history.seconds:.0f} s"),
     ]
