@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rollwire_transport.errors import TransportError
-from rollwire_transport.links import gloo
+from rollwire_transport.links import gloo, nccl
 from rollwire_transport.links.base import Availability, Backend, Link, Meeting, Transfer
 
 __all__ = [
@@ -19,8 +19,8 @@ __all__ = [
 ]
 
 _CPU = torch.device("cpu")
-_BACKENDS: dict[str, Backend] = {"gloo": gloo}
-_PLANNED = ("nccl", "ucx")
+_BACKENDS: dict[str, Backend] = {"gloo": gloo, "nccl": nccl}
+_PLANNED = ("ucx",)
 
 
 def available_backends() -> dict[str, Availability]:
