@@ -28,6 +28,8 @@ from rollwire_client.transfer import Transfer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+
     from rollwire_client.data import KvPolicy
     from rollwire_client.fleet import Fleet
     from rollwire_client.schema import Source
@@ -58,6 +60,7 @@ class Publish:
         specs: Sequence[transport.TensorSpec],
         source: Source,
         *,
+        device: torch.device | None,
         partial: bool,
         allow_version_rollback: bool,
         bucket_bytes: int | None,
@@ -73,6 +76,7 @@ class Publish:
         self.released = asyncio.Event()
         self._fleet = fleet
         self._source = source
+        self._device = device
         self._backend = backend
         self._host = host
         self._kv_policy = kv_policy
@@ -143,6 +147,7 @@ class Publish:
         transfer = Transfer(
             self._manifest,
             self._source,
+            device=self._device,
             backend=self._backend or self._common_backend(),
             host=self._host or await self._find_host(),
             timeouts=self._timeouts,

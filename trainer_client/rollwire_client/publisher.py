@@ -194,7 +194,7 @@ class Publisher:
             PublishFailedError: No server takes the update.
         """
         from rollwire_client.publish import Publish
-        from rollwire_client.schema import fit
+        from rollwire_client.schema import device_of, fit
 
         if self._busy or (self._handle is not None and not self._handle.done):
             raise PublishInProgressError(
@@ -209,6 +209,7 @@ class Publisher:
                 version,
                 specs,
                 source,
+                device=device_of(tensors),
                 partial=partial,
                 allow_version_rollback=allow_version_rollback,
                 bucket_bytes=self._bucket_bytes,

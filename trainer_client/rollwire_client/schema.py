@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
+import torch
 
 from rollwire_client.errors import SchemaMismatchError
 
@@ -39,6 +40,15 @@ def fit(
     aliases = [s for s in schema if s.alias_of in sent]
     specs = [transport.describe(name, tensor) for name, tensor in sent.items()]
     return specs + aliases, lambda: iter(sent.items())
+
+
+def device_of(tensors: Mapping[str, Tensor] | Source) -> torch.device | None:
+    """Where tensors lie; of a callable's the guess is the CUDA device that this thread uses."""
+    if not callable(tensors):
+        return next((tensor.device for tensor in tensors.values()), None)
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _chosen(

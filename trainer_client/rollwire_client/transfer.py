@@ -27,6 +27,8 @@ from rollwire_client.tasks import end
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
+
     from rollwire_client.schema import Source
 
 T = TypeVar("T")
@@ -52,6 +54,7 @@ class Transfer:
     Args:
         manifest: The layout.
         source: Gives a fresh iterator of (name, tensor).
+        device: Where the tensors lie; None is the CPU.
         backend: Of the transport.
         host: Under which the servers reach this machine.
         timeouts: How long to wait.
@@ -63,6 +66,7 @@ class Transfer:
         manifest: transport.Manifest,
         source: Source,
         *,
+        device: torch.device | None,
         backend: str,
         host: str,
         timeouts: PublishTimeouts,
@@ -70,10 +74,12 @@ class Transfer:
     ) -> None:
         self._sender = transport.Sender(manifest)
         self._source = source
+        self._device = device
         self._backend = backend
         self._host = host
         self._timeouts = timeouts
         self._progress = progress
+        self._link: transport.Link | None = None
         self._strikes: Counter[Recipient] = Counter()
         self._threads = ThreadPoolExecutor(thread_name_prefix="rollwire-publish")
 
@@ -121,10 +127,13 @@ class Transfer:
             await work
         finally:
             await end([work, *deaths])
+            if self._link is not None:
+                await self._close(self._link)
+                self._link = None
 
     async def _exchange(self, group: list[Recipient]) -> None:
         first_bucket = min(recipient.next_bucket for recipient in group)
-        link = await self._form(group, first_bucket)
+        link = self._link = await self._form(group, first_bucket)
         try:
             await self._in_thread(
                 lambda: self._sender.send(
@@ -143,14 +152,16 @@ class Transfer:
                 f"the tensors do not come as the servers want them, in the order of "
                 f"Publisher.schema(); nothing was committed: {error}"
             ) from error
-        finally:
-            link.close()
 
     async def _form(self, group: list[Recipient], first_bucket: int) -> transport.Link:
         epoch = secrets.token_hex(16)
         try:
             meeting = transport.open_meeting(
-                self._backend, epoch=epoch, world_size=len(group) + 1, host=self._host
+                self._backend,
+                epoch=epoch,
+                world_size=len(group) + 1,
+                host=self._host,
+                device=self._device,
             )
         except (transport.TransportError, OSError) as error:
             raise TransferError(f"the servers cannot meet at {self._host}: {error}") from error
@@ -189,8 +200,12 @@ class Transfer:
             meeting.close()
             await end([forming, *joining])
             if link is None and not forming.cancelled() and forming.exception() is None:
-                forming.result().close()
+                await self._close(forming.result())
         return link
+
+    async def _close(self, link: transport.Link) -> None:
+        # Beside the event loop: a backend may take a moment to give back what a group held.
+        await asyncio.get_running_loop().run_in_executor(self._threads, link.close)
 
     async def _in_thread(
         self,
@@ -208,7 +223,7 @@ class Transfer:
             await loop.run_in_executor(self._threads, stop)
             await asyncio.wait([running])
             if running.exception() is None:
-                undo(running.result())
+                await loop.run_in_executor(self._threads, undo, running.result())
             raise
 
     def _blame(self, group: list[Recipient], failed: _GroupFailed) -> None:
