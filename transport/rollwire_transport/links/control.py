@@ -323,7 +323,7 @@ def _has_left(connection: socket.socket) -> bool:
 
 def _refuse_shared_cards(card: bytes, members: Mapping[int, _Member]) -> None:
     owners = {card: 0}
-    for rank, member in members.items():
+    for rank, member in sorted(members.items()):
         owner = owners.setdefault(member.card, rank)
         if owner != rank:
             for other in members.values():
