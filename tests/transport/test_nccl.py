@@ -80,6 +80,7 @@ def transfer(epoch: str) -> None:
     """A whole transfer, which the receiver compares bit for bit."""
     with group(epoch) as (link, process):
         sender = send(link)
+        link.close()  # a receiver keeps its end until rank 0 has left
         output, _ = process.communicate(timeout=TIMEOUT)
         assert process.returncode == 0
         assert int(output.split()[-1]) == sender.digest
