@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 DOMAIN = "rollwire"
 DETAILS_KEY = "grpc-status-details-bin"
+MESSAGE_BYTES = 1500
 
 
 class Reason(enum.Enum):
@@ -37,6 +38,8 @@ class Reason(enum.Enum):
     UNSUPPORTED_LOGPROB_BASIS = grpc.StatusCode.INVALID_ARGUMENT, "not offered by this engine"
     UNSUPPORTED_ROUTING = grpc.StatusCode.INVALID_ARGUMENT, "the model has no experts to report"
     BAD_REQUEST = grpc.StatusCode.INVALID_ARGUMENT, "a field that is missing or makes no sense"
+
+    INTERNAL = grpc.StatusCode.INTERNAL, "a bug of the server"
 
     # Sequences.
     STALE_ATTEMPT = grpc.StatusCode.ABORTED, "a lower attempt than one already seen"
@@ -105,7 +108,7 @@ class ServiceError(Exception):
     ) -> None:
         super().__init__(message)
         self.reason = reason
-        self.message = message
+        self.message = _cut(message)
         self.field = field
         self.metadata = dict(metadata or {})
 
@@ -133,6 +136,14 @@ class ServiceError(Exception):
             details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
         code: int = self.reason.code.value[0]
         return status_pb2.Status(code=code, message=self.message, details=details)
+
+
+def _cut(message: str) -> str:
+    """At most MESSAGE_BYTES: longer ones do not pass as gRPC metadata, where errors travel."""
+    encoded = message.encode(errors="replace")
+    if len(encoded) <= MESSAGE_BYTES:
+        return message
+    return encoded[:MESSAGE_BYTES].decode(errors="ignore") + " …"
 
 
 async def answer(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError) -> NoReturn:

@@ -97,8 +97,6 @@ MODES: dict[tuple[State, Event], State] = {
     (State.DRAINING, Event.SLEPT): State.DRAINING,
     (State.DRAINING, Event.WOKE): State.DRAINING,
     (State.DRAINING, Event.WOKE_EMPTY): State.DRAINING,
-    (State.DRAINING, Event.LOADED): State.DRAINING,
-    (State.DRAINING, Event.LOADED_AWAITING): State.DRAINING,
 }
 
 _UPDATES = {Rpc.UPDATE_WEIGHTS, Rpc.JOIN_TRANSPORT, Rpc.COMMIT_WEIGHTS}

@@ -5,20 +5,27 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollwire_server.errors import ServiceError
+import structlog
+
+from rollwire_server.errors import Reason, ServiceError
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
+
+log = structlog.get_logger()
 
 T = TypeVar("T")
 
 
 async def outcome(work: Coroutine[Any, Any, T]) -> T | ServiceError:
-    """A task's result or refusal as a value: a refusal is no failure of the task's group."""
+    """A task's result or refusal as a value: neither a refusal nor a bug ends the task's group."""
     try:
         return await work
     except ServiceError as error:
         return error
+    except Exception as error:
+        log.exception("a bug: something under way failed")
+        return ServiceError(Reason.INTERNAL, f"{type(error).__name__}: {error}")
 
 
 async def result(task: asyncio.Task[T | ServiceError]) -> T:

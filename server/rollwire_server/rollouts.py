@@ -38,6 +38,7 @@ class Rollouts:
         engine: Samples.
         lifecycle: Is asked before a sequence starts.
         max_waiting: Sequences beyond those that run at once; more are refused (QUEUE_FULL).
+        max_sequence_seconds: From a sequence's arrival to its last token, at most.
         engine_died: Called when the engine is dead.
     """
 
@@ -47,11 +48,13 @@ class Rollouts:
         lifecycle: Lifecycle,
         *,
         max_waiting: int,
+        max_sequence_seconds: float,
         engine_died: Callable[[BaseException], None],
     ) -> None:
         self._engine = engine
         self._lifecycle = lifecycle
         self._max_waiting = max_waiting
+        self._max_sequence_seconds = max_sequence_seconds
         self._engine_died = engine_died
         self._keys = itertools.count(1)
         self._records: dict[str, Sequence] = {}
@@ -97,7 +100,8 @@ class Rollouts:
         complete = sequence.complete()
         if complete is None:
             self._refuse_weights(request)
-            self._refuse_full()
+            if record is None or record.end is not None:  # else it takes the place of that
+                self._refuse_full()
         if record is not None:
             self._end(record, record.finish(FinishReason.SUPERSEDED, "a newer attempt took over"))
             self._forget(record)
@@ -106,7 +110,7 @@ class Rollouts:
         reader = self._attach(sequence, outbox, handle)
         if complete is not None:
             self._end(sequence, sequence.finish(complete))
-        elif self._too_old(request):
+        elif is_too_old(self._version, request):
             self._awaiting_version[sequence] = None
             self._idle.clear()
             self._arm_timeout(sequence)
@@ -167,23 +171,16 @@ class Rollouts:
 
     async def before_commit(self, version: int | None) -> None:
         """Interrupts what must not go on under ``version``; called while held."""
-        if version is None:
-            return
-        over = [
-            record
-            for record in self._sampling.values()
-            if record.request.max_weight_version is not None
-            and version > record.request.max_weight_version
-        ]
-        for record in over:
-            self._end(
-                record,
-                record.finish(
-                    FinishReason.INTERRUPTED,
-                    f"version {version} was committed, beyond max_weight_version "
-                    f"{record.request.max_weight_version}",
-                ),
-            )
+        for record in list(self._sampling.values()):
+            request = record.request
+            if is_too_new(version, request):
+                bound = f"beyond max_weight_version {request.max_weight_version}"
+            elif is_too_old(version, request):
+                bound = f"below min_weight_version {request.min_weight_version}"
+            else:
+                continue
+            message = f"{told_version(version)} is committed, {bound}"
+            self._end(record, record.finish(FinishReason.INTERRUPTED, message))
         await self._drop()
 
     def committed(self, weights: WeightTag) -> None:
@@ -191,10 +188,10 @@ class Rollouts:
         self._weights = weights
         for sequence in list(self._awaiting_version):
             request = sequence.request
-            if self._too_old(request):
+            if is_too_old(weights.version, request):
                 continue
             del self._awaiting_version[sequence]
-            if self._too_new(request):
+            if is_too_new(weights.version, request):
                 message = f"version {weights.version} came, beyond {request.max_weight_version}"
                 self._end(sequence, sequence.finish(FinishReason.INTERRUPTED, message))
             else:
@@ -259,7 +256,7 @@ class Rollouts:
             )
 
     def _refuse_weights(self, request: Request) -> None:
-        if self._too_new(request):
+        if is_too_new(self._version, request):
             raise ServiceError(
                 Reason.WEIGHTS_TOO_NEW,
                 f"the server serves version {self._version}, newer than max_weight_version "
@@ -270,14 +267,6 @@ class Rollouts:
     @property
     def _version(self) -> int | None:
         return self._weights.version if self._weights is not None else None
-
-    def _too_old(self, request: Request) -> bool:
-        least = request.min_weight_version
-        return least is not None and (self._version is None or self._version < least)
-
-    def _too_new(self, request: Request) -> bool:
-        most = request.max_weight_version
-        return most is not None and self._version is not None and self._version > most
 
     # The life of one record.
 
@@ -351,7 +340,7 @@ class Rollouts:
             self._end(sequence, sequence.finish(FinishReason.ABORTED, "its stream was lost"))
         self._forget(sequence)
 
-    def _timed_out(self, sequence: Sequence) -> None:
+    def _timed_out(self, sequence: Sequence, seconds: float) -> None:
         if sequence.end is not None:
             return
         request = sequence.request
@@ -359,12 +348,12 @@ class Rollouts:
             error = ServiceError(
                 Reason.WEIGHTS_TOO_OLD,
                 f"the server serves version {self._version} and got no version "
-                f"{request.min_weight_version} within {request.timeout:g} s",
+                f"{request.min_weight_version} within {seconds:g} s",
             )
         else:
             error = ServiceError(
                 Reason.TIMED_OUT,
-                f"not finished within its timeout of {request.timeout:g} s; "
+                f"not finished within its timeout of {seconds:g} s; "
                 f"{len(sequence.tokens)} output tokens were sampled",
             )
         self._end(sequence, error)
@@ -386,19 +375,42 @@ class Rollouts:
             sequence.reader.outbox.put(sequence.reader)
 
     def _arm_timeout(self, sequence: Sequence) -> None:
-        if sequence.request.timeout is not None:
-            self._arm(sequence, "timeout", sequence.request.timeout, self._timed_out)
+        timeout, most = sequence.request.timeout, self._max_sequence_seconds
+        seconds = most if timeout is None else min(timeout, most)
+        self._arm(sequence, "timeout", seconds, self._timed_out, seconds)
 
     def _arm(
-        self, sequence: Sequence, name: str, seconds: float, then: Callable[[Sequence], None]
+        self,
+        sequence: Sequence,
+        name: str,
+        seconds: float,
+        then: Callable[..., None],
+        *arguments: object,
     ) -> None:
         self._disarm(sequence, name)
         loop = asyncio.get_running_loop()
-        sequence.timers[name] = loop.call_later(seconds, then, sequence)
+        sequence.timers[name] = loop.call_later(seconds, then, sequence, *arguments)
 
     def _disarm(self, sequence: Sequence, name: str) -> None:
         if (timer := sequence.timers.pop(name, None)) is not None:
             timer.cancel()
+
+
+def is_too_old(version: int | None, request: Request) -> bool:
+    """Whether a request asks for newer weights; an absent version is older than any."""
+    least = request.min_weight_version
+    return least is not None and (version is None or version < least)
+
+
+def is_too_new(version: int | None, request: Request) -> bool:
+    """Whether a request asks for older weights."""
+    most = request.max_weight_version
+    return most is not None and version is not None and version > most
+
+
+def told_version(version: int | None) -> str:
+    """A version in a message's words."""
+    return "an untagged update" if version is None else f"version {version}"
 
 
 def _end_of(sequence: Sequence, end: End) -> Finish | ServiceError:

@@ -70,6 +70,7 @@ class RolloutServer:
             self._engine,
             self._lifecycle,
             max_waiting=settings.max_waiting,
+            max_sequence_seconds=settings.max_sequence_seconds,
             engine_died=self._on_engine_died,
         )
         self._stopping = asyncio.Event()
@@ -82,6 +83,7 @@ class RolloutServer:
         Raises StartError when the address cannot be bound or the model cannot be loaded, EngineDied
         when the engine did.
         """
+        self._check_ready_file()
         api = grpc.aio.server(options=CHANNEL_OPTIONS)
         address = self._bind(api)
         with self._signals():
@@ -94,7 +96,7 @@ class RolloutServer:
                     frozen=self._settings.frozen,
                     bucket_timeout=self._settings.bucket_timeout_seconds,
                 )
-                health_servicer = self._add_services(api, updates)
+                health_servicer = self._add_services(api, updates, tasks)
                 background = [
                     tasks.create_task(self._lifecycle.run(), name="lifecycle"),
                     tasks.create_task(self._rollouts.run(), name="rollouts"),
@@ -103,12 +105,14 @@ class RolloutServer:
                 try:
                     await api.start()
                     await self._load(updates)
-                    self._announce(address)
+                    if not self._stopping.is_set():
+                        self._announce(address)
                     await self._stopping.wait()
                     await self._drain(updates)
-                except EngineError as error:
+                except (EngineError, StartError) as error:
                     self._failure = StartError(str(error))
                 finally:
+                    self._retract()
                     await api.stop(FLUSH_SECONDS)
                     await self._engine.stop()
                     for task in background:
@@ -117,6 +121,11 @@ class RolloutServer:
             raise self._failure
 
     # Starting.
+
+    def _check_ready_file(self) -> None:
+        path = self._settings.ready_file
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise StartError(f"cannot write the ready file {path}: it is a folder, or in none")
 
     def _bind(self, api: grpc.aio.Server) -> str:
         host = self._settings.listen.rpartition(":")[0]
@@ -129,9 +138,11 @@ class RolloutServer:
             ) from error
         return f"{host}:{port}"
 
-    def _add_services(self, api: grpc.aio.Server, updates: Updates) -> health.HealthServicer:
+    def _add_services(
+        self, api: grpc.aio.Server, updates: Updates, tasks: asyncio.TaskGroup
+    ) -> health.HealthServicer:
         engine, lifecycle, rollouts = self._engine, self._lifecycle, self._rollouts
-        memory = Memory(engine, lifecycle, rollouts, updates)
+        memory = Memory(engine, lifecycle, rollouts, updates, tasks)
         info = ServerInfo(self._server_id, engine, lifecycle, rollouts, updates)
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(
             RolloutService(engine, lifecycle, rollouts, updates, memory, info), api
@@ -165,8 +176,17 @@ class RolloutServer:
         if (path := self._settings.ready_file) is not None:
             ready = {"listen": address, "server_id": self._server_id, "pid": os.getpid()}
             written = path.with_name(path.name + ".partial")
-            written.write_text(json.dumps(ready) + "\n")
-            written.replace(path)  # whoever waits for the file never reads half of it
+            try:
+                written.write_text(json.dumps(ready) + "\n")
+                written.replace(path)  # whoever waits for the file never reads half of it
+            except OSError as error:
+                raise StartError(f"cannot write the ready file {path}: {error.strerror}") from error
+
+    def _retract(self) -> None:
+        """Takes the ready file away: what it names is no more."""
+        if (path := self._settings.ready_file) is not None:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
     async def _tell_health(self, servicer: health.HealthServicer) -> None:
         changed = asyncio.Event()
@@ -197,9 +217,9 @@ class RolloutServer:
         if self._stopping.is_set():
             self._hurry.set()
             return
-        log.info("draining", live=self._rollouts.live, seconds=self._settings.drain_seconds)
-        self._lifecycle.happened(Event.DRAIN)
         self._stopping.set()
+        if self._lifecycle.state is not State.STARTING:  # then it goes down once it has loaded
+            self._lifecycle.happened(Event.DRAIN)
 
     def _on_engine_died(self, error: BaseException) -> None:
         log.error("the engine died", error=str(error))
@@ -210,6 +230,8 @@ class RolloutServer:
 
     async def _drain(self, updates: Updates) -> None:
         """Lets sequences run to their end, as long as it may take; then they go on elsewhere."""
+        log.info("draining", live=self._rollouts.live, seconds=self._settings.drain_seconds)
+        self._lifecycle.happened(Event.DRAIN)
         await updates.drop(Reason.DRAINING, "the server goes down")
         idle = asyncio.create_task(self._rollouts.idle())
         hurry = asyncio.create_task(self._hurry.wait())

@@ -11,7 +11,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 def _address(value: str) -> str:
     host, colon, port = value.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
+    number = port.isascii() and port.isdigit() and len(port) <= 5
+    if not colon or not host or not number or int(port) > 65535:
         raise ValueError("must be HOST:PORT, for example 127.0.0.1:50051; port 0 picks a free one")
     return value
 
@@ -45,7 +46,10 @@ class ServerSettings(BaseSettings):
     prefill_tokens: PositiveInt = Field(
         2048, description="prompt tokens a step, so that running sequences keep their pace"
     )
-    threads: PositiveInt = Field(1, description="CPU threads of the embedded engine")
+    threads: int = Field(1, ge=1, le=1024, description="CPU threads of the embedded engine")
+    max_sequence_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        3600.0, description="from a sequence's arrival to its last token, at most"
+    )
     await_weights: bool = Field(
         default=False, description="serve nothing before the first committed update"
     )

@@ -140,8 +140,7 @@ def in_progress(current: Update) -> ServiceError:
 
 def picks_up(announcement: Announcement, current: Update) -> bool:
     """Whether this is a staged update announced again: its answer was lost."""
-    same = announcement.update_id == current.announcement.update_id
-    return same and current.phase is Phase.STAGED
+    return announcement == current.announcement and current.phase is Phase.STAGED
 
 
 def check_membership(update: Update, membership: Membership) -> None:

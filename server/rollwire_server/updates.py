@@ -79,6 +79,7 @@ class Updates:
         self.history: deque[WeightTag] = deque(maxlen=COMMITS_REMEMBERED)
         self._commits: OrderedDict[str, Commit] = OrderedDict()
         self._digests: dict[str, int] = {}
+        self._highest: WeightTag | None = None  # of the versions; after a rollback: since then
 
     @property
     def weights(self) -> WeightTag:
@@ -159,6 +160,7 @@ class Updates:
         Goes through once begun, whether or not the caller waits for it.
         """
         if (done := self._commits.get(update_id)) is not None:
+            self._check_publisher(publisher)
             return done
         self._check(Rpc.COMMIT_WEIGHTS)
         self._check_publisher(publisher)
@@ -184,7 +186,14 @@ class Updates:
 
     async def intact(self) -> bool:
         """Whether the memory still holds what was committed."""
-        return await self._engine.digests() == self._digests
+        while True:
+            committed = self._digests
+            try:
+                digests = await self._engine.digests()
+            except EngineError:  # the memory was given back
+                return False
+            if committed is self._digests:  # else a commit came between
+                return digests == committed
 
     # Checks: nothing is touched by them.
 
@@ -210,22 +219,14 @@ class Updates:
         )
 
     def _check_announcement(self, announcement: Announcement) -> None:
-        manifest, version = announcement.manifest, announcement.version
+        manifest = announcement.manifest
         if manifest.encoding is not transport.Encoding.FULL:
             raise ServiceError(
                 Reason.UNSUPPORTED_ENCODING,
                 "deltas are not supported: publish a full update",
                 field="manifest.encoding",
             )
-        committed = self.weights.version
-        too_low = version is not None and committed is not None and version < committed
-        if too_low and not announcement.allow_version_rollback:
-            raise ServiceError(
-                Reason.VERSION_NOT_NEWER,
-                f"version {version} is below {committed}, which is committed: publish a higher "
-                "one, or allow_version_rollback",
-                metadata={"version": str(committed)},
-            )
+        self._check_version(announcement)
         if manifest.partial and self._lifecycle.state in (
             State.QUARANTINED,
             State.AWAITING_WEIGHTS,
@@ -234,6 +235,18 @@ class Updates:
                 Reason.BASE_MISMATCH,
                 f"a partial update cannot stand on what a server holds that is "
                 f"{self._lifecycle.state.value}: publish a full one",
+            )
+
+    def _check_version(self, announcement: Announcement) -> None:
+        version, highest = announcement.version, self._highest
+        if version is None or highest is None or highest.version is None:
+            return
+        if version < highest.version and not announcement.allow_version_rollback:
+            raise ServiceError(
+                Reason.VERSION_NOT_NEWER,
+                f"version {version} is below {highest.version}, which was committed: publish a "
+                "higher one, or allow_version_rollback",
+                metadata={"version": str(highest.version)},
             )
 
     def _check_manifest(self, manifest: transport.Manifest) -> None:
@@ -259,6 +272,16 @@ class Updates:
                 f"{told(self.weights)}",
             )
 
+    def _check_conflict(self, announcement: Announcement, digest: int) -> None:
+        highest = self._highest
+        if highest is None or announcement.version != highest.version or digest == highest.digest:
+            return
+        raise ServiceError(
+            Reason.VERSION_CONFLICT,
+            f"version {highest.version} was committed with other content (digest "
+            f"{highest.digest:016x}, this update has {digest:016x}): publish a higher one",
+        )
+
     def _expect(self, update_id: str) -> Update:
         if self.update is None or self.update.announcement.update_id != update_id:
             raise ServiceError(
@@ -274,6 +297,12 @@ class Updates:
         async with self._admission:
             self._check(Rpc.UPDATE_WEIGHTS)
             self._check_publisher(announcement.publisher)
+            if announcement.update_id in self._commits:
+                raise ServiceError(
+                    Reason.BAD_REQUEST,
+                    f"update {announcement.update_id} was committed: name each update anew",
+                    field="update_id",
+                )
             current = self.update
             if current is not None:
                 if picks_up(announcement, current):
@@ -282,6 +311,7 @@ class Updates:
                     raise in_progress(current)
             self._check_announcement(announcement)
             await asyncio.to_thread(self._check_manifest, announcement.manifest)
+            self._check(Rpc.UPDATE_WEIGHTS)
             self.publisher = announcement.publisher
             await self.drop(
                 Reason.STALE_PUBLISHER, f"publisher {announcement.publisher.id!r} took over"
@@ -290,6 +320,8 @@ class Updates:
                 staged = await self._engine.stage(announcement.manifest)
             except EngineError as error:
                 raise ServiceError(Reason.STAGING_FAILED, str(error)) from error
+            self._check(Rpc.UPDATE_WEIGHTS)  # much may have happened meanwhile
+            self._check_announcement(announcement)
             receiver = transport.Receiver(announcement.manifest, staged)
             self.update = Update(announcement, staged, receiver)
             return self.update
@@ -346,6 +378,9 @@ class Updates:
         except transport.TransportError as error:
             if update.link is link:
                 update.move(Phase.STALLED, str(error))
+        except Exception as error:
+            log.exception("a bug: receiving failed")
+            update.move(Phase.STALLED, f"{type(error).__name__}: {error}")
         else:
             self._staged(update)
         finally:
@@ -366,20 +401,14 @@ class Updates:
         announcement, now = update.announcement, self.weights
         digests = {**self._digests, **update.receiver.digests}
         digest = transport.sum_digests(digests.values())
-        same_version = announcement.version == now.version
         try:
-            if same_version and now.version is not None and digest != now.digest:
-                raise ServiceError(
-                    Reason.VERSION_CONFLICT,
-                    f"version {now.version} is committed with other content (digest "
-                    f"{now.digest:016x}, this update has {digest:016x}): publish a higher one",
-                )
-            serving = self._lifecycle.state in (State.SERVING, State.PAUSED)
-            if same_version and digest == now.digest and serving:
+            self._check_version(announcement)  # another may have been committed meanwhile
+            self._check_conflict(announcement, digest)
+            same = announcement.version == now.version and digest == now.digest
+            if same and self._lifecycle.state in (State.SERVING, State.PAUSED):
                 commit = Commit(now, receive_ns=update.receive_ns, already_current=True)
             else:
-                commit = await self._apply(update, digest, policy)
-                self._digests = digests
+                commit = await self._apply(update, digests, policy)
         finally:
             self.update = None
         self.committed_update_id = announcement.update_id
@@ -388,14 +417,19 @@ class Updates:
             self._commits.popitem(last=False)
         return commit
 
-    async def _apply(self, update: Update, digest: int, policy: KvPolicy) -> Commit:
-        version = update.announcement.version
+    async def _apply(
+        self, update: Update, digests: dict[str, int], policy: KvPolicy
+    ) -> Commit:
+        version, digest = update.announcement.version, transport.sum_digests(digests.values())
         weights = WeightTag(version, self.weights.revision + 1, self.weights.server_id, digest)
         async with self._lifecycle.committing():
             held_at = time.monotonic_ns()
             held = self._rollouts.live
             await self._rollouts.before_commit(version)
             applied = await self._put_in_place(update, weights, policy)
+            self._digests = digests
+            if version is not None:
+                self._highest = weights
             self.history.appendleft(weights)
             self._lifecycle.happened(Event.COMMITTED)
             self._rollouts.committed(weights)
@@ -421,19 +455,25 @@ class Updates:
     async def _put_in_place(self, update: Update, weights: WeightTag, policy: KvPolicy) -> Applied:
         try:
             return await self._engine.commit(update.staged, weights, policy)
-        except TornWeightsError as error:
-            self._lifecycle.happened(Event.TORN)
-            await self._rollouts.interrupt_all(f"a commit failed half way: {error}")
-            raise ServiceError(
-                Reason.QUARANTINED,
-                f"the commit failed half way ({error}): the server serves nothing until a full "
-                "update is committed",
-            ) from error
         except EngineError as error:
+            if isinstance(error, TornWeightsError):
+                raise await self._quarantine(error) from error
             raise ServiceError(
                 Reason.COMMIT_FAILED,
                 f"{error}; nothing was changed, the server serves {told(self.weights)}",
             ) from error
+        except Exception as error:
+            log.exception("a bug: the commit failed")
+            raise await self._quarantine(error) from error
+
+    async def _quarantine(self, error: Exception) -> ServiceError:
+        self._lifecycle.happened(Event.TORN)
+        await self._rollouts.interrupt_all(f"a commit failed half way: {error}")
+        return ServiceError(
+            Reason.QUARANTINED,
+            f"the commit failed half way ({error}): the server serves nothing until a full update "
+            "is committed",
+        )
 
     async def _leave_group(self, update: Update) -> None:
         """Ends the update's former group, if it had one."""

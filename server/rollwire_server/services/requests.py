@@ -29,8 +29,9 @@ LOGPROB_BASES = {
     rollout_pb2.LOGPROB_BASIS_MODEL: LogprobBasis.MODEL,
     rollout_pb2.LOGPROB_BASIS_SAMPLED: LogprobBasis.SAMPLED,
 }
-ID_BYTES = 256
+ID_CHARACTERS = 256
 STOP_TOKENS = 1024
+LEAST_TEMPERATURE = 1e-6  # below, logits / temperature may not be finite
 
 
 def read_request(message: rollout_pb2.GenerateRequest, info: EngineInfo, key: int) -> Request:
@@ -103,14 +104,19 @@ def read_duration(message: object, field: str) -> float | None:
     return seconds
 
 
+def check_id(field: str, value: str) -> None:
+    """Raises ServiceError for a name that is too long to be repeated in an answer."""
+    if len(value) > ID_CHARACTERS:
+        raise ServiceError(
+            Reason.BAD_REQUEST,
+            f"{field} has {len(value)} characters, more than {ID_CHARACTERS}",
+            field=field,
+        )
+
+
 def _check_ids(message: rollout_pb2.GenerateRequest) -> None:
     for field in ("request_id", "session_id"):
-        if len(value := getattr(message, field)) > ID_BYTES:
-            raise ServiceError(
-                Reason.BAD_REQUEST,
-                f"{field} has {len(value)} characters, more than {ID_BYTES}",
-                field=field,
-            )
+        check_id(field, getattr(message, field))
 
 
 def _check_tokens(field: str, token_ids: Iterable[int], info: EngineInfo) -> None:
@@ -153,8 +159,9 @@ def _read_sampling(
     if len(message.stop_token_ids) > STOP_TOKENS:
         raise _bad_sampling("stop_token_ids", f"are more than {STOP_TOKENS}")
     temperature = message.temperature if message.HasField("temperature") else 1.0
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise _bad_sampling("temperature", f"is {temperature:g}, not a number from 0 on")
+    if temperature != 0 and not (math.isfinite(temperature) and temperature >= LEAST_TEMPERATURE):
+        least = f"{LEAST_TEMPERATURE:g}"
+        raise _bad_sampling("temperature", f"is {temperature:g}, neither 0 nor at least {least}")
     top_p = message.top_p if message.HasField("top_p") else 1.0
     if not 0 < top_p <= 1:
         raise _bad_sampling("top_p", f"is {top_p:g}, not above 0 and at most 1")
@@ -166,6 +173,8 @@ def _read_sampling(
     if message.min_new_tokens > most:
         raise _bad_sampling("min_new_tokens", f"is {message.min_new_tokens}, the most is {most}")
     stop = frozenset(message.stop_token_ids)
+    if message.min_new_tokens and len(stop.union(info.eos_token_ids)) >= info.vocab_size:
+        raise _bad_sampling("min_new_tokens", "leaves nothing to sample: every token is a stop")
     return SamplingParams(
         max_new_tokens=most,
         temperature=temperature,

@@ -13,7 +13,7 @@ from rollwire_server.sequences import Outbox
 from rollwire_server.services import messages
 from rollwire_server.services.answering import answering
 from rollwire_server.services.columns import RolloutStream
-from rollwire_server.services.requests import read_duration, read_request
+from rollwire_server.services.requests import check_id, read_duration, read_request
 
 if TYPE_CHECKING:
     import grpc
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
+SEQUENCES_AN_ABORT = 10_000
 TOKENS_A_MESSAGE = 65_536  # at most 9 bytes each: well below 1 MiB
 SLEEPING = {
     rollout_pb2.SLEEPING_WEIGHTS_UNSPECIFIED: SleepingWeights.HOST_BACKUP,
@@ -105,6 +106,14 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
                     Reason.BAD_REQUEST, "`all` and `sequences` exclude each other", field="all"
                 )
             return rollout_pb2.AbortResponse(aborted=await self._rollouts.abort_all())
+        if len(request.sequences) > SEQUENCES_AN_ABORT:
+            raise ServiceError(
+                Reason.BAD_REQUEST,
+                f"{len(request.sequences)} sequences in one call, the most is {SEQUENCES_AN_ABORT}",
+                field="sequences",
+            )
+        for key in request.sequences:
+            check_id("sequences.request_id", key.request_id)
         aborted, not_found = await self._rollouts.abort(
             (key.request_id, key.attempt if key.HasField("attempt") else None)
             for key in request.sequences
@@ -117,6 +126,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_pb2.PauseResponse:
         """Holds every sequence."""
         self._lifecycle.check(Rpc.PAUSE)
+        check_id("pause_id", request.pause_id)
         lease = read_duration(request, "lease")
         pause_id = await self._lifecycle.pause(request.pause_id, lease)
         return rollout_pb2.PauseResponse(pause_id=pause_id, held_sequences=self._rollouts.live)
@@ -141,6 +151,10 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.SleepRequest, _: Context
     ) -> rollout_pb2.SleepResponse:
         """Frees device memory."""
+        if request.weights not in SLEEPING:
+            raise ServiceError(
+                Reason.BAD_REQUEST, f"weights {request.weights} is not known", field="weights"
+            )
         freed = await self._memory.sleep(SLEEPING[request.weights])
         return rollout_pb2.SleepResponse(freed_bytes=freed)
 

@@ -12,7 +12,7 @@ from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.lifecycle import Rpc
 from rollwire_server.services import messages
 from rollwire_server.services.answering import answering
-from rollwire_server.services.requests import read_duration
+from rollwire_server.services.requests import check_id, read_duration
 from rollwire_server.update import Announcement, Membership, Publisher
 
 if TYPE_CHECKING:
@@ -84,6 +84,8 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
                 f"this server receives on one device and takes one rank, not {len(request.ranks)}",
                 field="ranks",
             )
+        for field in ("epoch", "backend", "rendezvous"):
+            check_id(field, getattr(request, field))
         if not request.epoch:
             raise ServiceError(Reason.BAD_REQUEST, "epoch names the group", field="epoch")
         left = context.time_remaining()
@@ -166,12 +168,14 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
 
 
 def _publisher(message: weights_pb2.Publisher) -> Publisher:
+    check_id("publisher.id", message.id)
     if not message.id:
         raise ServiceError(Reason.BAD_REQUEST, "a publisher needs an id", field="publisher.id")
     return Publisher(message.id, message.term)
 
 
 def _update_id(update_id: str) -> str:
+    check_id("update_id", update_id)
     if not update_id:
         raise ServiceError(Reason.BAD_REQUEST, "an update needs an update_id", field="update_id")
     return update_id

@@ -31,6 +31,12 @@ def split(rendezvous: str) -> tuple[str, int]:
         TransportError: It is something else.
     """
     host, _, port = rendezvous.rpartition(":")
-    if not host or not port.isdecimal():
+    host = host.removeprefix("[").removesuffix("]")
+    try:
+        host.encode("idna")  # as the socket module does, which then raises no OSError
+        number = int(port) if port.isascii() and port.isdecimal() and len(port) <= 5 else 0
+    except UnicodeError:
+        number = 0
+    if not host or not 0 < number < 1 << 16:
         raise TransportError(f"rendezvous {rendezvous!r} is not host:port", "rank 0")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    return host, number

@@ -1,0 +1,155 @@
+"""Odd, late and racing calls: each is answered by name, and the server serves on."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import uuid
+
+import grpc
+import pytest
+from rollwire.v1 import common_pb2, rollout_pb2
+from support.calls import Api, Generation, generate, reason_of, request
+from support.publishing import TERMS, Update, random_weights, status
+
+LONG = 3000
+
+
+async def update(api: Api, seed: int, version: int | None, **fields: object) -> Update:
+    fields = {"term": next(TERMS), **fields}
+    return Update(api, await random_weights(api, seed), version, **fields)  # type: ignore[arg-type]
+
+
+async def next_version(api: Api) -> int:
+    return max((tag.version for tag in (await status(api)).history), default=0) + 1
+
+
+async def refusal(step: object) -> str:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await step  # type: ignore[misc]
+    return reason_of(caught.value)
+
+
+@pytest.mark.parametrize(
+    "rendezvous",
+    ["a..b:5", "x" * 70 + ":5", "127.0.0.1:" + "5" * 200, "127.0.0.1:0", "", ":", "[::1", "é:7"],
+)
+async def test_a_rendezvous_that_is_none(api: Api, rendezvous: str) -> None:
+    change = await update(api, 1, await next_version(api))
+    await change.announce()
+    reason = await refusal(change.join(uuid.uuid4().hex, rendezvous))
+    assert reason in ("TRANSPORT_FAILED", "TRANSPORT_TIMEOUT", "BAD_REQUEST")
+    await change.transfer()
+    await change.commit()
+    assert (await generate(api, request((1,), 3))).reason == "LENGTH"
+
+
+@pytest.mark.parametrize("how", ["rollback", "untagged"])
+async def test_a_commit_below_the_lowest_version_interrupts(api: Api, how: str) -> None:
+    version = await next_version(api) + 10
+    await (await update(api, 1, version)).publish()
+    bound = Generation(api, request((1,), LONG, min_weight_version=version))
+    await bound.some(3)
+    lower = None if how == "untagged" else version - 5
+    await (await update(api, 2, lower, rollback=True)).publish()
+    output = await bound.all()
+    assert output.reason == "INTERRUPTED"
+    assert {tag.version for tag in output.tags} == {version}
+
+
+async def test_versions_are_remembered_across_an_untagged_update(api: Api) -> None:
+    version = await next_version(api)
+    await (await update(api, 1, version)).publish()
+    await (await update(api, 2, None)).publish()
+    assert await refusal((await update(api, 3, version - 1)).announce()) == "VERSION_NOT_NEWER"
+    other = await update(api, 3, version)
+    await other.stage()
+    assert await refusal(other.commit()) == "VERSION_CONFLICT"
+    back = await (await update(api, 1, version)).publish()
+    assert not back.already_current
+    assert back.weights.version == version
+
+
+async def test_verifying_beside_commits_raises_no_false_alarm(api: Api) -> None:
+    version = await next_version(api)
+    done = asyncio.Event()
+
+    async def look() -> int:
+        looks = 0
+        while not done.is_set():
+            assert (await status(api, verify=True)).intact
+            looks += 1
+        return looks
+
+    looking = asyncio.create_task(look())
+    for i in range(4):
+        await (await update(api, i % 2, version + i)).publish()
+    done.set()
+    assert await looking
+
+
+async def test_an_update_id_is_used_once(api: Api) -> None:
+    version = await next_version(api)
+    first = await update(api, 1, version)
+    await first.publish()
+    again = await update(api, 2, version + 1, update_id=first.update_id)
+    assert await refusal(again.announce()) == "BAD_REQUEST"
+    staged = await update(api, 3, version + 1)
+    await staged.stage()
+    other = dataclasses.replace(staged, version=version + 2)
+    assert await refusal(other.announce()) == "UPDATE_IN_PROGRESS"
+    await staged.announce()
+    await staged.discard()
+
+
+@pytest.mark.parametrize("length", [300, 50_000])
+async def test_names_that_are_too_long_are_refused_by_name(api: Api, length: int) -> None:
+    name = "n" * length
+    version = await next_version(api)
+    for fields in ({"update_id": name}, {"publisher": name}):
+        assert await refusal((await update(api, 1, version, **fields)).announce()) == "BAD_REQUEST"
+    assert await refusal(api.pause(name)) == "BAD_REQUEST"
+    assert await refusal(api.abort(name)) == "BAD_REQUEST"
+    change = await update(api, 1, version)
+    await change.announce()
+    assert await refusal(change.join("e", "127.0.0.1:1", backend=name)) == "BAD_REQUEST"
+    await change.discard()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1e-45},
+        {"temperature": 1e-39},
+        {"min_new_tokens": 8, "stop_token_ids": range(512)},
+    ],
+)
+async def test_sampling_that_has_no_meaning(api: Api, fields: dict[str, object]) -> None:
+    assert await refusal(generate(api, request((1,), 16, **fields))) == "BAD_SAMPLING"  # type: ignore[arg-type]
+
+
+async def test_enums_beyond_their_range(api: Api) -> None:
+    sleep = rollout_pb2.SleepRequest(weights=99)  # type: ignore[arg-type]
+    assert await refusal(api.rollouts.Sleep(sleep, timeout=10)) == "BAD_REQUEST"
+    change = await update(api, 1, await next_version(api))
+    await change.stage()
+    assert await refusal(change.commit(kv_policy=99)) == "BAD_REQUEST"
+    await change.discard()
+
+
+async def test_a_sleep_whose_caller_goes_away_goes_through(api: Api) -> None:
+    before = await generate(api, request((4, 5), 10, seed=1))
+    running = Generation(api, request((1,), LONG))
+    await running.some(1)
+    keep = rollout_pb2.SleepRequest(weights=rollout_pb2.SLEEPING_WEIGHTS_KEEP)
+    call = api.rollouts.Sleep(keep, timeout=10)
+    await asyncio.sleep(0.003)
+    call.cancel()
+    assert (await running.all()).reason in ("INTERRUPTED", "ABORTED", "LENGTH")
+    info = await api.info()
+    if info.state != common_pb2.SERVER_STATE_SLEEPING:  # it was cancelled before it arrived
+        await api.rollouts.Sleep(keep, timeout=10)
+    await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=10)
+    await api.reaches(common_pb2.SERVER_STATE_SERVING)
+    after = await generate(api, request((4, 5), 10, seed=1))
+    assert after.tokens == before.tokens
