@@ -159,6 +159,7 @@ class RolloutServer:
 
     async def _load(self, updates: Updates) -> None:
         """Loads the model; calls are answered meanwhile, with STARTING where they need it."""
+        log.info("loading", model=self._settings.model)
         weights = await self._engine.start(self._server_id, self._rollouts)
         await updates.loaded(weights)
         self._lifecycle.attach(self._engine)

@@ -244,3 +244,37 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back(start_server: Sta
         await api.rollouts.Abort(rollout_pb2.AbortRequest(all=True), timeout=10)
         await asyncio.gather(*(one.all() for one in (*generations, waiting)))
         await api.idle()
+
+
+async def test_a_signal_while_loading_ends_it_without_serving(tmp_path: Path) -> None:
+    ready = tmp_path / "ready.json"
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND, "--model", "builtin:tiny", "--listen", "127.0.0.1:0", "--ready-file", str(ready),
+        "--log-format", "text", stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stderr is not None
+    async with asyncio.timeout(60):
+        await process.stderr.readuntil(b"loading")
+        process.terminate()
+        said = (await process.stderr.read()).decode()
+        assert await process.wait() == 0
+    assert "Traceback" not in said
+    assert "ready" not in said
+    assert not ready.exists()
+
+
+def test_the_ready_file_goes_with_the_server(start_server: StartServer, tmp_path: Path) -> None:
+    server = start_server()
+    assert (tmp_path / "server-0.json").exists()
+    assert server.stop() == 0
+    assert not (tmp_path / "server-0.json").exists()
+
+
+@pytest.mark.parametrize("where", ["nowhere/ready.json", "."])
+def test_a_ready_file_that_cannot_be_written(tmp_path: Path, where: str) -> None:
+    path = tmp_path / where
+    flags = ["--model", "builtin:tiny", "--listen", "127.0.0.1:0", "--ready-file", str(path)]
+    code, stderr = fails(*flags)
+    assert code == 1
+    assert len(stderr.strip().splitlines()) == 1, stderr
+    assert str(path) in stderr
