@@ -145,7 +145,7 @@ def test_a_member_that_never_joins_is_named_in_bounded_time() -> None:
     assert time.monotonic() - start < 5
 
 
-def test_a_meeting_can_be_closed_while_it_waits(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_meeting_can_be_closed_while_it_waits() -> None:
     meeting = open_meeting("gloo", epoch="epoch", world_size=3)
     with (
         in_thread(lambda: meeting.form(TIMEOUT)) as forming,
@@ -156,7 +156,6 @@ def test_a_meeting_can_be_closed_while_it_waits(capfd: pytest.CaptureFixture[str
             with pytest.raises(TransportError, match="closed") as caught:
                 waiting.result()
             assert not isinstance(caught.value, TransportTimeout)
-    assert not capfd.readouterr().err
 
 
 def test_only_members_who_know_the_epoch_get_in() -> None:
