@@ -417,9 +417,7 @@ class Updates:
             self._commits.popitem(last=False)
         return commit
 
-    async def _apply(
-        self, update: Update, digests: dict[str, int], policy: KvPolicy
-    ) -> Commit:
+    async def _apply(self, update: Update, digests: dict[str, int], policy: KvPolicy) -> Commit:
         version, digest = update.announcement.version, transport.sum_digests(digests.values())
         weights = WeightTag(version, self.weights.revision + 1, self.weights.server_id, digest)
         async with self._lifecycle.committing():
