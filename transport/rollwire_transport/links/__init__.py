@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rollwire_transport.errors import TransportError
-from rollwire_transport.links import gloo, nccl
+from rollwire_transport.links import gloo, nccl, ucx
 from rollwire_transport.links.base import Availability, Backend, Link, Meeting, Transfer
 
 __all__ = [
@@ -19,16 +19,12 @@ __all__ = [
 ]
 
 _CPU = torch.device("cpu")
-_BACKENDS: dict[str, Backend] = {"gloo": gloo, "nccl": nccl}
-_PLANNED = ("ucx",)
+_BACKENDS: dict[str, Backend] = {"gloo": gloo, "nccl": nccl, "ucx": ucx}
 
 
 def available_backends() -> dict[str, Availability]:
     """For each backend whether this machine can use it, and why not."""
-    found = {name: backend.available() for name, backend in _BACKENDS.items()}
-    for name in _PLANNED:
-        found[name] = Availability(ok=False, reason=f"rollwire has no {name} link yet")
-    return found
+    return {name: backend.available() for name, backend in _BACKENDS.items()}
 
 
 def open_meeting(

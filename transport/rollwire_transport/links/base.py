@@ -51,6 +51,11 @@ class Link(abc.ABC):
     device: torch.device
     upstream: str
 
+    @property
+    def forwarded_bytes(self) -> int:
+        """What this end has passed on to others, of the buckets' bytes."""
+        return 0
+
     def lane(self) -> AbstractContextManager[None]:
         """Where buckets are packed and unpacked: on a device, on a stream of the link's own.
 

@@ -1,0 +1,259 @@
+"""Chains over UCX: every receiver a process of its own, some of them killed or stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from rollwire_transport import (
+    Link,
+    Sender,
+    TransportError,
+    TransportTimeout,
+    available_backends,
+    describe_all,
+    join,
+    open_meeting,
+    plan,
+)
+from support import chain_member
+from support.chain_member import Answer, Order
+from support.tensors import random_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rollwire_transport import Meeting
+
+UCX = available_backends()["ucx"]
+pytestmark = pytest.mark.skipif(not UCX.ok, reason=UCX.reason)
+
+TIMEOUT = 20.0  # seconds that nothing should take, on a machine that is busy with other things
+START = 60.0  # for a process to import torch there
+SIZE, BUCKET = (20 << 20) + 12345, 5 << 20  # buckets of two chunks; the last is an odd one
+
+
+@pytest.fixture(autouse=True, scope="module")
+def over_tcp() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UCX_TLS", "tcp,self")
+        yield
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, torch.Tensor]:
+    return {"w": random_tensor(torch.uint8, (SIZE,), 1)}
+
+
+class Member:
+    """A receiver in a process of its own."""
+
+    def __init__(self) -> None:
+        self.process, self.pipe = chain_member.start()
+
+    def answer(self) -> Answer:
+        assert self.pipe.poll(START), "no answer"
+        return self.pipe.recv()
+
+    def hit(self, blow: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, blow)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join(TIMEOUT)
+        self.pipe.close()
+
+
+@contextlib.contextmanager
+def members(count: int) -> Iterator[list[Member]]:
+    started = [Member() for _ in range(count)]
+    try:
+        yield started
+    finally:
+        for member in started:
+            member.end()
+
+
+@contextlib.contextmanager
+def chain(
+    receivers: list[Member],
+    first_bucket: int = 0,
+    size: int = SIZE,
+    bucket_bytes: int = BUCKET,
+    timeout: float = TIMEOUT,
+) -> Iterator[Link]:
+    """Rank 0's end of a chain of these."""
+    epoch, world_size = secrets.token_hex(), len(receivers) + 1
+    meeting = open_meeting("ucx", epoch=epoch, world_size=world_size)
+    try:
+        for rank, member in enumerate(receivers, start=1):
+            place = (epoch, rank, world_size, meeting.rendezvous)
+            member.pipe.send(Order(*place, first_bucket, size, bucket_bytes, timeout))
+        link = meeting.form(START)
+    finally:
+        meeting.close()
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_everything_arrives_bit_for_bit(count: int, weights: dict[str, torch.Tensor]) -> None:
+    sender = Sender(plan(describe_all(weights), bucket_bytes=BUCKET))
+    with members(count) as receivers:
+        for _ in range(2):  # once more over another chain of the same processes
+            with chain(receivers) as link:
+                sender.send(link, weights.items, bucket_timeout=TIMEOUT)
+            answers = [member.answer() for member in receivers]
+            assert [a.digest for a in answers] == [sender.digest] * count
+            total = int(weights["w"].sum(dtype=torch.int64))
+            assert [a.total for a in answers] == [total] * count
+            forwarded = [SIZE] * (count - 1) + [0]
+            assert [a.forwarded_bytes for a in answers] == forwarded
+            assert all(a.threads == 1 for a in answers)
+
+
+BLOWS = {"killed": (signal.SIGKILL, TIMEOUT), "stopped": (signal.SIGSTOP, 1.5)}
+
+
+@pytest.mark.parametrize("victim", [1, 2, 3])
+@pytest.mark.parametrize("how", list(BLOWS))
+def test_when_a_member_dies_the_others_go_on_without_it(victim: int, how: str) -> None:
+    blow, timeout = BLOWS[how]
+    weights = {"w": random_tensor(torch.uint8, (32 << 20,), 2)}
+    manifest = plan(describe_all(weights), bucket_bytes=1 << 20)
+    sender = Sender(manifest)
+    size, bucket_bytes = 32 << 20, 1 << 20
+    with members(3) as receivers:
+        dead = receivers[victim - 1]
+        survivors = [member for member in receivers if member is not dead]
+        hit_at = 0.0
+
+        def hit(sent: int) -> None:
+            nonlocal hit_at
+            if sent == 10 << 20:
+                dead.hit(blow)
+                hit_at = time.monotonic()
+
+        with chain(receivers, 0, size, bucket_bytes, timeout) as link:
+            with pytest.raises(TransportError) as caught:
+                sender.send(link, weights.items, bucket_timeout=timeout, progress=hit)
+            assert caught.value.peer == f"rank {victim}", caught.value
+            assert isinstance(caught.value, TransportTimeout) == (how == "stopped")
+            answers = [member.answer() for member in survivors]
+            assert time.monotonic() - hit_at < timeout / 2 + 5
+        assert all(a.peer == f"rank {victim}" for a in answers if a.error), answers
+        missing = min(a.next_bucket for a in answers)
+        assert 0 < missing < len(manifest.buckets)
+
+        with chain(survivors, missing, size, bucket_bytes) as link:
+            sender.send(link, weights.items, first_bucket=missing, bucket_timeout=TIMEOUT)
+        assert [m.answer().digest for m in survivors] == [sender.digest] * 2
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_the_trainers_death_reaches_all(rank: int) -> None:
+    with members(2) as receivers:
+        with chain(receivers) as link:
+            threading.Timer(0.2, link.abort).start()
+            start = time.monotonic()
+            answers = [member.answer() for member in receivers]
+            assert time.monotonic() - start < 5
+        assert [a.peer for a in answers] == ["rank 0"] * 2
+
+
+def test_an_abort_ends_what_waits_here_and_elsewhere(weights: dict[str, torch.Tensor]) -> None:
+    sender = Sender(plan(describe_all(weights), bucket_bytes=BUCKET))
+    with members(2) as receivers, chain(receivers) as link:
+        receivers[1].hit(signal.SIGSTOP)
+        threading.Timer(0.3, link.abort).start()
+        start = time.monotonic()
+        with pytest.raises(TransportError, match="aborted"):
+            sender.send(link, weights.items, bucket_timeout=TIMEOUT)
+        assert time.monotonic() - start < 5
+        assert receivers[0].answer().peer in {"rank 0", "rank 2"}
+        with pytest.raises(TransportError, match="aborted"):
+            link.send(torch.zeros(4, dtype=torch.int64), weights["w"])
+        link.abort()
+
+
+def test_a_silent_sender_is_a_timeout_of_one_bucket() -> None:
+    with members(2) as receivers, chain(receivers, timeout=0.5):
+        answers = [member.answer() for member in receivers]
+        assert all(a.error for a in answers)
+        assert answers[0].peer == "rank 0"
+
+
+def test_only_members_who_know_the_epoch_get_in() -> None:
+    meeting = open_meeting("ucx", epoch="secret", world_size=2)
+    forming = threading.Thread(target=lambda: form_in_vain(meeting))
+    forming.start()
+    with pytest.raises(TransportError, match="no group of this epoch"):
+        join(
+            "ucx",
+            epoch="guess",
+            rank=1,
+            world_size=2,
+            rendezvous=meeting.rendezvous,
+            timeout=TIMEOUT,
+        )
+    meeting.close()
+    forming.join(TIMEOUT)
+    assert not forming.is_alive()
+
+
+def form_in_vain(meeting: Meeting) -> None:
+    with pytest.raises(TransportError, match="closed"):
+        meeting.form(TIMEOUT)
+
+
+def test_whoever_does_not_join_is_named_in_bounded_time() -> None:
+    meeting = open_meeting("ucx", epoch="epoch", world_size=3)
+    with pytest.raises(TransportTimeout, match="rank 1, rank 2 did not join"):
+        meeting.form(0.3)
+    meeting.close()
+
+
+def test_no_thread_or_file_is_left(weights: dict[str, torch.Tensor]) -> None:
+    sender = Sender(plan(describe_all(weights), bucket_bytes=BUCKET))
+
+    def succeed(receivers: list[Member]) -> list[Answer]:
+        with chain(receivers) as link:
+            sender.send(link, weights.items, bucket_timeout=TIMEOUT)
+        return [member.answer() for member in receivers]
+
+    def fail(receivers: list[Member]) -> list[Answer]:
+        with chain(receivers) as link:
+
+            def abort(sent: int) -> None:
+                if sent >= BUCKET:
+                    link.abort()
+
+            with pytest.raises(TransportError, match="aborted"):
+                sender.send(link, weights.items, bucket_timeout=TIMEOUT, progress=abort)
+        return [member.answer() for member in receivers]
+
+    with members(2) as receivers:
+        for act in (succeed, fail):
+            act(receivers)  # what is made once and kept
+            files, threads = open_files(), threading.active_count()
+            theirs = [a.files for a in act(receivers)]
+            for _ in range(3):
+                answers = act(receivers)
+            assert all(a.files <= few + 2 for a, few in zip(answers, theirs, strict=True))
+            assert all(a.threads == 1 for a in answers)
+            assert threading.active_count() == threads
+            assert open_files() <= files + 2  # UCX closes connections a little later
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
