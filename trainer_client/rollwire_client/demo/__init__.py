@@ -10,6 +10,7 @@ that updates interrupted are scored again with the weights that their tags name.
     trainer    the policy gradient
     check      labels and log-probabilities against the weights that the labels name
     servers    processes, started, watched, ended
+    history    what happened, for display, verdict, plot and check
     run        all of it together
 """
 

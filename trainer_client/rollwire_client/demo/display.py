@@ -28,6 +28,7 @@ LINE_SECONDS = 5.0
 TOLD_PROBLEMS = 5
 BARS = "▁▂▃▄▅▆▇█"
 SPARKS = 48
+WIDTH = 84
 COLOURS = ("cyan", "magenta", "yellow", "blue", "green", "red")  # of versions
 
 
@@ -108,7 +109,8 @@ class Display:
             rows = [_facts(history)]
             if history.latest is not None:
                 rows += [Text(""), _sequence(history.latest)]
-        return Panel(Group(*rows), title=title, title_align="left", width=84, padding=(1, 2))
+        width = min(self._console.width, WIDTH)
+        return Panel(Group(*rows), title=title, title_align="left", width=width, padding=(1, 2))
 
 
 def _line(history: History) -> str:

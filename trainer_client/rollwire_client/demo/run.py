@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 GROUP = 8  # samples of a prompt
 GROUPS_PER_STEP = 8
 GROUPS_IN_FLIGHT = 16
+GROUPS_READY = 4
 
 WATCHER_SECONDS = 1.0
 
@@ -118,7 +119,7 @@ class _Learning:
                 seed=seed,
                 group=GROUP,
                 in_flight=GROUPS_IN_FLIGHT,
-                ready=GROUPS_PER_STEP,
+                ready=GROUPS_READY,
             )
             sampling = tasks.create_task(source.run())
             await self._learn(source, Publisher(fleet, kv_policy=KvPolicy.RECOMPUTE))

@@ -13,6 +13,10 @@ discounted to nothing: each letter of an answer is right or wrong by itself, so 
 compared with what the rest of the group wrote at the same position, and later letters are not its
 doing.
 
+The learning rate falls with what is left to learn. Adam's steps stay as long as ever when gradients
+become small, and the same step changes a sure policy more than an unsure one: with a constant rate
+letters that were learned are lost again.
+
 An entropy bonus keeps the policy trying: a letter that it is sure of, and wrong, is never put
 right, as no sample of the group ever shows the right one.
 """
@@ -29,8 +33,9 @@ from rollwire_client.demo.policy import logprobs
 if TYPE_CHECKING:
     from torch import Tensor
 
-LEARNING_RATE = 3e-3
-BETAS = (0.9, 0.95)
+LEARNING_RATE = 3e-3  # at reward 0, falling linearly
+LEAST_RATE = 0.3  # of it
+BETAS = (0.9, 0.99)
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 DUAL_CLIP = 3.0
 ENTROPY_BONUS = 0.05
@@ -84,6 +89,9 @@ class Trainer:
         """One pass over a batch."""
         token_ids, sampled = batch.token_ids.flatten(0, 1), batch.logprobs.flatten(0, 1)
         advantage = advantages(batch.rewards).flatten(0, 1)
+        left = max(1.0 - batch.rewards.mean().item(), LEAST_RATE)
+        for parameters in self._optimizer.param_groups:
+            parameters["lr"] = LEARNING_RATE * left
         order = torch.randperm(len(token_ids), generator=self._generator)
         for rows in order.chunk(MINIBATCHES):
             self._optimizer.zero_grad()
