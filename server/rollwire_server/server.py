@@ -213,6 +213,7 @@ class RolloutServer:
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_IGN)  # it exits already, and with its own code
 
     def _on_signal(self) -> None:
         if self._stopping.is_set():

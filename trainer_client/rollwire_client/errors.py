@@ -222,6 +222,7 @@ _BY_REASON: Mapping[str, type[RollwireError]] = {
     "WEIGHTS_TOO_OLD": WeightVersionError,
     "WEIGHTS_TOO_NEW": WeightVersionError,
     "TIMED_OUT": TimedOutError,
+    "INTERNAL": ServerFailedError,
     "NOT_FINITE": NotFiniteError,
     "QUEUE_FULL": QueueFullError,
     "STARTING": ServerNotReadyError,
