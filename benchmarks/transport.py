@@ -1,9 +1,10 @@
-"""How fast weights move: rollwire's gloo link between processes of this machine, beside the floor.
+"""How fast weights move: rollwire's links between processes of this machine, beside the floor.
 
     python benchmarks/transport.py --mib 1024 --bucket-mib 64 --receivers 1 3
 
 The floor is a plain TCP connection for each receiver, sendall from one buffer and recv_into
-another, in the same run. Gloo's figures include packing, unpacking, and the digests on both ends.
+another, in the same run. The links' figures include packing, unpacking, and the digests on both
+ends. Those that this machine lacks are left out.
 GB/s counts the weights once, however many receive them.
 """
 
@@ -23,6 +24,7 @@ import torch
 from rollwire_transport import (
     Receiver,
     Sender,
+    available_backends,
     describe_all,
     join,
     open_meeting,
@@ -46,9 +48,12 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=512, help="size of the weights")
     parser.add_argument("--bucket-mib", type=int, nargs="+", default=[64])
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 3])
+    parser.add_argument("--backends", nargs="+", default=["gloo", "ucx"])
     parser.add_argument("--rounds", type=int, default=5, help="the median of these is told")
     arguments = parser.parse_args()
 
+    usable = available_backends()
+    backends = [name for name in arguments.backends if usable[name].ok]
     weights = make_weights(arguments.mib << 20)
     size = sum(t.nbytes for t in weights.values())
     print(f"{size / 1e9:.2f} GB of bf16 in {len(weights)} tensors, torch {torch.__version__}")
@@ -62,10 +67,11 @@ def main() -> None:
         print(f"{'plain TCP':28}{receivers:10}{rate:8.2f}{1:10.0%}")
         for mib in arguments.bucket_mib:
             manifest = plan(describe_all(weights), bucket_bytes=mib << 20)
-            send = functools.partial(send_gloo, manifest, weights)
-            elapsed = run(receivers, arguments.rounds, send, receive_gloo)
-            label = f"gloo, buckets of {mib} MiB"
-            print(f"{label:28}{receivers:10}{size / elapsed / 1e9:8.2f}{floor / elapsed:10.0%}")
+            for backend in backends:
+                send = functools.partial(send_weights, backend, manifest, weights)
+                elapsed = run(receivers, arguments.rounds, send, receive_weights)
+                label = f"{backend}, buckets of {mib} MiB"
+                print(f"{label:28}{receivers:10}{size / elapsed / 1e9:8.2f}{floor / elapsed:10.0%}")
 
 
 def make_weights(size: int) -> dict[str, Tensor]:
@@ -142,7 +148,7 @@ def send_raw(size: int, pipes: list[Connection]) -> float:
     return elapsed
 
 
-def receive_raw(pipe: Connection, rank: int) -> None:  # noqa: ARG001 - as receive_gloo
+def receive_raw(pipe: Connection, rank: int) -> None:  # noqa: ARG001 - as receive_weights
     """The other end of ``send_raw``, in a process of its own."""
     while (order := pipe.recv()) is not None:
         address, size = order
@@ -154,12 +160,14 @@ def receive_raw(pipe: Connection, rank: int) -> None:  # noqa: ARG001 - as recei
         pipe.send("done")
 
 
-def send_gloo(manifest: Manifest, weights: dict[str, Tensor], pipes: list[Connection]) -> float:
+def send_weights(
+    backend: str, manifest: Manifest, weights: dict[str, Tensor], pipes: list[Connection]
+) -> float:
     """Sends the weights in a group of their own, and compares the digests."""
     epoch, world_size = secrets.token_hex(), len(pipes) + 1
-    meeting = open_meeting("gloo", epoch=epoch, world_size=world_size)
+    meeting = open_meeting(backend, epoch=epoch, world_size=world_size)
     for pipe in pipes:
-        pipe.send((manifest, epoch, world_size, meeting.rendezvous))
+        pipe.send((backend, manifest, epoch, world_size, meeting.rendezvous))
     link = meeting.form(TIMEOUT)
     answers(pipes)
     sender = Sender(manifest)
@@ -172,11 +180,11 @@ def send_gloo(manifest: Manifest, weights: dict[str, Tensor], pipes: list[Connec
     return elapsed
 
 
-def receive_gloo(pipe: Connection, rank: int) -> None:
-    """The other end of ``send_gloo``, in a process of its own."""
+def receive_weights(pipe: Connection, rank: int) -> None:
+    """The other end of ``send_weights``, in a process of its own."""
     destination: dict[str, Tensor] = {}
     while (order := pipe.recv()) is not None:
-        manifest, epoch, world_size, rendezvous = order
+        backend, manifest, epoch, world_size, rendezvous = order
         if not destination:
             destination = {
                 spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
@@ -184,7 +192,7 @@ def receive_gloo(pipe: Connection, rank: int) -> None:
             }
         receiver = Receiver(manifest, destination)
         link = join(
-            "gloo",
+            backend,
             epoch=epoch,
             rank=rank,
             world_size=world_size,
@@ -193,8 +201,8 @@ def receive_gloo(pipe: Connection, rank: int) -> None:
         )
         pipe.send("ready")
         receiver.receive(link, first_bucket=0, bucket_timeout=TIMEOUT)
-        link.close()
         pipe.send(receiver.digest)
+        link.close()  # which may wait for the sender to end the group
 
 
 if __name__ == "__main__":

@@ -357,13 +357,15 @@ class _UcxLink(Link):
             return Word.TAKING if self._buckets else Word.WORKING
 
     def _ask(self, word: Word, about: int, error: TransportError) -> TransportError:
-        """Tells what went wrong here; returns what rank 0 says of it, which hears of the others
-        too, or ``error``.
+        """Tells rank 0 what went wrong here; returns what it says, since it hears of the others
+        too, or else ``error``.
         """
+        if self._place.rank == 0:
+            return error
         self._watch.tell(word, about)
         deadline = time.monotonic() + _VERDICT_SECONDS
         try:
-            while time.monotonic() < deadline and self._place.rank > 0:
+            while time.monotonic() < deadline:
                 self._watch.wait(_VERDICT_SECONDS / 10)
                 self._watch.check()
         except TransportError as verdict:
