@@ -72,6 +72,7 @@ class Progress:
 
     phase: Phase
     received_bytes: int
+    forwarded_bytes: int
     next_bucket: int
     digest: int
     detail: str
@@ -102,6 +103,7 @@ class Update:
     failure: ServiceError | None = None
     epoch: str = ""
     link: transport.Link | None = None
+    forwarded_bytes: int = 0  # in former groups
     joining: asyncio.Task[ServiceError | None] | None = None
     receiving: asyncio.Task[None] | None = None
     committing: asyncio.Task[Commit | ServiceError] | None = None
@@ -116,6 +118,7 @@ class Update:
         return Progress(
             phase=self.phase,
             received_bytes=self.receiver.received_bytes,
+            forwarded_bytes=self.forwarded_bytes + (self.link.forwarded_bytes if self.link else 0),
             next_bucket=self.receiver.next_bucket,
             digest=self.receiver.digest if staged else 0,
             detail=self.detail,

@@ -479,6 +479,7 @@ class Updates:
         update.link = update.receiving = None
         if link is not None:
             link.abort()
+            update.forwarded_bytes += link.forwarded_bytes
         if receiving is not None:
             await receiving
 

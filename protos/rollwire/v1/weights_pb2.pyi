@@ -340,9 +340,7 @@ class JoinTransportRequest(_message.Message):
     """"nccl", "gloo", "ucx" """
     world_size: _builtins.int
     rendezvous: _builtins.str
-    """Where the members meet: host:port of the trainer's store (collective backends), or of the peer that this server
-    receives from (ucx).
-    """
+    """Where the members meet: host:port of the trainer, also where a server receives from another (ucx)."""
     first_bucket: _builtins.int
     @_builtins.property
     def publisher(self) -> Global___Publisher: ...

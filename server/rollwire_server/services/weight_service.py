@@ -67,6 +67,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
                     weights_pb2.UpdateWeightsResponse(
                         phase=messages.PHASES[progress.phase],
                         received_bytes=progress.received_bytes,
+                        forwarded_bytes=progress.forwarded_bytes,
                         next_bucket=progress.next_bucket,
                         digest=progress.digest,
                         detail=progress.detail,
