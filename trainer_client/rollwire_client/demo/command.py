@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 from pathlib import Path  # noqa: TC003 - typer reads the annotation
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -17,9 +16,12 @@ from rollwire_client.demo.settings import DemoSettings
 from rollwire_client.errors import MissingDependencyError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Coroutine
 
+TERMINATED = 143  # as shells have it: 128 + SIGTERM
 DEFAULTS = DemoSettings()
+
+T = TypeVar("T")
 
 app = typer.Typer(add_completion=False)
 
@@ -66,8 +68,10 @@ def demo(
             raise MissingDependencyError(
                 f"the demo needs {error.name}: pip install 'rollwire[demo]'"
             ) from error
-        with _terminable():
-            outcome = asyncio.run(run_demo(settings, display))
+        try:
+            outcome = asyncio.run(_until_terminated(run_demo(settings, display)))
+        except asyncio.CancelledError:
+            return TERMINATED
     plot = output / "reward.png"
     plot_reward(outcome.history, plot)
     findings = judge(outcome)
@@ -84,11 +88,9 @@ def _make(folder: Path) -> None:
         raise DemoError(f"cannot write to the folder {folder}")
 
 
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
+async def _until_terminated(work: Coroutine[Any, Any, T]) -> T:
     """SIGTERM ends the demo as Ctrl-C does: with its servers."""
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(work)
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    return await task
