@@ -100,7 +100,8 @@ async def test_commits_of_the_same_weights_and_holds_do_not_matter() -> None:
                     len(driver.recorder.steps) >= steps or all(s.end is not None for s in sampled)
                 )
             )
-        assert driver.tag.revision > 5
+        # How many commits fit in depends on the machine; that a sequence met several does not.
+        assert max(len(set(s.revisions)) for s in sampled) > 1
         assert results(sampled) == whole
 
 
