@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
+
+from support.forked import ServerCommand
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +27,7 @@ STOP_SECONDS = 30
 class ServerProcess:
     """A ``rollwire-server`` that is up."""
 
-    process: subprocess.Popen[bytes]
+    process: ServerCommand
     address: str
     server_id: str
     log: Path
@@ -51,13 +52,12 @@ def _start(folder: Path, *flags: str) -> ServerProcess:
     ready, log = folder / f"server-{number}.json", folder / f"server-{number}.log"
     arguments = ["--model", "builtin:tiny"] if "--model" not in flags else []
     arguments += ["--listen", "127.0.0.1:0"] if "--listen" not in flags else []
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*COMMAND, *arguments, "--ready-file", str(ready), *flags],
-            stdout=output,
-            stderr=output,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+    log.touch()
+    process = ServerCommand(
+        [*arguments, "--ready-file", str(ready), *flags],
+        log,
+        {**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     deadline = time.monotonic() + START_SECONDS
     while not ready.exists():
         if process.poll() is not None or time.monotonic() > deadline:

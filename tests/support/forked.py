@@ -1,0 +1,79 @@
+"""Processes of the server that share one import of its libraries.
+
+Importing torch and transformers is most of a server's start and end. They are imported once, in a
+process that does nothing else (``multiprocessing``'s fork server), and each server is a fork of it:
+a process of its own that runs the command with its own flags, environment and log.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    [
+        "pytest",  # each fork runs the main module again, which imports it
+        "rollwire_server.command",
+        "rollwire_server.server",
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.qwen2.modeling_qwen2",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    ]
+)
+
+
+class ServerCommand:
+    """``rollwire-server`` with flags, started; in the words of ``subprocess.Popen``."""
+
+    def __init__(self, flags: Sequence[str], log: Path, environment: dict[str, str]) -> None:
+        self._process = _context.Process(
+            target=_run, args=(list(flags), str(log), environment), daemon=True
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs; negative: the signal that ended it."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        """The exit code.
+
+        Raises:
+            TimeoutError: It still runs.
+        """
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise TimeoutError(f"process {self.pid} still runs after {timeout:g} s")
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _run(flags: list[str], log: str, environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.close(output)
+    sys.argv = ["rollwire-server", *flags]
+    from rollwire_server.main import main
+
+    main()
