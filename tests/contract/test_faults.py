@@ -17,11 +17,10 @@ import grpc
 import pytest
 from rollwire.v1 import rollout_pb2
 from support.calls import Api, Generation, Output, Stream, connected, generate, request
+from support.servers import ServerProcess, resident_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from support.servers import ServerProcess
 
 LONG = 3000
 
@@ -43,22 +42,16 @@ def _count(folder: Path) -> int:
     return len(list(folder.iterdir()))
 
 
-def resident(pid: int) -> int:
-    """Resident memory in MiB."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
-
-
 @contextmanager
 def as_before(server: ServerProcess, *, grown: int = 192) -> Iterator[None]:
     """No thread or file more afterwards, and no memory beyond the KV cache's first use (MiB)."""
     pid = server.process.pid
-    before, memory = Footprint.of(pid), resident(pid)
+    before, memory = Footprint.of(pid), resident_bytes(pid)
     yield
     after = Footprint.of(pid)
     assert after.threads <= before.threads
     assert after.files <= before.files + 2  # connections of this test that close in a moment
-    assert resident(pid) <= memory + grown
+    assert resident_bytes(pid) <= memory + (grown << 20)
 
 
 @pytest.mark.slow
@@ -208,7 +201,7 @@ async def test_memory_stays_level(api: Api, server: ServerProcess) -> None:
             await stream.start(handle, request((1,), 4, seed=handle, grace=0.05))
         await stream.all()
         await api.idle()
-        used.append(resident(server.process.pid))
+        used.append(resident_bytes(server.process.pid) >> 20)
     assert used[-1] <= used[2] + 4
 
 

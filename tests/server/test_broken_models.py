@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -10,11 +13,11 @@ import torch
 from rollwire.v1 import common_pb2
 from safetensors.torch import load_file, save_file
 from support.calls import Generation, connected, generate, reason_of, request
+from support.checkpoints import dense
 from support.publishing import Update
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
     from support.servers import StartServer
 
@@ -24,14 +27,7 @@ POISON = 77
 @pytest.fixture
 def poisoned(tmp_path: Path) -> Path:
     """A checkpoint that gives NaN after token POISON, and is sound otherwise."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=1024,
-        tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    folder = tmp_path / "poisoned"
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    folder = dense(tmp_path / "poisoned")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.embed_tokens.weight"][POISON] = float("nan")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -78,3 +74,45 @@ async def test_a_policy_that_is_all_nan_is_told_for_each_sequence(
         await Update(api, sound, 2).publish()
         assert (await generate(api, request((1, 2), 10))).reason == "LENGTH"
         await api.idle()
+
+
+async def test_a_step_that_raises_interrupts_its_sequences(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    """The system refuses the step's memory: what was sampled is told, and goes on elsewhere."""
+    model = dense(tmp_path / "wide", vocab_size=32768)
+    server = start_server("--model", str(model))
+    greedy = {"temperature": 0, "ignore_eos": True}
+    async with connected(server.address) as api:
+        whole = await generate(api, request((1, 2, 3), 1000, **greedy))
+        under_way = Generation(api, request((1, 2, 3), 1000, **greedy))
+        await under_way.some(10)
+        with memory_limit(server.process.pid, spare=64 << 20):
+            # The logits of its prompt take 256 MiB.
+            wide = await generate(api, request(range(2048), 5, prompt_logprobs=True))
+            output = await under_way.all()
+        for broken in (wide, output):
+            assert broken.reason == "INTERRUPTED"
+            assert broken.finish is not None
+            assert "step failed" in broken.finish.message
+            assert broken.finish.output_tokens == len(broken.tokens)
+        assert output.tokens == whole.tokens[: len(output.tokens)]
+        assert (await api.info()).state == common_pb2.SERVER_STATE_SERVING
+        await api.idle()
+        rest = await generate(api, request((1, 2, 3), 1000, prefix=output.tokens, **greedy))
+        assert output.tokens + rest.tokens == whole.tokens
+        wide = await generate(api, request(range(2048), 5, prompt_logprobs=True))
+        assert len(wide.prompt_logprobs) == 2047
+
+
+@contextlib.contextmanager
+def memory_limit(pid: int, *, spare: int) -> Iterator[None]:
+    """Lets a process have so many bytes more than it has, and no more."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    unlimited = resource.prlimit(pid, resource.RLIMIT_AS)
+    most = pages * resource.getpagesize() + spare
+    resource.prlimit(pid, resource.RLIMIT_AS, (most, unlimited[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_AS, unlimited)

@@ -172,55 +172,6 @@ async def test_a_drain_discards_an_update_and_the_server_goes(start_server: Star
     assert await asyncio.to_thread(server.stop) == 0
 
 
-@pytest.mark.parametrize("kept", ["KEEP", "HOST_BACKUP"])
-async def test_sleep_frees_memory_and_waking_brings_the_policy_back(
-    start_server: StartServer, kept: str
-) -> None:
-    async with connected(start_server().address) as api:
-        await Update(api, await random_weights(api, 1), 3).publish()
-        before = await generate(api, request((4, 5), 30, seed=1))
-        running = Generation(api, request((1,), LONG))
-        await running.some(2)
-        weights = rollout_pb2.SleepingWeights.Value(f"SLEEPING_WEIGHTS_{kept}")
-        answer = await api.rollouts.Sleep(rollout_pb2.SleepRequest(weights=weights), timeout=10)
-        assert answer.freed_bytes > 0
-        assert (await running.all()).reason == "INTERRUPTED"
-        assert (await api.info()).state == common_pb2.SERVER_STATE_SLEEPING
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await generate(api, request())
-        assert reason_of(caught.value) == "SLEEPING"
-        woken = await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=10)
-        assert woken.weights.version == 3
-        after = await generate(api, request((4, 5), 30, seed=1))
-        assert after.tokens == before.tokens
-        assert after.logprobs == pytest.approx(before.logprobs, abs=1e-5)
-        assert (await status(api, verify=True)).intact
-
-
-async def test_discarded_weights_are_gone(start_server: StartServer) -> None:
-    async with connected(start_server().address) as api:
-        base = await generate(api, request((4, 5), 30, seed=1))
-        tensors = await random_weights(api, 1)
-        await Update(api, tensors, 3).publish()
-        discard = rollout_pb2.SleepRequest(weights=rollout_pb2.SLEEPING_WEIGHTS_DISCARD)
-        await api.rollouts.Sleep(discard, timeout=10)
-        await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=10)
-        assert (await api.info()).state == common_pb2.SERVER_STATE_AWAITING_WEIGHTS
-        answer = await Update(api, tensors, 3).publish()
-        assert not answer.already_current
-        assert (await status(api, verify=True)).intact
-        await api.rollouts.Sleep(discard, timeout=10)
-        reload = rollout_pb2.WakeUpRequest(reload_checkpoint=True)
-        woken = await api.rollouts.WakeUp(reload, timeout=10)
-        assert not woken.weights.HasField("version")
-        assert woken.weights.revision == answer.weights.revision + 1
-        again = await generate(api, request((4, 5), 30, seed=1))
-        assert again.tokens == base.tokens
-        assert {tag.SerializeToString() for tag in again.tags} == {
-            woken.weights.SerializeToString()
-        }
-
-
 async def test_a_full_queue_refuses_and_says_when_to_come_back(start_server: StartServer) -> None:
     server = start_server("--max-running", "2", "--max-waiting", "1")
     async with connected(server.address) as api:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from support.forked import ServerCommand
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 START_SECONDS = 60
 STOP_SECONDS = 30
@@ -67,6 +65,12 @@ def _start(folder: Path, *flags: str) -> ServerProcess:
         time.sleep(0.02)
     told = json.loads(ready.read_text())
     return ServerProcess(process, told["listen"], told["server_id"], log)
+
+
+def resident_bytes(pid: int) -> int:
+    """The memory that a process really has."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,64 @@
+"""Who runs when: oldest first, running sequences keep their pace, a full cache costs only time."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from typing import TYPE_CHECKING
+
+from support.calls import Stream, connected, request
+
+if TYPE_CHECKING:
+    from support.servers import StartServer
+
+LONG = 3900
+
+
+async def test_a_long_prompt_does_not_stop_what_runs(start_server: StartServer) -> None:
+    """A step computes so many prompt tokens at the most, and one token of all that decodes."""
+    budget, prompt = 64, 2000
+    async with connected(start_server("--prefill-tokens", str(budget)).address) as api:
+        stream = Stream(api)
+        await stream.start(1, request((1,), LONG, ignore_eos=True))
+        while not stream.outputs[1].tokens:
+            await stream.read()
+        before = len(stream.outputs[1].tokens)
+        await stream.start(2, request([2] * prompt, 1))
+        while not stream.outputs[2].tokens:
+            await stream.read()
+        assert len(stream.outputs[1].tokens) - before >= math.ceil(prompt / budget) - 1
+        await stream.abort(1)
+        await stream.all()
+        await api.idle()
+
+
+async def test_the_oldest_comes_first(start_server: StartServer) -> None:
+    async with connected(start_server("--max-running", "1").address) as api:
+        await api.pause("while they arrive")
+        stream = Stream(api)
+        for handle in range(8):
+            await stream.start(handle, request((handle + 1,), 5, request_id=uuid.uuid4().hex))
+        await api.held(8)
+        await api.resume()
+        ended: list[int] = []
+        while len(ended) < 8:
+            assert await stream.read()
+            done = [h for h, output in stream.outputs.items() if output.finish is not None]
+            ended += [handle for handle in done if handle not in ended]
+        assert ended == sorted(ended)
+
+
+async def test_a_full_cache_costs_time_and_no_sequence(start_server: StartServer) -> None:
+    """Twelve sequences that fill the context each, where the cache holds three."""
+    context = 256
+    flags = ("--max-running", "3", "--context-length", str(context))
+    async with connected(start_server(*flags).address) as api:
+        stream = Stream(api)
+        for handle in range(12):
+            prompt = [handle + 1] * (10 + 20 * handle)
+            await stream.start(handle, request(prompt, None, ignore_eos=True))
+        outputs = await stream.all()
+        for handle, output in outputs.items():
+            assert output.reason == "LENGTH"
+            assert len(output.tokens) == context - (10 + 20 * handle)
+        await api.idle()
