@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 from rollwire.v1 import common_pb2, rollout_pb2
 from support.calls import Api, Generation, generate, reason_of, request
-from support.publishing import TERMS, Update, random_weights
+from support.publishing import TERMS, Update, random_weights, status
 
 if TYPE_CHECKING:
     from support.servers import ServerProcess
@@ -50,9 +50,13 @@ class Machine(RuleBasedStateMachine):
         self.channel = self.run(self._connect())
         self.api = Api(self.channel)
         self.held: set[str] = set()
+        self.mode = "SERVING"
+        self.discarded = False
         self.live: list[Live] = []
         self.staged: Update | None = None
-        self.weights = self.run(self.api.info()).weights
+        told = self.run(status(self.api))
+        self.weights = told.weights
+        self.highest = max((tag.version for tag in told.history), default=0)
 
     async def _connect(self) -> grpc.aio.Channel:
         return grpc.aio.insecure_channel(self.address)
@@ -64,15 +68,29 @@ class Machine(RuleBasedStateMachine):
 
         return self.runner.run(bounded())
 
+    @property
+    def state(self) -> str:
+        return "PAUSED" if self.held and self.mode == "SERVING" else self.mode
+
+    def refused(self, call) -> str:  # type: ignore[no-untyped-def]
+        """The reason of a refusal."""
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            self.run(call)
+        return reason_of(caught.value)
+
     def teardown(self) -> None:
         async def leave() -> None:
             await self.api.resume()
+            await self.api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=20)
             if self.staged is not None:
                 await self.staged.discard()
             await self.api.rollouts.Abort(rollout_pb2.AbortRequest(all=True), timeout=10)
             for live in self.live:
                 assert (await live.generation.all()).reason == "ABORTED"
             await self.api.idle()
+            if (await self.api.info()).state != common_pb2.SERVER_STATE_SERVING:
+                tensors = await random_weights(self.api, 0)
+                await Update(self.api, tensors, self.highest + 1, term=next(TERMS)).publish()
             await self.channel.close()
 
         self.run(leave())
@@ -90,6 +108,7 @@ class Machine(RuleBasedStateMachine):
         self.held.discard(pause_id)
         assert self.run(self.api.resume(pause_id)).remaining_pauses == len(self.held)
 
+    @precondition(lambda self: self.mode == "SERVING")
     @rule(bound=st.booleans())
     def start(self, *, bound: bool) -> None:
         most = self.weights.version if bound and self.weights.HasField("version") else None
@@ -138,10 +157,10 @@ class Machine(RuleBasedStateMachine):
         assert self.run(self.api.abort(live.request_id)) == (1, [])
         assert self.run(live.generation.all()).reason == "ABORTED"
 
-    @precondition(lambda self: self.staged is None)
+    @precondition(lambda self: self.staged is None and self.mode != "SLEEPING")
     @rule(seed=st.integers(0, 3), tagged=st.booleans())
     def stage(self, seed: int, *, tagged: bool) -> None:
-        version = self.weights.version + 1 if tagged else None
+        version = self.highest + 1 if tagged else None
         tensors = self.run(random_weights(self.api, seed))
         self.staged = Update(self.api, tensors, version, term=next(TERMS))
         self.run(self.staged.stage())
@@ -153,9 +172,11 @@ class Machine(RuleBasedStateMachine):
         change, self.staged = self.staged, None
         assert change is not None
         answer = self.run(change.commit(policy))
+        self.mode = "SERVING"
         untouched = change.version is None and answer.already_current
         assert answer.weights.revision == self.weights.revision + (0 if untouched else 1)
         self.weights = answer.weights
+        self.highest = max(self.highest, answer.weights.version)
         over = [live for live in self.live if live.bound is not None and change.version is not None]
         for live in over:
             self.live.remove(live)
@@ -167,11 +188,51 @@ class Machine(RuleBasedStateMachine):
         change, self.staged = self.staged, None
         assert change is not None
         assert self.run(change.discard()).weights == self.weights
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            self.run(change.commit())
-        assert reason_of(caught.value) == "NOT_STAGED"
+        assert self.refused(change.commit()) == "NOT_STAGED"
 
-    @precondition(lambda self: not self.held)
+    @precondition(lambda self: self.mode == "SERVING")
+    @rule(form=st.sampled_from(["KEEP", "HOST_BACKUP", "DISCARD"]))
+    def sleep(self, form: str) -> None:
+        weights = rollout_pb2.SleepingWeights.Value(f"SLEEPING_WEIGHTS_{form}")
+        message = rollout_pb2.SleepRequest(weights=weights)
+        assert self.run(self.api.rollouts.Sleep(message, timeout=20)).freed_bytes > 0
+        self.mode, self.discarded = "SLEEPING", form == "DISCARD"
+        for live in self.live:
+            assert self.run(live.generation.all()).reason == "INTERRUPTED"
+        self.live.clear()
+        if self.staged is not None:  # it was dropped
+            assert self.refused(self.staged.commit()) == "SLEEPING"
+            self.staged = None
+
+    @precondition(lambda self: self.mode == "SLEEPING")
+    @rule(reload=st.booleans())
+    def wake_up(self, *, reload: bool) -> None:
+        message = rollout_pb2.WakeUpRequest(reload_checkpoint=reload)
+        call = self.api.rollouts.WakeUp(message, timeout=20)
+        if reload and not self.discarded:
+            assert self.refused(call) == "BAD_REQUEST"
+            return
+        woken = self.run(call).weights
+        if reload:
+            assert woken.revision == self.weights.revision + 1
+            self.weights = woken
+        assert woken == self.weights
+        self.mode = "AWAITING_WEIGHTS" if self.discarded and not reload else "SERVING"
+
+    @precondition(lambda self: self.mode != "SERVING")
+    @rule()
+    def nothing_is_sampled(self) -> None:
+        assert self.refused(generate(self.api, request())) == self.mode
+        again = self.api.rollouts.Sleep(rollout_pb2.SleepRequest(), timeout=20)
+        assert self.refused(again) == self.mode
+
+    @precondition(lambda self: self.mode == "SLEEPING")
+    @rule()
+    def no_update_is_taken_asleep(self) -> None:
+        update = Update(self.api, self.run(random_weights(self.api, 0)), term=next(TERMS))
+        assert self.refused(update.announce()) == "SLEEPING"
+
+    @precondition(lambda self: self.state == "SERVING")
     @rule(seed=st.integers(0, 2**64 - 1))
     def generate_one(self, seed: int) -> None:
         output = self.run(generate(self.api, request((9,), 3, seed=seed)))
@@ -181,8 +242,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def the_server_says_what_it_does(self) -> None:
         info = self.run(self.api.info())
-        paused, serving = common_pb2.SERVER_STATE_PAUSED, common_pb2.SERVER_STATE_SERVING
-        assert info.state == (paused if self.held else serving)
+        assert common_pb2.ServerState.Name(info.state) == f"SERVER_STATE_{self.state}"
         assert info.weights == self.weights
         running = info.running_sequences + info.waiting_sequences
         assert info.held_sequences == (len(self.live) if self.held else 0)
@@ -196,8 +256,8 @@ def test_calls_in_any_order(server: ServerProcess) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=30,
-            stateful_step_count=12,
+            max_examples=60,
+            stateful_step_count=16,
             deadline=None,
             derandomize=True,
             suppress_health_check=list(HealthCheck),
