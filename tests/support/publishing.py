@@ -191,10 +191,10 @@ async def status(api: Api, *, verify: bool = False) -> weights_pb2.GetWeightStat
     )
 
 
-async def no_update(api: Api) -> None:
+async def no_update(api: Api, seconds: float = 5) -> None:
     """Returns when no update is under way."""
 
     async def is_none() -> bool:
         return not (await status(api)).update_id
 
-    await until(is_none)
+    await until(is_none, seconds)

@@ -1,0 +1,101 @@
+"""Something that happens to one server in exactly one phase of a publish."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from support.calls import until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import Tensor
+
+    from support.servers import ServerProcess
+    from support.steps import Steps
+
+PHASES = (
+    "ready",  # every server has checked the update and reserved memory
+    "joining",  # the victim is where the group meets, the others are not
+    "transfer",  # half of the tensors are on their way
+    "staged",  # every server has everything, and none was told to commit
+    "commit",  # another server has committed, the victim was not told to
+)
+
+ESTABLISHED = "01"
+SECONDS = 30
+
+
+class Strike:
+    """Calls ``act`` once, in a phase of the publish that goes over channels watched by ``steps``.
+
+    Args:
+        phase: One of ``PHASES``.
+        steps: Of the publisher's channels.
+        victim: The server; it must not be the fleet's only one.
+        act: What happens.
+    """
+
+    def __init__(
+        self, phase: str, steps: Steps, victim: ServerProcess, act: Callable[[], None]
+    ) -> None:
+        self._phase = phase
+        self._victim = victim
+        self._act = act
+        self._done = asyncio.Event()
+        self._committed = asyncio.Event()
+        steps.before = {"JoinTransport": self._before_join, "CommitWeights": self._before_commit}
+        steps.after = {"CommitWeights": self._after_commit}
+
+    @property
+    def done(self) -> bool:
+        """Whether it has happened."""
+        return self._done.is_set()
+
+    def source(self, tensors: Mapping[str, Tensor]) -> Callable[[], Iterator[tuple[str, Tensor]]]:
+        """The tensors, as what a publish takes."""
+
+        def source() -> Iterator[tuple[str, Tensor]]:
+            for number, item in enumerate(tensors.items()):
+                if self._phase == "transfer" and number == len(tensors) // 2:
+                    self._happens()
+                yield item
+
+        return source
+
+    def _happens(self) -> None:
+        if not self.done:
+            self._done.set()
+            self._act()
+
+    async def _before_join(self, address: str, request: Any) -> None:
+        if self._phase == "ready":
+            self._happens()
+        elif self._phase == "joining" and not self.done and address != self._victim.address:
+            port = int(request.rendezvous.rpartition(":")[2])
+
+            async def is_time() -> bool:
+                return self.done or is_connected(self._victim.process.pid, port)
+
+            await until(is_time, SECONDS)
+            self._happens()
+
+    async def _before_commit(self, address: str, _request: Any) -> None:
+        if self._phase == "staged":
+            self._happens()
+        elif self._phase == "commit" and not self.done and address == self._victim.address:
+            async with asyncio.timeout(SECONDS):
+                await self._committed.wait()
+            self._happens()
+
+    async def _after_commit(self, _address: str, _request: Any) -> None:
+        self._committed.set()
+
+
+def is_connected(pid: int, port: int) -> bool:
+    """Whether a connection to ``port`` stands, as the process's network namespace sees it."""
+    lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    fields = [line.split() for line in lines]
+    return any(f[3] == ESTABLISHED and int(f[2].partition(":")[2], 16) == port for f in fields)

@@ -1,0 +1,136 @@
+"""One server dies or freezes in a phase of a publish: the others commit, and it comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from rollwire_client import (
+    Fleet,
+    PublishReport,
+    RolloutClient,
+    Sampling,
+    ServerInfo,
+    ServerState,
+    ServerUnreachableError,
+    UnavailableError,
+)
+from support.calls import connected, until
+from support.crossing import PROMPT, assert_equal_under, crossing
+from support.fleets import QUICK, TIMEOUTS, policy, published, publisher
+from support.footprint import Footprint, nothing_is_left
+from support.phases import PHASES, Strike
+from support.publishing import status
+from support.steps import Steps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from support.fleets import Servers
+    from support.servers import ServerProcess
+
+# A server is found by its silence, or because it does not answer; then the others get a new group.
+# The rest is for a busy machine.
+BOUND = TIMEOUTS.silence + TIMEOUTS.stalled + TIMEOUTS.commit_silence + QUICK.call + 20
+
+
+def kill(server: ServerProcess) -> None:
+    server.kill()
+
+
+def freeze(server: ServerProcess) -> None:
+    os.kill(server.process.pid, signal.SIGSTOP)
+
+
+def thaw(server: ServerProcess) -> None:
+    os.kill(server.process.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("fault", [kill, freeze])
+async def test_a_fault_costs_one_server(
+    three: Servers, fault: Callable[[ServerProcess], None], phase: str
+) -> None:
+    first, victim, last = three.all
+    old, new, newer = (three.next_version() for _ in range(3))
+    steps = Steps()
+    async with three.fleet(steps) as fleet:
+        trainer = publisher(fleet)
+        await published(trainer, old)
+        before = [Footprint.of(server.process.pid) for server in (first, last)]
+        strike = Strike(phase, steps, victim, lambda: fault(victim))
+        async with crossing(first.address, last.address) as sequences:
+            began = time.monotonic()
+            source = strike.source(await policy(trainer, new))
+            report = await (await trainer.publish(new, source)).committed
+            assert time.monotonic() - began < BOUND
+            assert strike.done
+            only_the_victim_failed(report, victim)
+            for sequence in sequences:
+                await sequence.reaches(new)
+                assert sequence.versions == [old, new]
+                assert sequence.digests[new] == {report.digest}
+        assert_equal_under(old, sequences)
+        for server, footprint in zip((first, last), before, strict=True):
+            await nothing_is_left(server, footprint)
+
+        if fault is kill:
+            victim = three.restart(victim)
+            await serves_nothing(victim, fleet)
+        else:
+            thaw(victim)
+            await is_not_taken_for_current(victim, fleet, old, new)
+        report = await published(trainer, newer)
+        async with crossing(victim.address) as (sequence,):
+            await sequence.reaches(newer)
+            assert sequence.versions == [newer]
+            assert sequence.digests[newer] == {report.digest}
+
+
+def only_the_victim_failed(report: PublishReport, victim: ServerProcess) -> None:
+    (failed,) = report.failed
+    assert failed.address == victim.address
+    assert isinstance(failed.error, ServerUnreachableError)
+    assert victim.address in str(failed.error)
+    served = [server.weights for server in report.servers if server.weights is not None]
+    assert len(served) == 2
+    assert {(tag.version, tag.digest) for tag in served} == {(report.version, report.digest)}
+
+
+async def serves_nothing(server: ServerProcess, fleet: Fleet) -> None:
+    """A server that was started again; returns when the fleet knows it."""
+    async with RolloutClient(server.address) as client:
+        assert (await client.info()).state is ServerState.AWAITING_WEIGHTS
+        with pytest.raises(UnavailableError):
+            await client.generate(PROMPT, Sampling(max_new_tokens=1))
+
+    async def known() -> bool:
+        info = (await fleet.info())[server.address]
+        return isinstance(info, ServerInfo) and info.server_id == server.server_id
+
+    await until(known, seconds=20)
+
+
+async def is_not_taken_for_current(server: ServerProcess, fleet: Fleet, old: int, new: int) -> None:
+    """A server that was frozen serves what it served, says so, and gets nothing from the fleet.
+
+    One that was told to commit meanwhile may do so now.
+    """
+    async with connected(server.address) as api:
+        told = await status(api, verify=True)
+    assert told.intact
+    assert told.weights.version in (old, new)
+    (member,) = [m for m in fleet.members if m.address == server.address]
+
+    async def known() -> bool:
+        return "the next publish brings it up" in str(member.problem) or (
+            member.problem is None and member.has(new)
+        )
+
+    await until(known, seconds=20)
+    for _ in range(3):
+        trajectory = await fleet.generate(PROMPT, Sampling(max_new_tokens=1))
+        assert trajectory.versions == (new,)
