@@ -17,9 +17,9 @@ from rollwire_transport import (
     ManifestError,
     Receiver,
     Sender,
+    SourceError,
     TensorSpec,
     TransportError,
-    describe,
     describe_all,
     plan,
     sum_digests,
@@ -271,17 +271,88 @@ def test_a_source_that_gives_something_else_sends_none_of_it(
     assert link.aborted
 
 
-def test_a_dtensor_must_be_gathered_first(trainers_own_group: None) -> None:
+def test_a_dtensor_is_gathered_if_it_is_needed(
+    trainers_own_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
-    tensor = DTensor.from_local(torch.zeros(4), init_device_mesh("cpu", (1,)), [Replicate()])
-    manifest = plan([describe("a", tensor)])
-    with pytest.raises(ManifestError, match="full_tensor"):
-        Sender(manifest).send(MemoryLink(), lambda: [("a", tensor)], bucket_timeout=1)
+    mesh = init_device_mesh("cpu", (1,))
+    tensors = {
+        name: DTensor.from_local(random_tensor(torch.uint8, (64,), seed), mesh, [Replicate()])
+        for seed, name in enumerate("abc")
+    }
+    gathered: list[str] = []
+    full_tensor = DTensor.full_tensor
 
+    def gather(tensor: DTensor) -> Tensor:
+        gathered.append(next(name for name, known in tensors.items() if known is tensor))
+        return full_tensor(tensor)
+
+    monkeypatch.setattr(DTensor, "full_tensor", gather)
+    manifest = plan(describe_all(tensors), bucket_bytes=64)
     link = MemoryLink()
-    Sender(manifest).send(link, lambda: [("a", tensor.full_tensor())], bucket_timeout=1)
-    assert len(link.messages) == 1
+    Sender(manifest).send(link, tensors.items, first_bucket=1, bucket_timeout=1)
+    assert gathered == ["b", "c"]
+    assert [content(payload) for _, payload in link.messages] == [
+        content(tensors[name].to_local()) for name in "bc"
+    ]
+
+
+def test_a_function_in_place_of_a_tensor_is_called_if_it_is_needed() -> None:
+    tensors = some_weights()
+    manifest = plan(describe_all(tensors), bucket_bytes=64)
+    called: list[str] = []
+
+    def give(name: str) -> Tensor:
+        called.append(name)
+        return tensors[name]
+
+    first = next(i for i, b in enumerate(manifest.buckets) if b.spans[0].tensor == 1)
+    link = MemoryLink()
+    Sender(manifest).send(
+        link,
+        lambda: [(name, lambda name=name: give(name)) for name in tensors],
+        first_bucket=first,
+        bucket_timeout=1,
+    )
+    assert called == ["b", "c"]
+    assert len(link.messages) == len(manifest.buckets) - first
+
+
+def test_what_a_source_raises_is_told_with_the_tensor() -> None:
+    tensors = some_weights()
+    manifest = plan(describe_all(tensors), bucket_bytes=64)
+
+    def source() -> Iterator[tuple[str, Tensor]]:
+        yield "a", tensors["a"]
+        raise ZeroDivisionError("as scripted")
+
+    link, sender = MemoryLink(), Sender(manifest)
+    with pytest.raises(SourceError, match=r"ZeroDivisionError .* asked for b: as sc") as caught:
+        sender.send(link, source, bucket_timeout=1)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert caught.value.tensor == "b"
+    assert link.aborted
+    assert sender.packing is None
+
+
+def test_a_sender_tells_what_it_waits_for() -> None:
+    tensors = {f"t{i}": random_tensor(torch.uint8, (64,), i) for i in range(4)}
+    sender = Sender(plan(describe_all(tensors), bucket_bytes=128))
+    asked: list[str] = []
+    begun: list[float] = []
+
+    def source() -> Iterator[tuple[str, Tensor]]:
+        for item in tensors.items():
+            assert sender.packing is not None
+            asked.append(sender.packing.tensor)
+            begun.append(sender.packing.since)
+            yield item
+
+    sender.send(MemoryLink(), source, bucket_timeout=1)
+    assert asked == list(tensors)
+    assert begun[0] == begun[1] < begun[2] == begun[3]
+    assert sender.packing is None
 
 
 def test_a_destination_that_does_not_fit_is_refused_with_all_that_is_wrong() -> None:

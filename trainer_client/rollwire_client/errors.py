@@ -21,6 +21,7 @@
     │   │   └── FrozenError            the server takes no updates
     │   ├── TransferError              the transport between trainer and servers failed
     │   ├── DigestMismatchError        received bytes are not what was sent
+    │   ├── SourceError                the trainer did not give its tensors
     │   ├── SchemaMismatchError        the trainer's tensors are not those that the servers want
     │   ├── PublishInProgressError     another publish of this publisher is under way
     │   └── PublishFailedError         no server committed; says what each serves now
@@ -178,6 +179,12 @@ class TransferError(PublishError):
 
 class DigestMismatchError(PublishError):
     """What a server received is not what was sent."""
+
+
+class SourceError(PublishError):
+    """The trainer did not give its tensors: its source raised (what it raised is the cause), took
+    too long over one, or a process of a sharded trainer failed.
+    """
 
 
 class SchemaMismatchError(PublishError):

@@ -88,13 +88,18 @@ class PublishHandle:
 
         Raises:
             PublishFailedError: None did.
+            SourceError: The trainer did not give its tensors; no server has committed.
             PublishError: The publish could not go on; no server has committed.
             asyncio.CancelledError: It was cancelled.
         """
         return asyncio.shield(self._task)
 
     async def cancel(self) -> None:
-        """Ends the publish; servers that have not committed yet discard the update."""
+        """Ends the publish; servers that have not committed yet discard the update.
+
+        Returns when the tensors may change again. A source that gives nothing is waited for no
+        longer than ``PublishTimeouts.source``; see ``Publisher.publish``.
+        """
         self._task.cancel()
         await asyncio.wait([self._task])
 
@@ -179,7 +184,8 @@ class Publisher:
             tensors: The policy by name, as in a checkpoint; or a callable that gives a fresh
                 iterator of (name, tensor) in the order of ``schema()``, aliases left out, so that
                 a sharded trainer gathers one tensor at a time. It runs in a worker thread, once for
-                each transport group that is needed.
+                each transport group that is needed. If it hangs the publish fails, but a thread
+                cannot be killed: its thread is left to itself, and ends if the source does.
             kv_policy: Instead of the publisher's.
             partial: Tensors that are not named stay as they are.
             allow_version_rollback: ``version`` may be below what the servers hold.

@@ -56,6 +56,8 @@ class PublishTimeouts:
             every half second.
         join: For a transport group to stand.
         bucket: For one bucket to reach all servers.
+        source: For the trainer's tensors to come, all that one bucket holds. Servers by default
+            wait 30 s for a bucket.
         stalled: For the servers to say how far they came, once a group failed.
         staged: For the servers to verify what they have, once all is sent.
         commit: For a server to put an update in place.
@@ -69,6 +71,7 @@ class PublishTimeouts:
     silence: float = 5.0
     join: float = 20.0
     bucket: float = 30.0
+    source: float = 20.0
     stalled: float = 2.0
     staged: float = 30.0
     commit: float = 60.0

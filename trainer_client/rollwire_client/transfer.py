@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import rollwire_transport as transport
 from rollwire.v1 import weights_pb2
@@ -19,10 +19,12 @@ from rollwire.v1 import weights_pb2
 from rollwire_client.errors import (
     RollwireError,
     SchemaMismatchError,
+    SourceError,
     TransferError,
 )
 from rollwire_client.recipient import Phase, PublishTimeouts, Recipient
 from rollwire_client.tasks import end
+from rollwire_client.threads import in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -81,7 +83,7 @@ class Transfer:
         self._progress = progress
         self._link: transport.Link | None = None
         self._strikes: Counter[Recipient] = Counter()
-        self._threads = ThreadPoolExecutor(thread_name_prefix="rollwire-publish")
+        self._given_up: SourceError | None = None
 
     @property
     def digest(self) -> int:
@@ -93,23 +95,23 @@ class Transfer:
 
         Raises:
             SchemaMismatchError: The source gives something else than the manifest says.
+            SourceError: It raised, or did not give a tensor in time.
             TransferError: No group can be formed from here.
         """
-        try:
-            while group := [r for r in recipients if r.error is None and not r.staged]:
-                try:
-                    await self._watched(group)
-                except _GroupFailed as failed:
-                    logger.warning("a transport group of %d failed: %s", len(group), failed)
-                    self._blame(group, failed)
-                    # How far they came is worth a moment, but not needed: joining the next group
-                    # makes a server leave this one.
-                    await _settled(group, self._timeouts.stalled)
-                else:
-                    for late in await _settled(group, self._timeouts.staged):
-                        late.fail(self._not_staged(late))
-        finally:
-            self._threads.shutdown(wait=False)
+        while group := [r for r in recipients if r.error is None and not r.staged]:
+            try:
+                await self._watched(group)
+            except _GroupFailed as failed:
+                if self._given_up is not None:
+                    raise self._given_up from failed
+                logger.warning("a transport group of %d failed: %s", len(group), failed)
+                self._blame(group, failed)
+                # How far they came is worth a moment, but not needed: joining the next group
+                # makes a server leave this one.
+                await _settled(group, self._timeouts.stalled)
+            else:
+                for late in await _settled(group, self._timeouts.staged):
+                    late.fail(self._not_staged(late))
 
     async def _watched(self, group: list[Recipient]) -> None:
         """One group from its meeting to its end, given up at once when a member dies.
@@ -128,30 +130,67 @@ class Transfer:
         finally:
             await end([work, *deaths])
             if self._link is not None:
-                await self._close(self._link)
+                # Beside the event loop: a backend may take a moment to give back what it held.
+                await in_thread(self._link.close)
                 self._link = None
 
     async def _exchange(self, group: list[Recipient]) -> None:
         first_bucket = min(recipient.next_bucket for recipient in group)
         link = self._link = await self._form(group, first_bucket)
         try:
-            await self._in_thread(
-                lambda: self._sender.send(
-                    link,
-                    self._source,
-                    first_bucket=first_bucket,
-                    bucket_timeout=self._timeouts.bucket,
-                    progress=self._progress,
-                ),
-                stop=link.abort,
-            )
+            await self._send(link, first_bucket)
         except transport.TransportError as error:
             raise _group_failed(error, group) from error
+        except transport.SourceError as error:
+            raise SourceError(
+                f"{error}; nothing was committed, the servers keep what they serve"
+            ) from error.__cause__
         except transport.ManifestError as error:
             raise SchemaMismatchError(
                 f"the tensors do not come as the servers want them, in the order of "
                 f"Publisher.schema(); nothing was committed: {error}"
             ) from error
+
+    async def _send(self, link: transport.Link, first_bucket: int) -> None:
+        """Sends beside the event loop, in a thread that is given up if the source hangs."""
+        sending = in_thread(
+            lambda: self._sender.send(
+                link,
+                self._source,
+                first_bucket=first_bucket,
+                bucket_timeout=self._timeouts.bucket,
+                progress=self._progress,
+            )
+        )
+        overdue = asyncio.create_task(self._overdue())
+        either: list[asyncio.Future[Any]] = [sending, overdue]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not sending.done():
+                await in_thread(link.abort)  # ends what waits for a peer, not what the source does
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if overdue.done() and not sending.done():
+                self._given_up = overdue.result()
+                logger.warning("%s", self._given_up)
+                sending.cancel()
+            await end([overdue])
+        if self._given_up is not None:
+            raise self._given_up
+        await sending
+
+    async def _overdue(self) -> SourceError:
+        """Waits until the source has taken too long over a bucket; what to say of it."""
+        limit = self._timeouts.source
+        while True:
+            packing = self._sender.packing
+            left = limit if packing is None else packing.since + limit - time.monotonic()
+            if packing is not None and left <= 0:
+                return SourceError(
+                    f"the source did not give {packing.tensor} within {limit:g} s: its thread is "
+                    "left to itself; nothing was committed, the servers keep what they serve"
+                )
+            await asyncio.sleep(left)
 
     async def _form(self, group: list[Recipient], first_bucket: int) -> transport.Link:
         epoch = secrets.token_hex(16)
@@ -166,7 +205,7 @@ class Transfer:
         except (transport.TransportError, OSError) as error:
             raise TransferError(f"the servers cannot meet at {self._host}: {error}") from error
         forming = asyncio.create_task(
-            self._in_thread(
+            _in_thread(
                 lambda: meeting.form(self._timeouts.join),
                 stop=meeting.close,
                 undo=lambda link: link.close(),
@@ -200,31 +239,8 @@ class Transfer:
             meeting.close()
             await end([forming, *joining])
             if link is None and not forming.cancelled() and forming.exception() is None:
-                await self._close(forming.result())
+                await in_thread(forming.result().close)
         return link
-
-    async def _close(self, link: transport.Link) -> None:
-        # Beside the event loop: a backend may take a moment to give back what a group held.
-        await asyncio.get_running_loop().run_in_executor(self._threads, link.close)
-
-    async def _in_thread(
-        self,
-        work: Callable[[], T],
-        *,
-        stop: Callable[[], None],
-        undo: Callable[[T], None] = lambda _: None,
-    ) -> T:
-        """Runs blocking work beside the event loop; a cancelled caller stops it, and waits."""
-        loop = asyncio.get_running_loop()
-        running = loop.run_in_executor(self._threads, work)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            await loop.run_in_executor(self._threads, stop)
-            await asyncio.wait([running])
-            if running.exception() is None:
-                await loop.run_in_executor(self._threads, undo, running.result())
-            raise
 
     def _blame(self, group: list[Recipient], failed: _GroupFailed) -> None:
         suspects = group if failed.culprit is None else [failed.culprit]
@@ -240,6 +256,22 @@ class Transfer:
             f"{self._timeouts.staged:g} s",
             server=recipient.address,
         )
+
+
+async def _in_thread(
+    work: Callable[[], T], *, stop: Callable[[], None], undo: Callable[[T], None]
+) -> T:
+    """Runs blocking work beside the event loop; a cancelled caller stops it, and waits."""
+    running = in_thread(work)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await in_thread(stop)
+        await asyncio.wait([running])
+        if running.exception() is None:
+            result = running.result()
+            await in_thread(lambda: undo(result))
+        raise
 
 
 def _group_failed(error: transport.TransportError, group: Sequence[Recipient]) -> _GroupFailed:

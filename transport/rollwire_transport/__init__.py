@@ -11,7 +11,7 @@ members that are left form another and go on from the lowest bucket that one of 
 
 from rollwire_transport.checks import ManifestError, compare, validate
 from rollwire_transport.digest import sum_digests, tensor_digest
-from rollwire_transport.errors import DigestMismatch, TransportError, TransportTimeout
+from rollwire_transport.errors import DigestMismatch, SourceError, TransportError, TransportTimeout
 from rollwire_transport.layout import DEFAULT_BUCKET_BYTES, plan
 from rollwire_transport.links import (
     Availability,
@@ -24,7 +24,7 @@ from rollwire_transport.links import (
 )
 from rollwire_transport.manifest import Bucket, Encoding, Manifest, Span, TensorSpec
 from rollwire_transport.receiver import Receiver
-from rollwire_transport.sender import Sender
+from rollwire_transport.sender import Packing, Sender
 from rollwire_transport.tensors import describe, describe_all
 
 __all__ = [
@@ -37,8 +37,10 @@ __all__ = [
     "Manifest",
     "ManifestError",
     "Meeting",
+    "Packing",
     "Receiver",
     "Sender",
+    "SourceError",
     "Span",
     "TensorSpec",
     "Transfer",

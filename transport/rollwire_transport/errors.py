@@ -5,6 +5,7 @@ TransportError
 └── DigestMismatch     the bytes that came are not those that were sent
 
 A layout that cannot be used is a ``ManifestError`` (see ``checks``): found before any byte moves.
+A source that fails at giving a tensor is a ``SourceError``, and no member's fault.
 """
 
 from __future__ import annotations
@@ -28,3 +29,17 @@ class TransportTimeout(TransportError):  # noqa: N818 - named for what happened
 
 class DigestMismatch(TransportError):  # noqa: N818 - named for what happened
     """A bucket's bytes do not have the digest that its header tells."""
+
+
+class SourceError(Exception):
+    """The source failed when it was asked for a tensor; what it raised is the cause.
+
+    Attributes:
+        tensor: Its name.
+    """
+
+    def __init__(self, tensor: str, error: Exception) -> None:
+        super().__init__(
+            f"the source raised {type(error).__name__} when it was asked for {tensor}: {error}"
+        )
+        self.tensor = tensor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -12,22 +14,40 @@ from torch import Tensor
 
 from rollwire_transport.checks import ManifestError, validate
 from rollwire_transport.digest import span_sums
+from rollwire_transport.errors import SourceError
 from rollwire_transport.header import write_header
 from rollwire_transport.ledger import Ledger
-from rollwire_transport.tensors import DTYPES, as_bytes, describe, nbytes
+from rollwire_transport.tensors import DTYPES, as_bytes, describe, nbytes, whole
 
 if TYPE_CHECKING:
     from rollwire_transport.links.base import Link, Transfer
     from rollwire_transport.manifest import Bucket, Manifest, Span, TensorSpec
 
-Source = Callable[[], Iterable[tuple[str, Tensor]]]
+Source = Callable[[], Iterable[tuple[str, Tensor | Callable[[], Tensor]]]]
 
 # One bucket is packed while two are under way.
 _BUFFERS = 3
 
 
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """A bucket that is being packed.
+
+    Attributes:
+        tensor: What the source was asked for last.
+        since: When the bucket was begun, by ``time.monotonic``.
+    """
+
+    tensor: str
+    since: float
+
+
 class Sender:
     """Sends an update, bucket by bucket, over one group after another until all is there.
+
+    Attributes:
+        packing: The bucket that is being packed now, for who watches from another thread: a source
+            may take its time, or hang.
 
     Raises:
         ManifestError: The manifest is not valid.
@@ -37,6 +57,7 @@ class Sender:
         validate(manifest)
         self._manifest = manifest
         self._ledger = Ledger(manifest)
+        self.packing: Packing | None = None
 
     @property
     def digests(self) -> dict[str, int]:
@@ -65,7 +86,10 @@ class Sender:
             link: A fresh link of rank 0.
             source: Gives an iterator of (name, tensor) in the manifest's order; aliases may be
                 left out. It is advanced when a bucket needs the next tensor, and each tensor is
-                let go of before the next one is asked for. Any strides, any device.
+                let go of before the next one is asked for. Any strides, any device. A DTensor is
+                gathered when it is needed, which all ranks of its mesh have to do side by side. A
+                function in place of a tensor is called when the tensor is needed: not for those
+                before ``first_bucket``.
             first_bucket: The lowest one that a receiver misses.
             bucket_timeout: Seconds that one bucket may take.
             progress: Called with the bytes of the update that are sent, those before
@@ -74,6 +98,7 @@ class Sender:
         Raises:
             ManifestError: The source gives something else than the manifest says. The buckets
                 before that tensor were sent.
+            SourceError: The source raised something.
             TransportError: A receiver failed; ``peer`` names it.
         """
         buckets = self._manifest.buckets
@@ -86,6 +111,8 @@ class Sender:
         except BaseException:
             link.abort()
             raise
+        finally:
+            self.packing = None
 
     def _send(
         self,
@@ -98,7 +125,7 @@ class Sender:
         buckets = self._manifest.buckets
         largest = max((b.size for b in buckets[first_bucket:]), default=0)
         sent = sum(b.size for b in buckets[:first_bucket])
-        reader = _Reader(self._manifest, source())
+        reader = _Reader(self._manifest, source, asking=self._ask)
         in_flight: deque[_Flight] = deque()
 
         def land() -> Tensor:
@@ -116,12 +143,20 @@ class Sender:
             else:
                 buffer = land()
             payload = buffer[: bucket.size]
+            self.packing = Packing(reader.tensor_of(bucket.spans[0]), time.monotonic())
             reader.pack(bucket, payload)
+            # A device has only been told to gather and to copy so far: this waits for it.
             digest = self._ledger.enter(index, span_sums(payload, bucket.spans))
             header = write_header(index, bucket.size, digest, link.device)
+            self.packing = None
             in_flight.append(_Flight(link.send(header, payload), buffer, bucket.size))
         while in_flight:
             land()
+
+    def _ask(self, tensor: str) -> None:
+        """Notes what the source is asked for."""
+        if self.packing is not None:
+            self.packing = Packing(tensor, self.packing.since)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,35 +167,81 @@ class _Flight:
 
 
 class _Reader:
-    """Walks a source beside the manifest, one tensor at a time."""
+    """Walks a source beside the manifest, one tensor at a time.
 
-    def __init__(self, manifest: Manifest, source: Iterable[tuple[str, Tensor]]) -> None:
+    Args:
+        manifest: The layout.
+        source: What is walked.
+        asking: Called with the name of a tensor before the source is asked for it.
+    """
+
+    def __init__(self, manifest: Manifest, source: Source, asking: Callable[[str], None]) -> None:
         self._specs = manifest.tensors
         self._aliases = {spec.name for spec in manifest.tensors if spec.alias_of is not None}
-        self._source: Iterator[tuple[str, Tensor]] = iter(source)
+        self._source = source
+        self._asking = asking
+        self._items: Iterator[tuple[str, Tensor | Callable[[], Tensor]]] | None = None
         self._index = -1
+        self._given: Tensor | Callable[[], Tensor] | None = None
         self._tensor: Tensor | None = None
+
+    def tensor_of(self, span: Span) -> str:
+        """Its name."""
+        return self._specs[span.tensor].name
 
     def pack(self, bucket: Bucket, payload: Tensor) -> None:
         """Copies a bucket's spans out of the source; buckets come in their order."""
         for span in bucket.spans:
             while self._index < span.tensor:
                 self._advance()
+            if self._tensor is None:
+                self._take()
             self._copy(span, payload[span.bucket_offset : span.bucket_offset + span.length])
 
     def _advance(self) -> None:
-        self._tensor = None
+        """Moves on to the next tensor, which may not be needed."""
+        self._given = self._tensor = None
         self._index += 1
         spec = self._specs[self._index]
-        for name, tensor in self._source:
+        self._asking(spec.name)
+        while True:
+            with _told(spec.name):
+                if self._items is None:
+                    self._items = iter(self._source())
+                item = next(self._items, None)
+            if item is None:
+                raise ManifestError(
+                    [f"tensor {self._index} ({spec.name}): the source ended before it"]
+                )
+            name, self._given = item
+            del item
             if name not in self._aliases:
-                _check(self._index, spec, name, tensor)
-                self._tensor = tensor.detach().resolve_conj().resolve_neg()
-                return
-        raise ManifestError([f"tensor {self._index} ({spec.name}): the source ended before it"])
+                break
+        if name != spec.name:
+            raise self._other(name)
+
+    def _take(self) -> None:
+        """The tensor itself, whole."""
+        spec, given = self._specs[self._index], self._given
+        assert given is not None  # noqa: S101 - _advance has set it
+        self._given = None
+        with _told(spec.name):
+            tensor = given() if callable(given) else given
+            del given
+            tensor = whole(tensor)
+        got = describe(spec.name, tensor)
+        if (got.dtype, got.shape) != (spec.dtype, spec.shape):
+            raise self._other(_words(got))
+        self._tensor = tensor.detach().resolve_conj().resolve_neg()
+
+    def _other(self, given: str) -> ManifestError:
+        wanted = _words(self._specs[self._index])
+        return ManifestError(
+            [f"tensor {self._index} is {wanted} in the manifest, the source gave {given}"]
+        )
 
     def _copy(self, span: Span, target: Tensor) -> None:
-        assert self._tensor is not None  # noqa: S101 - _advance has set it
+        assert self._tensor is not None  # noqa: S101 - _take has set it
         spec = self._specs[self._index]
         if not self._tensor.is_contiguous():
             if span.length == nbytes(spec):  # straight into the bucket, whatever its strides
@@ -171,14 +252,14 @@ class _Reader:
         target.copy_(data[span.tensor_offset : span.tensor_offset + span.length])
 
 
-def _check(index: int, spec: TensorSpec, name: str, tensor: Tensor) -> None:
-    if hasattr(tensor, "full_tensor"):
-        raise ManifestError([f"tensor {index} ({name}) is a DTensor: gather it with full_tensor()"])
-    got = describe(name, tensor)
-    if (got.name, got.dtype, got.shape) != (spec.name, spec.dtype, spec.shape):
-        raise ManifestError(
-            [
-                f"tensor {index} is {spec.name} {spec.dtype} {list(spec.shape)} in the manifest, "
-                f"the source gave {got.name} {got.dtype} {list(got.shape)}"
-            ]
-        )
+@contextlib.contextmanager
+def _told(tensor: str) -> Iterator[None]:
+    """Says of what the source raises which tensor it was asked for."""
+    try:
+        yield
+    except Exception as error:
+        raise SourceError(tensor, error) from error
+
+
+def _words(spec: TensorSpec) -> str:
+    return f"{spec.name} {spec.dtype} {list(spec.shape)}"

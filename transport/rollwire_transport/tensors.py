@@ -66,6 +66,14 @@ def _identity(tensor: Tensor) -> Any:
     return (local.device, pointer, tuple(tensor.shape), *layout)
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A DTensor's content on this rank, which all ranks of its mesh have to ask for side by side;
+    any other tensor as it is.
+    """
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
+
+
 def nbytes(spec: TensorSpec) -> int:
     """How many bytes a tensor of this spec has."""
     size = ITEMSIZES[spec.dtype]
