@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -102,6 +103,7 @@ class Update:
     detail: str = ""
     failure: ServiceError | None = None
     epoch: str = ""
+    left: threading.Event = field(default_factory=threading.Event)  # the group, or its meeting
     link: transport.Link | None = None
     forwarded_bytes: int = 0  # in former groups
     joining: asyncio.Task[ServiceError | None] | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
@@ -328,6 +329,7 @@ class Updates:
 
     async def _join(self, update: Update, membership: Membership, timeout: float) -> None:
         await self._leave_group(update)
+        update.left = threading.Event()
         try:
             link = await asyncio.to_thread(
                 transport.join,
@@ -338,8 +340,10 @@ class Updates:
                 rendezvous=membership.rendezvous,
                 timeout=timeout,
                 device=next((t.device for t in update.staged.values()), None),
+                closed=update.left,
             )
         except transport.TransportError as error:
+            _check_still_wanted(update, membership)
             update.move(Phase.STALLED, str(error))
             late = isinstance(error, transport.TransportTimeout)
             raise ServiceError(
@@ -347,12 +351,11 @@ class Updates:
                 str(error),
                 metadata={"peer": error.peer or ""},
             ) from error
-        if self.update is not update or update.epoch != membership.epoch:
+        try:
+            _check_still_wanted(update, membership)
+        except ServiceError:
             await asyncio.to_thread(link.close)
-            update_id = update.announcement.update_id
-            raise ServiceError(
-                Reason.NOT_STAGED, f"update {update_id} was discarded or joined another group"
-            )
+            raise
         update.link = link
         update.move(Phase.RECEIVING)
         update.receiving = self._tasks.create_task(
@@ -475,6 +478,7 @@ class Updates:
 
     async def _leave_group(self, update: Update) -> None:
         """Ends the update's former group, if it had one."""
+        update.left.set()
         link, receiving = update.link, update.receiving
         update.link = update.receiving = None
         if link is not None:
@@ -501,3 +505,12 @@ class Updates:
             update.failure = ServiceError(reason, why)
         update.changed.set()
         await self._leave_group(update)
+
+
+def _check_still_wanted(update: Update, membership: Membership) -> None:
+    """Raises ServiceError if an update was dropped, or joins another group by now."""
+    if update.failure is not None:
+        raise update.failure
+    if update.epoch != membership.epoch:
+        update_id = update.announcement.update_id
+        raise ServiceError(Reason.NOT_STAGED, f"update {update_id} joins another group")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import subprocess
 from typing import TYPE_CHECKING
 
 import grpc
 import pytest
 from google.rpc import error_details_pb2
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rollwire.v1 import common_pb2, rollout_pb2
 from support.calls import Generation, Stream, connected, details_of, generate, reason_of, request
+from support.health import ready
 from support.publishing import Update, random_weights, status
 from support.servers import COMMAND, StartServer
 
@@ -78,18 +77,6 @@ def test_flags_are_environment_variables() -> None:
     assert "--listen" in stderr
 
 
-async def ready(address: str) -> bool:
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        services = ("", "rollwire.v1.RolloutService")
-        live, serving = [
-            await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
-            for name in services
-        ]
-    assert live.status == health_pb2.HealthCheckResponse.SERVING
-    return bool(serving.status == health_pb2.HealthCheckResponse.SERVING)
-
-
 async def test_a_server_that_awaits_weights_serves_nothing_before(
     start_server: StartServer,
 ) -> None:
@@ -119,57 +106,6 @@ async def test_a_frozen_server_takes_no_updates(start_server: StartServer) -> No
         assert reason_of(caught.value) == "FROZEN"
         assert (await generate(api, request())).reason == "LENGTH"
         assert (await status(api, verify=True)).intact
-
-
-async def test_sigterm_drains(start_server: StartServer) -> None:
-    server = start_server()
-    async with connected(server.address) as api:
-        generation = Generation(api, request((1,), 1500))
-        await generation.some(5)
-        server.process.send_signal(signal.SIGTERM)
-        await api.reaches(common_pb2.SERVER_STATE_DRAINING)
-        assert not await ready(server.address)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await generate(api, request())
-        assert reason_of(caught.value) == "DRAINING"
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        output = await generation.all()
-        assert output.reason == "LENGTH"
-        assert len(output.tokens) == 1500
-    assert await asyncio.to_thread(server.stop) == 0
-
-
-@pytest.mark.parametrize("how", ["limit", "second signal"])
-async def test_a_drain_ends_what_takes_too_long(start_server: StartServer, how: str) -> None:
-    server = start_server("--drain-seconds", "0.2" if how == "limit" else "100")
-    async with connected(server.address) as api:
-        generation = Generation(api, request((1,), LONG))
-        held = Generation(api, request((2,), LONG))
-        await generation.some(5)
-        await held.some(1)
-        await api.pause()
-        server.process.send_signal(signal.SIGTERM)
-        if how == "second signal":
-            await api.reaches(common_pb2.SERVER_STATE_DRAINING)
-            server.process.send_signal(signal.SIGTERM)
-        for one in (generation, held):
-            output = await one.all()
-            assert output.reason == "INTERRUPTED"
-            assert output.finish is not None
-            assert output.finish.output_tokens == len(output.tokens) > 0
-    assert await asyncio.to_thread(server.stop) == 0
-
-
-async def test_a_drain_discards_an_update_and_the_server_goes(start_server: StartServer) -> None:
-    server = start_server()
-    async with connected(server.address) as api:
-        change = Update(api, await random_weights(api, 1), 1)
-        await change.announce()
-        server.process.send_signal(signal.SIGTERM)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await change.until(0)
-        assert reason_of(caught.value) == "DRAINING"
-    assert await asyncio.to_thread(server.stop) == 0
 
 
 async def test_a_full_queue_refuses_and_says_when_to_come_back(start_server: StartServer) -> None:

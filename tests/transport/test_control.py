@@ -32,13 +32,21 @@ class Meeting:
         self._pool = ThreadPoolExecutor()
         self._gathering = Gathering("epoch", world_size, "127.0.0.1", 0)
         self.rendezvous = self._gathering.rendezvous
+        self.given_up = threading.Event()
         self.gathered = self._pool.submit(self._gathering.gather, card(0), timeout)
 
     def join(
         self, rank: int, world_size: int = 3, epoch: str = "epoch", its_card: bytes | None = None
     ) -> Future[tuple[Lines, bytes]]:
         return self._pool.submit(
-            call, epoch, rank, world_size, self.rendezvous, its_card or card(rank), TIMEOUT
+            call,
+            epoch,
+            rank,
+            world_size,
+            self.rendezvous,
+            its_card or card(rank),
+            TIMEOUT,
+            self.given_up,
         )
 
     def close(self) -> None:
@@ -136,7 +144,7 @@ def test_who_never_comes_is_named_in_bounded_time() -> None:
 def test_who_leaves_before_the_start_may_come_again() -> None:
     with meeting() as opened:
         with pytest.raises(TransportTimeout, match="not all members"):
-            call("epoch", 1, 3, opened.rendezvous, card(1), timeout=0.2)
+            call("epoch", 1, 3, opened.rendezvous, card(1), 0.2, threading.Event())
         joining = [opened.join(2), opened.join(1)]
         lines = opened.gathered.result()
         lines.start(TICKET)
@@ -154,6 +162,14 @@ def test_a_closed_meeting_ends_all_waits() -> None:
             joining.result()
 
 
+def test_who_gives_up_waits_no_longer() -> None:
+    with meeting() as opened:
+        joining = opened.join(1)
+        threading.Timer(0.1, opened.given_up.set).start()
+        with pytest.raises(TransportError, match="given up"):
+            joining.result(TIMEOUT / 2)
+
+
 @pytest.mark.parametrize(("cards", "named"), [((1, 1), 2), ((0, 2), 1)])
 def test_two_members_on_one_card_are_refused(cards: tuple[int, int], named: int) -> None:
     with meeting() as opened:
@@ -166,7 +182,7 @@ def test_two_members_on_one_card_are_refused(cards: tuple[int, int], named: int)
 def test_what_is_no_meeting_is_told_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         rendezvous = f"127.0.0.1:{server.getsockname()[1]}"
-        joining = pool.submit(call, "epoch", 1, 2, rendezvous, card(1), TIMEOUT)
+        joining = pool.submit(call, "epoch", 1, 2, rendezvous, card(1), TIMEOUT, threading.Event())
         connection, _ = server.accept()
         connection.sendall(b"220 mail.example.org")
         with pytest.raises(TransportError, match="what answers there is no meeting"):
@@ -178,7 +194,7 @@ def test_a_meeting_that_never_starts_is_a_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         rendezvous = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(TransportTimeout, match="not all members"):
-            call("epoch", 1, 2, rendezvous, card(1), 0.2)
+            call("epoch", 1, 2, rendezvous, card(1), 0.2, threading.Event())
 
 
 def test_a_death_is_seen_by_rank_0_and_its_own_by_all() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from rollwire_transport.errors import TransportError
@@ -68,6 +70,7 @@ def join(
     rendezvous: str,
     timeout: float,
     device: torch.device | None = None,
+    closed: threading.Event | None = None,
 ) -> Link:
     """Joins a group; blocks until all its members have.
 
@@ -79,11 +82,12 @@ def join(
         rendezvous: Rank 0's "host:port".
         timeout: Seconds until the group must stand.
         device: Where the tensors lie; as for ``open_meeting``.
+        closed: Set from another thread, it ends the wait for the others.
 
     Raises:
         TransportTimeout: It did not within ``timeout``.
-        TransportError: The backend cannot be used here, or there is no such group, or no place in
-            it for this rank.
+        TransportError: The backend cannot be used here, or there is no such group, no place in it
+            for this rank, or ``closed``.
     """
     if not 0 < rank < world_size:
         raise TransportError(f"rank {rank} is no receiver's in a group of {world_size}")
@@ -94,6 +98,7 @@ def join(
         rendezvous=rendezvous,
         timeout=timeout,
         device=device or _CPU,
+        closed=closed or threading.Event(),
     )
 
 

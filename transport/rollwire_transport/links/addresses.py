@@ -5,7 +5,10 @@ from __future__ import annotations
 import ipaddress
 import socket
 
-from rollwire_transport.errors import TransportError
+from rollwire_transport.errors import TransportError, TransportTimeout
+
+CONNECT_SECONDS = 5.0
+"""The longest that a living rank 0 may take to accept a connection."""
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:
@@ -22,6 +25,20 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
     listener = socket.create_server(address[:2], family=family, backlog=512)
     port = listener.getsockname()[1]
     return listener, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def connect(rendezvous: str, timeout: float) -> socket.socket:
+    """Connects to a meeting, in ``timeout`` or five seconds.
+
+    Raises:
+        TransportTimeout: Nothing answers there.
+        TransportError: Nobody meets there.
+    """
+    try:
+        return socket.create_connection(split(rendezvous), min(timeout, CONNECT_SECONDS))
+    except OSError as error:
+        kind = TransportTimeout if isinstance(error, TimeoutError) else TransportError
+        raise kind(f"nobody meets at {rendezvous}: {error}", "rank 0") from error
 
 
 def split(rendezvous: str) -> tuple[str, int]:

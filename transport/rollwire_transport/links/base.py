@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import threading
     from contextlib import AbstractContextManager
 
     import torch
@@ -144,5 +145,6 @@ class Backend(Protocol):
         rendezvous: str,
         timeout: float,
         device: torch.device,
+        closed: threading.Event,
     ) -> Link:
         """A server's end of a group."""

@@ -37,6 +37,7 @@ _MAGIC = b"rollwm\x00\x01"
 _VERDICT = struct.Struct("<BI")
 
 _POLL_SECONDS = 0.005
+_LISTEN_SECONDS = 0.05
 
 
 class _Verdict(enum.IntEnum):
@@ -169,27 +170,30 @@ class Gathering:
 
 
 def call(
-    epoch: str, rank: int, world_size: int, rendezvous: str, card: bytes, timeout: float
+    epoch: str,
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    card: bytes,
+    timeout: float,
+    closed: threading.Event,
 ) -> tuple[Lines, bytes]:
     """A receiver's way into a group: blocks until all have come; returns its line and the ticket.
 
+    Setting ``closed`` ends it.
+
     Raises:
         TransportTimeout: Not all came within ``timeout`` seconds.
-        TransportError: There is no such group, or no place in it for this rank or card.
+        TransportError: There is no such group, no place in it for this rank or card, or ``closed``.
     """
     deadline = time.monotonic() + timeout
-    address = addresses.split(rendezvous)
-    try:
-        connection = socket.create_connection(address, timeout=timeout)
-    except OSError as error:
-        kind = TransportTimeout if isinstance(error, TimeoutError) else TransportError
-        raise kind(f"nobody meets at {rendezvous}: {error}", "rank 0") from error
+    connection = addresses.connect(rendezvous, timeout)
     try:
         _tell(connection, _HELLO.pack(_MAGIC, _hash(epoch), rank, world_size, card))
         for wanted in (_Verdict.WELCOME, _Verdict.START):
-            verdict, number = _VERDICT.unpack(_read(connection, _VERDICT.size, deadline))
+            verdict, number = _VERDICT.unpack(_read(connection, _VERDICT.size, deadline, closed))
             _expect(wanted, verdict, number, rank, world_size)
-        ticket = _read(connection, TICKET_BYTES, deadline)
+        ticket = _read(connection, TICKET_BYTES, deadline, closed)
     except BaseException:
         connection.close()
         raise
@@ -300,6 +304,19 @@ class Lines:
             peer.connection.close()
 
 
+def check_patience(deadline: float, closed: threading.Event) -> None:
+    """Whether a receiver goes on waiting for the others.
+
+    Raises:
+        TransportTimeout: The deadline (monotonic seconds) is over.
+        TransportError: It was ``closed``.
+    """
+    if closed.is_set():
+        raise TransportError("joining was given up")
+    if time.monotonic() > deadline:
+        raise TransportTimeout("not all members of the group have joined in time")
+
+
 def _for(laggard: str | None) -> str:
     return f" for {laggard}" if laggard else ""
 
@@ -374,14 +391,15 @@ def _drain(connection: socket.socket) -> bytes:
         return b""
 
 
-def _read(connection: socket.socket, size: int, deadline: float) -> bytes:
+def _read(connection: socket.socket, size: int, deadline: float, closed: threading.Event) -> bytes:
     data = b""
+    connection.settimeout(_LISTEN_SECONDS)
     while len(data) < size:
-        connection.settimeout(max(deadline - time.monotonic(), 0.001))
         try:
             piece = connection.recv(size - len(data))
-        except TimeoutError as error:
-            raise TransportTimeout("not all members of the group have joined in time") from error
+        except TimeoutError:
+            check_patience(deadline, closed)
+            continue
         except OSError:
             piece = b""
         if not piece:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import socket
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,8 +23,10 @@ import torch.distributed as dist
 from rollwire_transport.errors import TransportError, TransportTimeout
 from rollwire_transport.links import addresses
 from rollwire_transport.links.base import Availability, Link, Meeting, Transfer
+from rollwire_transport.links.control import check_patience
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
 
     from torch import Tensor
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _HEADER, _FINISH, _NEVER, _PAYLOAD = range(4)
 
 _POLL_SECONDS = 0.005
+_ANSWER = timedelta(seconds=addresses.CONNECT_SECONDS)  # of a store whose process is alive
 
 
 def available() -> Availability:
@@ -64,27 +66,30 @@ def join(
     rendezvous: str,
     timeout: float,
     device: torch.device,
+    closed: threading.Event,
 ) -> Link:
     """See ``links.join``."""
     del device  # it moves host memory
     deadline = time.monotonic() + timeout
-    try:
-        meeting = socket.create_connection(addresses.split(rendezvous), timeout=timeout)
-    except OSError as error:
-        kind = TransportTimeout if isinstance(error, TimeoutError) else TransportError
-        raise kind(f"nobody meets at {rendezvous}: {error}", "rank 0") from error
-    with meeting:
+    with addresses.connect(rendezvous, timeout) as meeting:
         try:
-            pair = _join(meeting, epoch, rank, world_size, deadline)
+            pair = _join(meeting, epoch, rank, world_size, deadline, closed)
         except RuntimeError as error:
             raise _failure("the group could not be formed", error, deadline, "rank 0") from error
     return _GlooLink([pair], sends=False)
 
 
-def _join(meeting: socket.socket, epoch: str, rank: int, world_size: int, deadline: float) -> _Pair:
+def _join(
+    meeting: socket.socket,
+    epoch: str,
+    rank: int,
+    world_size: int,
+    deadline: float,
+    closed: threading.Event,
+) -> _Pair:
     """Joins over a connection to the meeting, whose end is the meeting's."""
     address, (host, port) = meeting.getsockname()[0], meeting.getpeername()[:2]
-    store = _store(epoch, host, port, _left(deadline))
+    store = _store(epoch, host, port, min(_left(deadline), _ANSWER))
     if not store.check(["world_size"]):
         raise TransportError("no group of this epoch meets there", "rank 0")
     if world_size != (expected := int(store.get("world_size"))):
@@ -96,8 +101,7 @@ def _join(meeting: socket.socket, epoch: str, rank: int, world_size: int, deadli
     # Gloo could wait for the others itself, but reports a meeting that closes in fifty lines.
     meeting.settimeout(_POLL_SECONDS)
     while not store.check(["complete"]):
-        if time.monotonic() > deadline:
-            raise TransportTimeout("not all members of the group have joined in time")
+        check_patience(deadline, closed)
         if _has_ended(meeting):
             raise TransportError("the meeting was closed before all had joined", "rank 0")
     return _pair(store, rank, 0, address, deadline)

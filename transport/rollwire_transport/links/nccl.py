@@ -65,12 +65,13 @@ def join(
     rendezvous: str,
     timeout: float,
     device: torch.device,
+    closed: threading.Event,
 ) -> Link:
     """See ``links.join``; without a CUDA device, buckets take the current one."""
     deadline = time.monotonic() + timeout
     device = _cuda(device)
-    lines, ticket = call(epoch, rank, world_size, rendezvous, _card(device), timeout)
-    return _stand(lines, rank, world_size, epoch, ticket, device, deadline)
+    lines, ticket = call(epoch, rank, world_size, rendezvous, _card(device), timeout, closed)
+    return _stand(lines, rank, world_size, epoch, ticket, device, deadline, closed)
 
 
 class _NcclMeeting(Meeting):
@@ -110,10 +111,10 @@ def _stand(
     ticket: bytes,
     device: torch.device,
     deadline: float,
-    closed: threading.Event | None = None,
+    closed: threading.Event,
 ) -> Link:
     """Makes a link of a group whose members have all come; gives it up when ``closed`` is set."""
-    link = _NcclLink(lines, rank, device, closed or threading.Event())
+    link = _NcclLink(lines, rank, device, closed)
     try:
         link.stand(ticket, world_size, epoch, deadline)
     except BaseException:

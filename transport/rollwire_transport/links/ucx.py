@@ -74,10 +74,11 @@ def join(
     rendezvous: str,
     timeout: float,
     device: torch.device,
+    closed: threading.Event,
 ) -> Link:
     """See ``links.join``."""
     deadline = time.monotonic() + timeout
-    lines, ticket = call(epoch, rank, world_size, rendezvous, _card(rank), timeout)
+    lines, ticket = call(epoch, rank, world_size, rendezvous, _card(rank), timeout, closed)
     connections = lines.detach()
     with _closed_on_error(connections), _worker(device) as worker:
         _write(connections[0], worker.address)

@@ -1,0 +1,200 @@
+"""SIGTERM in every state: what runs may end, the rest goes on elsewhere, the server goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+import rollwire_transport as transport
+from google.protobuf.duration_pb2 import Duration
+from rollwire.v1 import common_pb2, rollout_pb2, weights_pb2
+from support.calls import (
+    Api,
+    Generation,
+    Output,
+    Stream,
+    connected,
+    generate,
+    reason_of,
+    request,
+    until,
+)
+from support.health import ready
+from support.phases import is_connected
+from support.publishing import Update, random_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from support.servers import StartServer
+
+LONG = 4000
+
+
+async def test_sigterm_drains(start_server: StartServer) -> None:
+    server = start_server()
+    async with connected(server.address) as api:
+        generation = Generation(api, request((1,), 1500))
+        await generation.some(5)
+        server.process.send_signal(signal.SIGTERM)
+        await api.reaches(common_pb2.SERVER_STATE_DRAINING)
+        assert not await ready(server.address)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(api, request())
+        assert reason_of(caught.value) == "DRAINING"
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        output = await generation.all()
+        assert output.reason == "LENGTH"
+        assert len(output.tokens) == 1500
+    assert await asyncio.to_thread(server.stop) == 0
+
+
+@pytest.mark.parametrize("how", ["limit", "second signal"])
+async def test_a_drain_ends_what_takes_too_long(start_server: StartServer, how: str) -> None:
+    server = start_server("--drain-seconds", "0.2" if how == "limit" else "100")
+    async with connected(server.address) as api:
+        generation = Generation(api, request((1,), LONG))
+        held = Generation(api, request((2,), LONG))
+        await generation.some(5)
+        await held.some(1)
+        await api.pause()
+        server.process.send_signal(signal.SIGTERM)
+        if how == "second signal":
+            await api.reaches(common_pb2.SERVER_STATE_DRAINING)
+            server.process.send_signal(signal.SIGTERM)
+        for one in (generation, held):
+            output = await one.all()
+            assert output.reason == "INTERRUPTED"
+            assert output.finish is not None
+            assert output.finish.output_tokens == len(output.tokens) > 0
+    assert await asyncio.to_thread(server.stop) == 0
+
+
+async def test_a_drain_discards_an_update_and_the_server_goes(start_server: StartServer) -> None:
+    server = start_server()
+    async with connected(server.address) as api:
+        change = Update(api, await random_weights(api, 1), 1)
+        await change.announce()
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await change.until(0)
+        assert reason_of(caught.value) == "DRAINING"
+    assert await asyncio.to_thread(server.stop) == 0
+
+
+async def _ended(call: Awaitable[object]) -> str:
+    """How a call ended: a sequence's finish, an error's reason, "done" or "gone"."""
+    try:
+        output = await call
+    except grpc.aio.AioRpcError as error:
+        if "grpc-status-details-bin" not in dict(error.trailing_metadata() or ()):
+            return "gone"  # it came when the server listened no more: gRPC itself hung up
+        return reason_of(error)
+    return output.reason if isinstance(output, Output) else "done"
+
+
+async def _asleep(api: Api) -> list[Awaitable[object]]:
+    await api.rollouts.Sleep(rollout_pb2.SleepRequest(), timeout=10)
+    return []
+
+
+async def _paused_for_ever(api: Api) -> list[Awaitable[object]]:
+    await api.rollouts.Pause(rollout_pb2.PauseRequest(lease=Duration()), timeout=10)
+    held = [generate(api, request((i,), LONG)) for i in range(3)]
+    calls = [asyncio.create_task(call) for call in held]
+    await api.held(3)
+    return [*calls]
+
+
+async def _detached(api: Api) -> list[Awaitable[object]]:
+    generation = Generation(api, request((1,), LONG, grace=60))
+    await generation.some(1)
+    generation.call.cancel()
+    return []
+
+
+async def _awaiting_a_version(api: Api) -> list[Awaitable[object]]:
+    call = asyncio.create_task(generate(api, request(min_weight_version=9, timeout=100)))
+    await api.waits(1)
+    return [call]
+
+
+async def _deaf(api: Api) -> list[Awaitable[object]]:
+    """A stream that nobody reads."""
+    stream = Stream(api)
+    for handle in range(8):
+        await stream.start(handle, request((handle + 1,), LONG, top_logprobs=20))
+    await api.until(lambda info: info.kv_tokens_used > 8 * 100)
+    return []
+
+
+async def _announced(api: Api) -> list[Awaitable[object]]:
+    change = Update(api, await random_weights(api, 1), 1)
+    await change.announce()
+    return [change.until(weights_pb2.UPDATE_PHASE_STAGED)]
+
+
+async def _joining(api: Api) -> list[Awaitable[object]]:
+    """A server in a group of which the others never come."""
+    change = Update(api, await random_weights(api, 1), 1)
+    await change.announce()
+    meeting = transport.open_meeting("gloo", epoch="e", world_size=3)
+
+    async def join() -> None:
+        with contextlib.closing(meeting):
+            await change.join("e", meeting.rendezvous, world_size=3)
+
+    joining = asyncio.create_task(join())
+    port = int(meeting.rendezvous.rpartition(":")[2])
+
+    async def has_come() -> bool:
+        return is_connected(os.getpid(), port)
+
+    await until(has_come)
+    return [joining]
+
+
+async def _staged(api: Api) -> list[Awaitable[object]]:
+    await Update(api, await random_weights(api, 1), 1, lease=100).stage()
+    return []
+
+
+async def _committing(api: Api) -> list[Awaitable[object]]:
+    change = Update(api, await random_weights(api, 1), 1)
+    await change.stage()
+    return [asyncio.create_task(change.commit())]
+
+
+STATES: dict[str, tuple[Callable[[Api], Awaitable[list[Awaitable[object]]]], set[str]]] = {
+    "asleep": (_asleep, set()),
+    "paused": (_paused_for_ever, {"INTERRUPTED"}),
+    "with a sequence that nobody reads any more": (_detached, set()),
+    "with one that waits for a version": (_awaiting_a_version, {"INTERRUPTED"}),
+    "with a reader that is deaf": (_deaf, set()),
+    "with an update announced": (_announced, {"DRAINING"}),
+    "with a group that never meets": (_joining, {"DRAINING"}),
+    "with an update staged": (_staged, set()),
+    "in a commit": (_committing, {"done", "DRAINING", "gone"}),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+async def test_sigterm_in_any_state(start_server: StartServer, state: str) -> None:
+    drain_seconds = 1
+    server = start_server("--drain-seconds", str(drain_seconds))
+    prepare, ends = STATES[state]
+    async with connected(server.address) as api:
+        calls = await prepare(api)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(20):
+            assert {await _ended(call) for call in calls} <= ends
+            assert await asyncio.to_thread(server.stop) == 0
+        # Beside the drain: messages get two seconds to leave, and the process ends.
+        assert time.monotonic() - began < drain_seconds + 2 + 7
