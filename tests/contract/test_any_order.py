@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 from rollwire.v1 import common_pb2, rollout_pb2
 from support.calls import Api, Generation, generate, reason_of, request
-from support.publishing import TERMS, Update, random_weights, status
+from support.publishing import TERMS, Update, next_version, publish, random_weights
 
 if TYPE_CHECKING:
     from support.servers import ServerProcess
@@ -54,9 +54,8 @@ class Machine(RuleBasedStateMachine):
         self.discarded = False
         self.live: list[Live] = []
         self.staged: Update | None = None
-        told = self.run(status(self.api))
-        self.weights = told.weights
-        self.highest = max((tag.version for tag in told.history), default=0)
+        self.weights = self.run(self.api.info()).weights
+        self.version = self.run(next_version(self.api))
 
     async def _connect(self) -> grpc.aio.Channel:
         return grpc.aio.insecure_channel(self.address)
@@ -89,8 +88,7 @@ class Machine(RuleBasedStateMachine):
                 assert (await live.generation.all()).reason == "ABORTED"
             await self.api.idle()
             if (await self.api.info()).state != common_pb2.SERVER_STATE_SERVING:
-                tensors = await random_weights(self.api, 0)
-                await Update(self.api, tensors, self.highest + 1, term=next(TERMS)).publish()
+                await publish(self.api, await random_weights(self.api, 0))
             await self.channel.close()
 
         self.run(leave())
@@ -160,7 +158,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.staged is None and self.mode != "SLEEPING")
     @rule(seed=st.integers(0, 3), tagged=st.booleans())
     def stage(self, seed: int, *, tagged: bool) -> None:
-        version = self.highest + 1 if tagged else None
+        version = self.version if tagged else None
         tensors = self.run(random_weights(self.api, seed))
         self.staged = Update(self.api, tensors, version, term=next(TERMS))
         self.run(self.staged.stage())
@@ -176,7 +174,7 @@ class Machine(RuleBasedStateMachine):
         untouched = change.version is None and answer.already_current
         assert answer.weights.revision == self.weights.revision + (0 if untouched else 1)
         self.weights = answer.weights
-        self.highest = max(self.highest, answer.weights.version)
+        self.version = max(self.version, answer.weights.version + 1)
         over = [live for live in self.live if live.bound is not None and change.version is not None]
         for live in over:
             self.live.remove(live)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.calls import Stream, generate, request
-from support.publishing import TERMS, Update, random_weights
+from support.publishing import publish, random_weights
 
 if TYPE_CHECKING:
     from support.calls import Api
@@ -25,10 +25,8 @@ async def group(api: Api, seed: int) -> list[int]:
 
 
 async def test_a_group_computes_its_prompt_once_for_each_policy(api: Api) -> None:
-    version = (await api.info()).weights.version
     for number in (1, 2):
-        tensors = await random_weights(api, number)
-        await Update(api, tensors, version + number, term=next(TERMS)).publish()
+        await publish(api, await random_weights(api, number))
         cached = sorted(await group(api, seed=number))
         assert cached[0] == 0, "what was computed under other weights was taken over"
         assert min(cached[1:]) >= len(PROMPT) // 2
@@ -41,10 +39,8 @@ async def test_what_is_taken_over_changes_nothing(api: Api) -> None:
     assert shared.finish is not None
     assert shared.finish.cached_prompt_tokens > 0
     tensors = await random_weights(api, 7)
-    version = (await api.info()).weights.version
     for _ in range(2):  # the same weights anew: what the cache holds is of an older revision
-        version += 1
-        await Update(api, tensors, version, term=next(TERMS)).publish()
+        await publish(api, tensors)
         fresh = await generate(api, request(PROMPT, 30, seed=4))
         assert fresh.finish is not None
         assert fresh.finish.cached_prompt_tokens == 0

@@ -12,15 +12,22 @@ import rollwire_transport as transport
 import torch
 from rollwire.v1 import common_pb2, weights_pb2
 from support.calls import Api, Generation, Output, Stream, generate, reason_of, request
-from support.publishing import TERMS, Update, as_message, no_update, random_weights, status
+from support.publishing import (
+    TERMS,
+    Update,
+    as_message,
+    next_version,
+    no_update,
+    random_weights,
+    status,
+)
 
 LONG = 2000
 
 
 async def update(api: Api, seed: int, **fields: object) -> Update:
     """An update of a publisher that takes over from every earlier test's, above its version."""
-    weights = (await api.info()).weights
-    fields = {"term": next(TERMS), "version": weights.version + 1, **fields}
+    fields = {"term": next(TERMS), "version": await next_version(api), **fields}
     return Update(api, await random_weights(api, seed), **fields)  # type: ignore[arg-type]
 
 

@@ -39,6 +39,11 @@ async def random_weights(api: Api, seed: int) -> dict[str, Tensor]:
     }
 
 
+async def next_version(api: Api) -> int:
+    """Above every version that the server remembers, whatever it serves now."""
+    return max((tag.version for tag in (await status(api)).history), default=0) + 1
+
+
 def as_message(manifest: transport.Manifest) -> weights_pb2.Manifest:
     return weights_pb2.Manifest(
         tensors=[
@@ -183,6 +188,11 @@ class Update:
             weights_pb2.DiscardUpdateRequest(publisher=self.who, update_id=self.update_id),
             timeout=SECONDS,
         )
+
+
+async def publish(api: Api, tensors: Mapping[str, Tensor]) -> weights_pb2.CommitWeightsResponse:
+    """A full update of a publisher that takes over from all before, above every version."""
+    return await Update(api, tensors, await next_version(api), term=next(TERMS)).publish()
 
 
 async def status(api: Api, *, verify: bool = False) -> weights_pb2.GetWeightStatusResponse:
