@@ -1,9 +1,12 @@
 """One weight update: what is asked for, how far it is, what came of it.
 
 UpdateWeights ─▶ READY ─JoinTransport─▶ RECEIVING ─▶ STAGED ─CommitWeights─▶ committed
-▲              │           │
-└── STALLED ◀──┘           └─ lease over, DiscardUpdate,
-a higher term ─▶ discarded
+                                            │  ▲
+                                            ▼  │ JoinTransport
+                                          STALLED
+
+In any of these phases: DiscardUpdate, a higher term, the UpdateWeights call ended before STAGED, or
+its lease over while it waits for its publisher ─▶ discarded
 """
 
 from __future__ import annotations
@@ -33,6 +36,10 @@ class Phase(enum.Enum):
     RECEIVING = "receiving"
     STALLED = "stalled"
     STAGED = "staged"
+
+
+# It waits for its publisher: to name a group, to name the next one, to commit.
+WAITING = {Phase.READY, Phase.STALLED, Phase.STAGED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +137,12 @@ class Update:
         """Enters a phase and tells who watches."""
         self.phase, self.detail = phase, detail
         self.changed.set()
+
+    def end_lease(self) -> None:
+        """Its publisher is there, or it is gone itself."""
+        if self.lease_timer is not None:
+            self.lease_timer.cancel()
+        self.lease_timer = self.lease_ends = None
 
 
 def in_progress(current: Update) -> ServiceError:

@@ -20,6 +20,7 @@ from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.lifecycle import Event, Rpc, State
 from rollwire_server.outcomes import outcome, result
 from rollwire_server.update import (
+    WAITING,
     Commit,
     Phase,
     Update,
@@ -146,6 +147,7 @@ class Updates:
             return
         check_membership(update, membership)
         if update.epoch != membership.epoch:
+            update.end_lease()
             update.epoch = membership.epoch
             update.joining = self._tasks.create_task(
                 outcome(self._join(update, membership, timeout)), name=f"join {update_id}"
@@ -324,8 +326,9 @@ class Updates:
             self._check(Rpc.UPDATE_WEIGHTS)  # much may have happened meanwhile
             self._check_announcement(announcement)
             receiver = transport.Receiver(announcement.manifest, staged)
-            self.update = Update(announcement, staged, receiver)
-            return self.update
+            update = self.update = Update(announcement, staged, receiver)
+            self._move(update, Phase.READY)
+            return update
 
     async def _join(self, update: Update, membership: Membership, timeout: float) -> None:
         await self._leave_group(update)
@@ -344,7 +347,7 @@ class Updates:
             )
         except transport.TransportError as error:
             _check_still_wanted(update, membership)
-            update.move(Phase.STALLED, str(error))
+            self._move(update, Phase.STALLED, str(error))
             late = isinstance(error, transport.TransportTimeout)
             raise ServiceError(
                 Reason.TRANSPORT_TIMEOUT if late else Reason.TRANSPORT_FAILED,
@@ -357,7 +360,7 @@ class Updates:
             await asyncio.to_thread(link.close)
             raise
         update.link = link
-        update.move(Phase.RECEIVING)
+        self._move(update, Phase.RECEIVING)
         update.receiving = self._tasks.create_task(
             self._receive(update, link, membership.first_bucket),
             name=f"receive {update.announcement.update_id}",
@@ -377,30 +380,33 @@ class Updates:
                 Reason.DIGEST_MISMATCH,
                 f"{error}; the update is discarded, the server serves {told(self.weights)}",
             )
-            update.move(Phase.STALLED, str(error))
+            self._move(update, Phase.STALLED, str(error))
         except transport.TransportError as error:
             if update.link is link:
-                update.move(Phase.STALLED, str(error))
+                self._move(update, Phase.STALLED, str(error))
         except Exception as error:
             log.exception("a bug: receiving failed")
-            update.move(Phase.STALLED, f"{type(error).__name__}: {error}")
+            self._move(update, Phase.STALLED, f"{type(error).__name__}: {error}")
         else:
-            self._staged(update)
+            self._move(update, Phase.STAGED)
         finally:
             update.receive_ns += time.monotonic_ns() - began
             await asyncio.to_thread(link.close)
 
-    def _staged(self, update: Update) -> None:
-        lease = update.announcement.stage_lease
-        update.lease_ends = time.monotonic() + lease
-        update.lease_timer = asyncio.get_running_loop().call_later(
-            lease, self._drop_later, update, f"not committed within its lease of {lease:g} s"
-        )
-        update.move(Phase.STAGED)
+    def _move(self, update: Update, phase: Phase, detail: str = "") -> None:
+        """Enters a phase; where it waits for its publisher, its lease begins."""
+        update.end_lease()
+        if phase in WAITING and update.failure is None:
+            lease = update.announcement.stage_lease
+            update.lease_ends = time.monotonic() + lease
+            why = f"its publisher let its lease of {lease:g} s run out while it was {phase.value}"
+            update.lease_timer = asyncio.get_running_loop().call_later(
+                lease, self._drop_later, update, why
+            )
+        update.move(phase, detail)
 
     async def _commit(self, update: Update, policy: KvPolicy) -> Commit:
-        if update.lease_timer is not None:
-            update.lease_timer.cancel()
+        update.end_lease()
         announcement, now = update.announcement, self.weights
         digests = {**self._digests, **update.receiver.digests}
         digest = transport.sum_digests(digests.values())
@@ -499,8 +505,7 @@ class Updates:
         if self.update is update:
             self.update = None
             log.info("update discarded", update_id=update.announcement.update_id, why=why)
-        if update.lease_timer is not None:
-            update.lease_timer.cancel()
+        update.end_lease()
         if update.failure is None:
             update.failure = ServiceError(reason, why)
         update.changed.set()

@@ -206,7 +206,7 @@ async def test_only_what_is_staged_is_committed(api: Api) -> None:
 
 
 async def test_a_staged_update_waits_for_its_lease_and_no_longer(api: Api) -> None:
-    change = await update(api, 15, lease=0.2)
+    change = await update(api, 15, lease=1)
     await change.stage()
     await no_update(api)
     assert await refusal(change.commit()) == "NOT_STAGED"
