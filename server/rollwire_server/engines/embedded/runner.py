@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
 
 MAX_LOGITS = 1 << 26
 """Elements of logits that one step may make for prompt log-probabilities."""
+
+# glibc's, where this is glibc.
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 _NO_SLOTS = np.empty(0, dtype=np.int64)
 
@@ -137,8 +141,7 @@ class Runner:
         self._asleep = True
         self.table.forget()
         freed = self._cache.free() + self.weights.sleep(weights)
-        if self._model.device.type == "cuda":
-            torch.cuda.empty_cache()
+        _return_unused(self._model.device)
         return freed
 
     def wake(self, *, reload_checkpoint: bool) -> None:
@@ -240,3 +243,11 @@ class Runner:
     def _clear(self, slots: np.ndarray) -> None:
         self._cache.clear(torch.from_numpy(slots).to(self._model.device))
         self.table.forget(slots)
+
+
+def _return_unused(device: torch.device) -> None:
+    """Gives memory that is free in this process back, which allocators keep for themselves."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif _malloc_trim is not None:
+        _malloc_trim(0)
