@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from rollwire.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2, weights_pb2_grpc
 
 from rollwire_server.engines.base import EngineError
-from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
+from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine, StagingPlace
 from rollwire_server.errors import Reason
 from rollwire_server.lifecycle import Event, Lifecycle, State
 from rollwire_server.memory import Memory
@@ -167,12 +167,16 @@ class RolloutServer:
         self._lifecycle.happened(Event.LOADED_AWAITING if awaiting else Event.LOADED)
 
     def _announce(self, address: str) -> None:
+        engine = self._engine.describe()
         log.info(
             "ready",
             listen=address,
             model=self._settings.model,
             state=self._lifecycle.state.value,
             server_id=self._server_id,
+            device=str(engine.device),
+            staging=engine.staging,
+            staging_mib=-(-engine.staging_bytes >> 20),
         )
         if (path := self._settings.ready_file) is not None:
             ready = {"listen": address, "server_id": self._server_id, "pid": os.getpid()}
@@ -260,6 +264,7 @@ def make_engine(settings: ServerSettings) -> Engine:
             max_running_sequences=settings.max_running,
             context_length=settings.context_length,
             prefill_tokens=settings.prefill_tokens,
+            staging=StagingPlace(settings.staging),
             threads=settings.threads,
         )
     )

@@ -46,6 +46,9 @@ class ServerSettings(BaseSettings):
     prefill_tokens: PositiveInt = Field(
         2048, description="prompt tokens a step, so that running sequences keep their pace"
     )
+    staging: Literal["auto", "device", "host"] = Field(
+        "auto", description="where an update waits for its commit; auto: on the GPU if it has room"
+    )
     threads: int = Field(1, ge=1, le=1024, description="CPU threads of the embedded engine")
     max_sequence_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         3600.0, description="from a sequence's arrival to its last token, at most"

@@ -342,7 +342,7 @@ class Updates:
                 world_size=membership.world_size,
                 rendezvous=membership.rendezvous,
                 timeout=timeout,
-                device=next((t.device for t in update.staged.values()), None),
+                device=self._engine.describe().device,
                 closed=update.left,
             )
         except transport.TransportError as error:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import torch
     from rollwire_transport import Manifest, TensorSpec
     from torch import Tensor
 
@@ -222,10 +223,19 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is; fixed once it has started."""
+    """What an engine is; fixed once it has started.
+
+    Attributes:
+        device: Where its weights are, so where links should receive.
+        staging: Where an update waits for its commit: "device" or "host".
+        staging_bytes: What a full update takes there.
+    """
 
     engine: str
     model: str
+    device: torch.device
+    staging: str
+    staging_bytes: int
     vocab_size: int
     context_length: int
     eos_token_ids: tuple[int, ...]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from rollwire_server.engines.base import KvPolicy, SleepingWeights
-from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
+from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine, StagingPlace
+from rollwire_transport import Manifest, tensor_digest
 from support import reference
 from support.engines import prompts, running, spec
 
@@ -63,6 +65,28 @@ async def test_seeds_draw_what_they_draw_on_a_cpu(gpu: Driver) -> None:
         here = await cpu.sample(*asked())
     same = [a.token_ids == b.token_ids for a, b in zip(here, there, strict=True)]
     assert sum(same) >= len(same) - 1  # near-ties of floating point
+
+
+@pytest.mark.parametrize("place", StagingPlace)
+async def test_updates_wait_where_they_were_asked_to(
+    tiny: PreTrainedModel, place: StagingPlace
+) -> None:
+    tensors = reference.changed(tiny)
+    async with running(EmbeddedEngine(replace(config(), staging=place))) as driver:
+        schema = driver.engine.schema()
+        staged = await driver.engine.stage(Manifest(tuple(schema), ()))
+        on_host = place is StagingPlace.HOST
+        assert {t.device.type for t in staged.values()} == {"cpu" if on_host else "cuda"}
+        assert all(t.is_pinned() == on_host for t in staged.values())
+        info = driver.engine.describe()
+        assert info.staging == ("host" if on_host else "device")
+        assert info.staging_bytes == sum(t.nbytes for t in staged.values())
+        await driver.commit(tensors)
+        assert await driver.engine.digests() == {
+            spec.name: tensor_digest(spec, tensors[spec.name])
+            for spec in schema
+            if spec.alias_of is None
+        }
 
 
 @pytest.mark.parametrize("policy", KvPolicy)

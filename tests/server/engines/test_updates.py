@@ -188,7 +188,7 @@ async def test_staging_is_apart_from_what_serves(driver: Driver) -> None:
 async def test_a_copy_that_fails_half_way_is_told_as_torn(
     driver: Driver, tiny: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    def fail(targets: list[torch.Tensor], sources: list[torch.Tensor], **_: bool) -> None:
         targets[0].copy_(sources[0])
         raise RuntimeError("no more")
 

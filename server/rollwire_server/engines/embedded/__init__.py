@@ -2,5 +2,6 @@
 
 from .config import EmbeddedConfig
 from .engine import EmbeddedEngine
+from .staging import StagingPlace
 
-__all__ = ["EmbeddedConfig", "EmbeddedEngine"]
+__all__ = ["EmbeddedConfig", "EmbeddedEngine", "StagingPlace"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .staging import StagingPlace
+
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedConfig:
@@ -17,6 +19,7 @@ class EmbeddedConfig:
         context_length: Prompt and output tokens of one sequence. None: what the model can, bounded
             by the memory that the KV cache may take (and by 4096 on a CPU).
         prefill_tokens: Prompt tokens that one step computes at most beside decoding.
+        staging: Where an update waits for its commit.
         threads: torch's threads on a CPU. Small models on a busy machine are many times slower with
             two than with one.
     """
@@ -27,4 +30,5 @@ class EmbeddedConfig:
     max_running_sequences: int = 64
     context_length: int | None = None
     prefill_tokens: int = 2048
+    staging: StagingPlace = StagingPlace.AUTO
     threads: int = 1

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .kv_cache import KvCache
     from .model import Model
     from .slots import Plan
+    from .staging import StagingPlace
 
 MAX_LOGITS = 1 << 26
 """Elements of logits that one step may make for prompt log-probabilities."""
@@ -65,6 +66,7 @@ class Runner:
         *,
         context: int,
         prefill_tokens: int,
+        staging: StagingPlace,
         server_id: str,
     ) -> None:
         self._model = model
@@ -79,7 +81,7 @@ class Runner:
         self._added = 0
         self.table = SlotTable(cache.slots, context)
         self.routing = model.routers.store(cache.slots, context)
-        self.weights = Weights(model.hf)
+        self.weights = Weights(model.hf, staging)
         self.tag = WeightTag(None, 0, server_id, sum_digests(self.weights.digests().values()))
 
     def load(self) -> Load:

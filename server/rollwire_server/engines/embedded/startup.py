@@ -13,6 +13,7 @@ from rollwire_server.engines.base import EngineError, EngineInfo, LogprobBasis
 from .checkpoint import first_line, read_model
 from .probe import probe
 from .runner import Runner
+from .staging import StagingPlace, choose
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,7 +30,8 @@ MIN_CONTEXT = 256
 """A cache that has less room for each sequence is refused, unless it is asked for."""
 
 KV_SHARE = 0.5
-"""Of the memory that is free beside the weights and a staged copy of them."""
+"""Of the memory that is free beside the weights and, if it lies there too, a staged copy of them.
+"""
 
 
 def start_runner(config: EmbeddedConfig, server_id: str) -> tuple[Runner, EngineInfo]:
@@ -50,18 +52,23 @@ def _start(
 ) -> tuple[Runner, EngineInfo]:
     findings = probe(hf)
     model = findings.model
-    context = _context_length(config, findings)
+    staging = choose(config.staging, model.device, _weight_bytes(hf), _free_bytes(model.device))
+    context = _context_length(config, findings, staging)
     runner = Runner(
         model,
         findings.cache.resized(config.max_running_sequences, context),
         lambda: read_model(config),
         context=context,
         prefill_tokens=config.prefill_tokens,
+        staging=staging,
         server_id=server_id,
     )
     info = EngineInfo(
         engine="embedded",
         model=config.model,
+        device=model.device,
+        staging="host" if staging is StagingPlace.HOST else "device",
+        staging_bytes=runner.weights.nbytes,
         vocab_size=model.vocab_size,
         context_length=context,
         eos_token_ids=model.eos_token_ids,
@@ -86,12 +93,13 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _context_length(config: EmbeddedConfig, findings: Findings) -> int:
+def _context_length(config: EmbeddedConfig, findings: Findings, staging: StagingPlace) -> int:
     """What is asked for, or what the model, the memory and CPU_CONTEXT_CAP allow."""
     model = findings.model
     slots = config.max_running_sequences
-    weights = sum(p.nbytes for p in model.hf.parameters())
-    free = int(KV_SHARE * max(0, _free_bytes(model.device) - weights))
+    here = model.device.type == "cpu" or staging is not StagingPlace.HOST
+    staged = _weight_bytes(model.hf) if here else 0
+    free = int(KV_SHARE * max(0, _free_bytes(model.device) - staged))
     small = findings.cache
     kv_bytes_per_token = small.nbytes // (small.slots * small.context)
     fits = free // (slots * kv_bytes_per_token)
@@ -114,6 +122,10 @@ def _context_length(config: EmbeddedConfig, findings: Findings) -> int:
     if fits < min(most, MIN_CONTEXT):
         raise EngineError(f"{room} running sequences; run fewer of them")
     return min(most, fits)
+
+
+def _weight_bytes(hf: PreTrainedModel) -> int:
+    return sum(parameter.nbytes for parameter in hf.parameters())
 
 
 def _free_bytes(device: torch.device) -> int:

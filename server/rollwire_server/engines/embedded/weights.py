@@ -9,6 +9,7 @@ from rollwire_transport import describe_all, tensor_digest
 
 from rollwire_server.engines.base import EngineError, SleepingWeights, TornWeightsError
 
+from .staging import StagingPlace, memory_like
 from .tensors import checkpoint_tensors
 
 if TYPE_CHECKING:
@@ -28,8 +29,9 @@ class Weights:
         whole: They are those of one policy. If not, only a full update cures it.
     """
 
-    def __init__(self, hf: PreTrainedModel) -> None:
+    def __init__(self, hf: PreTrainedModel, place: StagingPlace = StagingPlace.AUTO) -> None:
         self._hf = hf
+        self._place = place
         tensors = checkpoint_tensors(hf)
         self._specs = describe_all(tensors)
         self._serving = {s.name: tensors[s.name] for s in self._specs if s.alias_of is None}
@@ -41,6 +43,11 @@ class Weights:
         """All tensors, aliases included."""
         return list(self._specs)
 
+    @property
+    def nbytes(self) -> int:
+        """Of the memory that serves; what a full update takes."""
+        return sum(tensor.nbytes for tensor in self._serving.values())
+
     def digests(self) -> dict[str, int]:
         """The digest of each tensor, aliases left out, of the memory that serves."""
         return {
@@ -51,12 +58,8 @@ class Weights:
 
     def stage(self, manifest: Manifest) -> dict[str, Tensor]:
         """Memory beside the serving weights for what a manifest sends."""
-        staged = {}
-        for spec in manifest.tensors:
-            if spec.alias_of is None:
-                target = self._target(spec.name)
-                staged[spec.name] = target.new_empty(target.shape)
-        return staged
+        sent = [spec.name for spec in manifest.tensors if spec.alias_of is None]
+        return memory_like({name: self._target(name) for name in sent}, self._place)
 
     def replace(self, staged: Mapping[str, Tensor]) -> None:
         """Copies staged tensors over the serving ones, all or none of them.
@@ -81,7 +84,7 @@ class Weights:
         try:
             with torch.no_grad():
                 if targets:
-                    torch._foreach_copy_(targets, sources)
+                    torch._foreach_copy_(targets, sources, non_blocking=True)
                 if any(target.is_cuda for target in targets):
                     torch.cuda.synchronize()
         except Exception as error:

@@ -1,0 +1,54 @@
+"""Where an update waits for its commit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rollwire_server.engines.embedded import staging
+from rollwire_server.engines.embedded.staging import StagingPlace, choose, in_slabs
+
+CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
+AUTO, DEVICE, HOST = StagingPlace.AUTO, StagingPlace.DEVICE, StagingPlace.HOST
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "free", "chosen"),
+    [
+        (AUTO, CUDA, 101, AUTO),
+        (AUTO, CUDA, 99, HOST),
+        (DEVICE, CUDA, 99, DEVICE),
+        (HOST, CUDA, 1000, HOST),
+        (AUTO, CPU, 1000, HOST),
+        (DEVICE, CPU, 1000, HOST),
+    ],
+)
+def test_the_place_follows_from_the_memory_there_is(
+    asked: StagingPlace, device: torch.device, free: int, chosen: StagingPlace
+) -> None:
+    assert choose(asked, device, needed=100, free=free) is chosen
+
+
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=12),
+    dtypes=st.lists(st.sampled_from([torch.float32, torch.bfloat16, torch.bool]), min_size=12),
+    slab=st.sampled_from([1, 256, 1000, 1 << 30]),
+)
+def test_tensors_in_slabs_are_apart(
+    shapes: list[list[int]], dtypes: list[torch.dtype], slab: int
+) -> None:
+    targets = {
+        f"t{i}": torch.empty(shape, dtype=dtype)
+        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=False))
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staging, "SLAB_BYTES", slab)
+        staged = in_slabs(targets, pinned=False)
+    assert list(staged) == list(targets)
+    for number, (name, tensor) in enumerate(staged.items()):
+        assert (tensor.shape, tensor.dtype) == (targets[name].shape, targets[name].dtype)
+        assert tensor.is_contiguous()
+        tensor.fill_(number % 2)
+    for number, tensor in enumerate(staged.values()):
+        assert (tensor == number % 2).all()
