@@ -11,7 +11,13 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rollwire_transport import Span, TensorSpec, describe, sum_digests, tensor_digest
-from rollwire_transport.digest import _sum_words, bucket_digest, digest_of_sum, span_sums
+from rollwire_transport.digest import (
+    _implementation,
+    _sum_words,
+    bucket_digest,
+    digest_of_sum,
+    span_sums,
+)
 from support.tensors import content, random_tensor, tensors
 from torch import Tensor
 
@@ -62,6 +68,17 @@ def test_every_implementation_gives_the_same_sum(size: int, offset: int, seed: i
     words = random_tensor(torch.int64, (size,), seed)
     (on_cpu,) = span_sums(words.view(torch.uint8), [Span(0, offset * 64, 0, words.nbytes)])
     assert on_cpu == int(_sum_words(words, offset * 8)) % MODULUS  # what other devices run
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("size", [0, 1, 7, 8192, 8193, 3_000_001])
+@pytest.mark.parametrize("first", [0, 5, 2**33])
+def test_a_gpu_gives_the_same_sum(size: int, first: int) -> None:
+    words = random_tensor(torch.int64, (size,), size).cuda()
+    (expected,) = span_sums(words.cpu().view(torch.uint8), [Span(0, first * 8, 0, words.nbytes)])
+    for sum_words in {_sum_words, _implementation("cuda")}:
+        assert int(sum_words(words, first)) % MODULUS == expected
 
 
 def test_threads_share_a_large_tensor() -> None:

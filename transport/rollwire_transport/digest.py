@@ -36,6 +36,8 @@ Padding between spans is not covered.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import itertools
 import struct
@@ -114,12 +116,25 @@ def bucket_digest(index: int, sums: Sequence[int]) -> int:
 
 def span_sums(data: Tensor, spans: Sequence[Span]) -> list[int]:
     """The sum of each span of ``data``, the bytes of a bucket: a contiguous uint8 tensor."""
-    sum_words = _sum_words_cpu if data.device.type == "cpu" else _sum_words
+    sum_words = _implementation(data.device.type)
     sums = [_span_sum(data, span, sum_words) for span in spans]
     if not sums:
         return []
     # One wait for the device, not one a span.
     return [total & _MASK for total in torch.stack(sums).tolist()]
+
+
+@functools.cache
+def _implementation(device_type: str) -> Callable[[Tensor, int], Tensor]:
+    """How words are summed on a kind of device; all give the same."""
+    if device_type == "cpu":
+        return _sum_words_cpu
+    if device_type == "cuda":
+        with contextlib.suppress(ImportError):  # Triton comes with torch for CUDA
+            from rollwire_transport.digest_triton import sum_words
+
+            return sum_words
+    return _sum_words
 
 
 def _span_sum(data: Tensor, span: Span, sum_words: Callable[[Tensor, int], Tensor]) -> Tensor:
