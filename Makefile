@@ -10,6 +10,7 @@ demo: $(VENV)/installed ## two servers, a trainer, a policy that learns
 
 test: $(VENV)/installed lint ## everything that runs without a GPU
 	$(RUN)pytest -m "not gpu"
+	$(RUN)pytest -m "not gpu" tests/contract --engine synthetic
 
 test-fast: $(VENV)/installed ## what takes seconds
 	$(RUN)pytest -m "not gpu and not slow"

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from rollwire.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2, weights_pb2_grpc
 
 from rollwire_server.engines.base import EngineError
-from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine, StagingPlace
+from rollwire_server.engines.choice import make_engine
 from rollwire_server.errors import Reason
 from rollwire_server.lifecycle import Event, Lifecycle, State
 from rollwire_server.memory import Memory
@@ -31,7 +31,6 @@ from rollwire_server.updates import Updates
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rollwire_server.engines.base import Engine
     from rollwire_server.settings import ServerSettings
 
 log = structlog.get_logger()
@@ -62,9 +61,13 @@ class RolloutServer:
     """A server from its first to its last moment: ``await RolloutServer(settings).run()``."""
 
     def __init__(self, settings: ServerSettings) -> None:
+        """Raises StartError when the engine's settings are wrong."""
         self._settings = settings
         self._server_id = uuid.uuid4().hex
-        self._engine = make_engine(settings)
+        try:
+            self._engine = make_engine(settings)
+        except EngineError as error:
+            raise StartError(str(error)) from error
         self._lifecycle = Lifecycle(default_pause_lease=settings.pause_lease_seconds)
         self._rollouts = Rollouts(
             self._engine,
@@ -252,19 +255,3 @@ class RolloutServer:
             hurry.cancel()
         interrupted = await self._rollouts.interrupt_all("the server goes down")
         log.info("drained", interrupted=interrupted)
-
-
-def make_engine(settings: ServerSettings) -> Engine:
-    """The engine that the settings name, not started."""
-    return EmbeddedEngine(
-        EmbeddedConfig(
-            model=settings.model,
-            dtype=settings.dtype,
-            device=settings.device,
-            max_running_sequences=settings.max_running,
-            context_length=settings.context_length,
-            prefill_tokens=settings.prefill_tokens,
-            staging=StagingPlace(settings.staging),
-            threads=settings.threads,
-        )
-    )

@@ -29,7 +29,15 @@ class ServerSettings(BaseSettings):
     model: str = Field(
         description="a Hugging Face checkpoint directory, builtin:tiny or builtin:tiny-moe"
     )
-    engine: Literal["embedded"] = Field("embedded", description="what samples")
+    engine: Literal["embedded", "synthetic"] = Field(
+        "embedded", description="what samples; synthetic: random tokens at a set rate, of no model"
+    )
+    engine_arg: list[str] = Field(
+        [],
+        description="name=value for the engine alone, any number of times; synthetic: "
+        "tokens-per-second (100, of each sequence; 0: as fast as can be), "
+        "prefill-tokens-per-second (0: at once), vocab-size (512), weight-bytes (4096)",
+    )
     listen: Address = Field("127.0.0.1:50051", description="HOST:PORT of the API; port 0 picks one")
     ready_file: Path | None = Field(
         None, description="gets the addresses as JSON once the server is up"

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
 from support.calls import Api, connected
+from support.contract import EXCEPTIONS, FLAGS
 from support.servers import ServerProcess, servers
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-MODELS = {"embedded": "builtin:tiny"}
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    engine = config.getoption("--engine")
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.parent != here:
+            continue
+        name = item.name.partition("[")[0]
+        exceptions = EXCEPTIONS[engine]
+        if (reason := exceptions.get(name) or exceptions.get(item.path.name)) is not None:
+            item.add_marker(pytest.mark.skip(reason=f"{engine}: {reason}"))
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +34,7 @@ def server(
     """A server with the engine under test, for all cases that leave it as they found it."""
     engine = request.config.getoption("--engine")
     with servers(tmp_path_factory.mktemp("contract")) as start:
-        yield start("--engine", engine, "--model", MODELS[engine])
+        yield start("--engine", engine, *FLAGS[engine])
 
 
 @pytest_asyncio.fixture

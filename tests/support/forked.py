@@ -22,6 +22,8 @@ _context.set_forkserver_preload(
         "pytest",  # each fork runs the main module again, which imports it
         "rollwire_server.command",
         "rollwire_server.server",
+        "rollwire_server.engines.embedded",
+        "rollwire_server.engines.synthetic",
         "transformers.models.auto.modeling_auto",
         "transformers.models.qwen2.modeling_qwen2",
         "transformers.models.qwen3_moe.modeling_qwen3_moe",

@@ -1,0 +1,83 @@
+"""Which engine a server has, by its settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from pydantic import TypeAdapter, ValidationError
+
+from rollwire_server.engines.base import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rollwire_server.engines.base import Engine
+    from rollwire_server.settings import ServerSettings
+
+
+def make_engine(settings: ServerSettings) -> Engine:
+    """The engine that the settings name, not started; its libraries are loaded now.
+
+    Raises EngineError when its ``engine_arg``s are wrong.
+    """
+    return _ENGINES[settings.engine](settings)
+
+
+def _embedded(settings: ServerSettings) -> Engine:
+    from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine, StagingPlace
+
+    if settings.engine_arg:
+        raise EngineError("--engine-arg: the embedded engine takes none, it has flags of its own")
+    return EmbeddedEngine(
+        EmbeddedConfig(
+            model=settings.model,
+            dtype=settings.dtype,
+            device=settings.device,
+            max_running_sequences=settings.max_running,
+            context_length=settings.context_length,
+            prefill_tokens=settings.prefill_tokens,
+            staging=StagingPlace(settings.staging),
+            threads=settings.threads,
+        )
+    )
+
+
+def _synthetic(settings: ServerSettings) -> Engine:
+    from rollwire_server.engines.synthetic import SyntheticConfig, SyntheticEngine
+
+    arguments = _arguments(settings.engine_arg)
+    own = {"model", "max_running_sequences", "context_length"}
+    names = [f.name for f in dataclasses.fields(SyntheticConfig) if f.name not in own]
+    if unknown := arguments.keys() - names:
+        raise EngineError(
+            f"--engine-arg: the synthetic engine has no {', '.join(sorted(unknown))}, only "
+            f"{', '.join(names)}"
+        )
+    values: dict[str, object] = {**arguments, "model": settings.model}
+    values["max_running_sequences"] = settings.max_running
+    if settings.context_length is not None:
+        values["context_length"] = settings.context_length
+    try:
+        config = TypeAdapter(SyntheticConfig).validate_python(values)
+    except ValidationError as error:
+        problems = "; ".join(f"{e['loc'][0]}: {e['msg']}" for e in error.errors())
+        raise EngineError(f"--engine-arg: {problems}") from error
+    return SyntheticEngine(config)
+
+
+_ENGINES: dict[str, Callable[[ServerSettings], Engine]] = {
+    "embedded": _embedded,
+    "synthetic": _synthetic,
+}
+
+
+def _arguments(texts: list[str]) -> dict[str, str]:
+    """The value of each name, of "name=value"s; dashes count as underscores."""
+    arguments = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise EngineError(f"--engine-arg: {text!r} is not name=value")
+        arguments[name.replace("-", "_")] = value
+    return arguments

@@ -1,0 +1,371 @@
+"""The synthetic engine: tokens at a set rate, of no model; for load tests of everything around one.
+
+It behaves as a model whose logits are all equal: every token has probability 1 / vocabulary, and
+which one is drawn depends on the seed, the position and the weights. Truncation and temperature
+change nothing of that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import math
+import struct
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING
+
+import torch
+from rollwire_transport import TensorSpec, tensor_digest
+
+from rollwire_server.engines.base import (
+    Applied,
+    End,
+    EndReason,
+    EngineError,
+    EngineInfo,
+    Extras,
+    KvPolicy,
+    Load,
+    LogprobBasis,
+    PromptLogprobs,
+    SequenceSpec,
+    SleepingWeights,
+    Step,
+    TopLogprobs,
+    WeightTag,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rollwire_transport import Manifest
+    from torch import Tensor
+
+    from rollwire_server.engines.base import Sink
+
+MAX_TOP_LOGPROBS = 64
+IDLE_SECONDS = 0.0005
+"""Between two steps that take no time: others have work to do too."""
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticConfig:
+    """How to start a ``SyntheticEngine``; all but the first three are ``--engine-arg``s.
+
+    Attributes:
+        model: What the server calls it.
+        max_running_sequences: Sequences sampled side by side; the rest wait.
+        context_length: Prompt and output tokens of one sequence.
+        tokens_per_second: Of each sequence; 0: as fast as the machine allows.
+        prefill_tokens_per_second: Prompt tokens that are ready for sampling; 0: at once.
+        vocab_size: Tokens are 0 to ``vocab_size`` - 1.
+        weight_bytes: Of its one tensor "weight" (float32), a multiple of 4.
+    """
+
+    model: str
+    max_running_sequences: int = 64
+    context_length: int = 4096
+    tokens_per_second: float = 100.0
+    prefill_tokens_per_second: float = 0.0
+    vocab_size: int = 512
+    weight_bytes: int = 4096
+
+    def __post_init__(self) -> None:
+        rates = (self.tokens_per_second, self.prefill_tokens_per_second)
+        if not all(0 <= rate < math.inf for rate in rates):
+            raise EngineError("tokens_per_second and prefill_tokens_per_second are 0 or more")
+        if self.vocab_size < 2 or self.weight_bytes < 4 or self.weight_bytes % 4:
+            raise EngineError(
+                "vocab_size is at least 2, weight_bytes a multiple of 4 and at least 4"
+            )
+
+
+@dataclass(slots=True)
+class _Running:
+    """A sequence that is sampled.
+
+    Attributes:
+        length: Output tokens, the prefix among them.
+        ready: When its prompt is computed, in the loop's time.
+        kv_revision: Of the oldest key or value that it holds.
+        told: Whether its prompt's extras have been reported.
+    """
+
+    spec: SequenceSpec
+    length: int
+    ready: float
+    kv_revision: int
+    told: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return len(self.spec.prompt) + self.length
+
+
+@dataclass(slots=True)
+class _State:
+    """All that a started engine holds."""
+
+    sink: Sink
+    tag: WeightTag
+    weight: Tensor
+    running: dict[int, _Running] = field(default_factory=dict)
+    waiting: deque[SequenceSpec] = field(default_factory=deque)
+    held: bool = False
+    asleep: bool = False
+    whole: bool = True
+
+
+class SyntheticEngine:
+    """Implements ``Engine`` as a task of the server's event loop."""
+
+    def __init__(self, config: SyntheticConfig) -> None:
+        self._config = config
+        self._state: _State | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._logprob = -math.log(config.vocab_size)
+
+    async def start(self, server_id: str, sink: Sink) -> WeightTag:
+        """See ``Engine``."""
+        weight = torch.zeros(self._config.weight_bytes // 4)
+        tag = WeightTag(None, 0, server_id, tensor_digest(self._spec, weight))
+        self._state = _State(sink, tag, weight)
+        self._task = asyncio.create_task(self._run(self._state), name="synthetic engine")
+        return tag
+
+    async def stop(self) -> None:
+        """See ``Engine``."""
+        self._state = None
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def describe(self) -> EngineInfo:
+        """See ``Engine``."""
+        config = self._config
+        return EngineInfo(
+            engine="synthetic",
+            model=config.model,
+            device=torch.device("cpu"),
+            staging="host",
+            staging_bytes=config.weight_bytes,
+            vocab_size=config.vocab_size,
+            context_length=config.context_length,
+            eos_token_ids=(),
+            logprob_bases=frozenset({LogprobBasis.TEMPERATURE, LogprobBasis.MODEL}),
+            deterministic=True,
+            max_running_sequences=config.max_running_sequences,
+            max_top_logprobs=min(MAX_TOP_LOGPROBS, config.vocab_size),
+            routed_experts=False,
+        )
+
+    def load(self) -> Load:
+        """See ``Engine``."""
+        config, state = self._config, self._state
+        total = config.max_running_sequences * config.context_length
+        if state is None:
+            return Load(0, 0, 0, total)
+        used = sum(sequence.tokens for sequence in state.running.values())
+        return Load(len(state.running), len(state.waiting), used, total)
+
+    def submit(self, spec: SequenceSpec) -> None:
+        """See ``Engine``."""
+        self._living().waiting.append(spec)
+        self._changed.set()
+
+    async def abort(self, keys: Sequence[int]) -> None:
+        """See ``Engine``."""
+        if (state := self._state) is None:
+            return
+        for key in keys:
+            state.running.pop(key, None)
+        gone = set(keys)
+        if any(spec.key in gone for spec in state.waiting):
+            state.waiting = deque(spec for spec in state.waiting if spec.key not in gone)
+
+    async def hold(self) -> None:
+        """See ``Engine``; a step is never in flight while something else runs."""
+        if self._state is not None:
+            self._state.held = True
+
+    async def release(self) -> None:
+        """See ``Engine``."""
+        self._living().held = False
+        self._changed.set()
+
+    def schema(self) -> list[TensorSpec]:
+        """See ``Engine``."""
+        self._living()
+        return [self._spec]
+
+    async def stage(self, manifest: Manifest) -> Mapping[str, Tensor]:
+        """See ``Engine``."""
+        self._awake()
+        return {spec.name: torch.empty(spec.shape) for spec in manifest.tensors}
+
+    async def commit(
+        self, staged: Mapping[str, Tensor], weights: WeightTag, policy: KvPolicy
+    ) -> Applied:
+        """See ``Engine``."""
+        state = self._awake()
+        if not state.held:
+            raise EngineError("weights are committed only while sampling is held")
+        if not state.whole and not staged:
+            raise EngineError("the weights are discarded: send a full update")
+        began = _nanoseconds()
+        if staged:
+            state.weight.copy_(staged[self._spec.name])
+        state.whole = True
+        state.tag = weights
+        entries = 0
+        if policy is KvPolicy.RECOMPUTE:
+            for sequence in state.running.values():
+                entries += sequence.tokens
+                sequence.kv_revision = weights.revision
+                sequence.ready = self._ready_at(sequence.tokens)
+        self._changed.set()
+        return Applied(_nanoseconds() - began, entries)
+
+    async def digests(self) -> dict[str, int]:
+        """See ``Engine``."""
+        return {self._spec.name: tensor_digest(self._spec, self._awake().weight)}
+
+    async def sleep(self, weights: SleepingWeights) -> int:
+        """See ``Engine``."""
+        state = self._living()
+        if state.running or state.waiting:
+            raise EngineError("sequences are live: end them before the engine goes to sleep")
+        state.asleep = True
+        if weights is SleepingWeights.DISCARD:
+            state.whole = False
+            state.weight.zero_()
+            return self._config.weight_bytes
+        return 0
+
+    async def wake(self, *, reload_checkpoint: bool) -> None:
+        """See ``Engine``; its checkpoint is all zeros."""
+        state = self._living()
+        state.asleep = False
+        if reload_checkpoint:
+            state.weight.zero_()
+            state.whole = True
+        self._changed.set()
+
+    @property
+    def _spec(self) -> TensorSpec:
+        return TensorSpec("weight", "float32", (self._config.weight_bytes // 4,))
+
+    def _living(self) -> _State:
+        if self._state is None:
+            raise EngineError("the engine does not run")
+        return self._state
+
+    def _awake(self) -> _State:
+        state = self._living()
+        if state.asleep:
+            raise EngineError("the weights' memory is given back: wake the engine up first")
+        return state
+
+    # Sampling.
+
+    async def _run(self, state: _State) -> None:
+        """Steps at the configured rate while there is something to sample."""
+        rate = self._config.tokens_per_second
+        now = asyncio.get_running_loop().time
+        due = now()
+        try:
+            while True:
+                self._changed.clear()
+                step = self._step(state)
+                if step is None:
+                    await self._idle(state)
+                    due = now()
+                    continue
+                state.sink.on_step(step)
+                due = max(due + 1 / rate, now()) if rate else now() + IDLE_SECONDS
+                await asyncio.sleep(due - now())
+        except Exception as error:
+            self._state = None
+            state.sink.on_failure(error)
+
+    async def _idle(self, state: _State) -> None:
+        """Until something changes, or the next prompt is computed."""
+        computing = [] if state.held else [s.ready for s in state.running.values()]
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(computing) - loop.time() if computing else None):
+                await self._changed.wait()
+
+    def _step(self, state: _State) -> Step | None:
+        """One token of every sequence whose prompt is computed; None if there is none."""
+        if state.held or state.asleep or not state.whole:
+            return None
+        while state.waiting and len(state.running) < self._config.max_running_sequences:
+            spec = state.waiting.popleft()
+            ready = self._ready_at(len(spec.prompt) + len(spec.prefix))
+            state.running[spec.key] = _Running(spec, len(spec.prefix), ready, state.tag.revision)
+        now = asyncio.get_running_loop().time()
+        sampled = [s for s in state.running.values() if s.ready <= now]
+        if not sampled:
+            return None
+        step = Step(
+            state.tag,
+            keys=[s.spec.key for s in sampled],
+            token_ids=[self._draw(s, state.tag.digest) for s in sampled],
+            logprobs=[self._logprob] * len(sampled),
+            oldest_kv_revisions=[s.kv_revision for s in sampled],
+        )
+        for sequence, token in zip(sampled, step.token_ids, strict=True):
+            self._report(sequence, step)
+            sequence.length += 1
+            if (reason := self._end_reason(sequence, token)) is not None:
+                del state.running[sequence.spec.key]
+                step.ends.append(End(sequence.spec.key, reason))
+        return step
+
+    def _draw(self, sequence: _Running, weights: int) -> int:
+        sampling = sequence.spec.sampling
+        barred = sampling.stop_token_ids if sequence.length < sampling.min_new_tokens else ()
+        seed = sampling.seed if sampling.temperature else 0
+        for attempt in count():
+            text = struct.pack("<QQQI", seed, sequence.length, weights, attempt)
+            drawn = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+            token = drawn % self._config.vocab_size
+            if token not in barred or len(barred) >= self._config.vocab_size:
+                return token
+        raise AssertionError
+
+    def _report(self, sequence: _Running, step: Step) -> None:
+        """What the sequence asked for beside its tokens."""
+        spec, extras = sequence.spec, Extras()
+        if spec.top_logprobs:
+            k = spec.top_logprobs
+            extras.top_logprobs = TopLogprobs(k, list(range(k)), [self._logprob] * k)
+        if not sequence.told:
+            sequence.told = True
+            extras.cached_prompt_tokens = 0
+            if spec.prompt_logprobs and len(spec.prompt) > 1:
+                known = [self._logprob] * (len(spec.prompt) - 1)
+                extras.prompt_logprobs.append(PromptLogprobs(1, known))
+        if extras != Extras():
+            step.extras[spec.key] = extras
+
+    def _end_reason(self, sequence: _Running, token: int) -> EndReason | None:
+        sampling = sequence.spec.sampling
+        if token in sampling.stop_token_ids:
+            return EndReason.STOP
+        full = sequence.tokens >= self._config.context_length
+        return EndReason.LENGTH if full or sequence.length >= sampling.max_new_tokens else None
+
+    def _ready_at(self, tokens: int) -> float:
+        rate = self._config.prefill_tokens_per_second
+        return asyncio.get_running_loop().time() + (tokens / rate if rate else 0.0)
+
+
+def _nanoseconds() -> int:
+    return int(asyncio.get_running_loop().time() * 1e9)

@@ -1,0 +1,69 @@
+"""The synthetic engine, by itself; tests/contract runs it behind the API."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+from rollwire_server.engines.base import EngineError, KvPolicy
+from rollwire_server.engines.synthetic import SyntheticConfig, SyntheticEngine
+from support.engines import Driver, running, spec
+
+
+def engine(**settings: float) -> SyntheticEngine:
+    return SyntheticEngine(SyntheticConfig("none", **settings))  # type: ignore[arg-type]
+
+
+async def seconds(driver: Driver, count: int, prompt: int, tokens: int) -> float:
+    began = time.monotonic()
+    sampled = await driver.sample(*(spec([1] * prompt, tokens, seed=i) for i in range(count)))
+    assert [len(s.token_ids) for s in sampled] == [tokens] * count
+    return time.monotonic() - began
+
+
+async def test_the_rate_is_that_of_each_sequence() -> None:
+    async with running(engine(tokens_per_second=200)) as driver:
+        for count in (1, 32):
+            assert await seconds(driver, count, 1, 40) >= 39 / 200
+
+
+async def test_prompts_take_their_time() -> None:
+    async with running(engine(tokens_per_second=0, prefill_tokens_per_second=1000)) as driver:
+        assert await seconds(driver, 4, 200, 2) >= 0.2
+        (under_way,) = driver.submit(spec([1] * 100, 2000))
+        await driver.tokens(5, under_way)
+        before = time.monotonic()
+        tokens = 100 + len(under_way.token_ids)
+        await driver.commit({"weight": torch.ones(1024)}, KvPolicy.RECOMPUTE)
+        seen = under_way.revisions.count(0)
+        await driver.recorder.until(lambda: len(under_way.revisions) > seen)
+        assert time.monotonic() - before >= tokens / 1000
+
+
+async def test_tokens_follow_from_seed_position_and_weights() -> None:
+    async with running(engine(tokens_per_second=0)) as driver:
+        (whole,) = await driver.sample(spec([1, 2], 30, seed=7))
+        (rest,) = await driver.sample(spec([1, 2], 30, seed=7, prefix=whole.token_ids[:11]))
+        assert whole.token_ids[:11] + rest.token_ids == whole.token_ids
+        assert whole.logprobs == [-math.log(512)] * 30
+        (other,) = await driver.sample(spec([1, 2], 30, seed=8))
+        assert other.token_ids != whole.token_ids
+        await driver.commit({"weight": torch.ones(1024)})
+        (after,) = await driver.sample(spec([1, 2], 30, seed=7))
+        assert after.token_ids != whole.token_ids
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tokens_per_second": -1.0},
+        {"prefill_tokens_per_second": math.nan},
+        {"vocab_size": 1},
+        {"weight_bytes": 6},
+    ],
+)
+def test_settings_that_make_no_sense(wrong: dict[str, float]) -> None:
+    with pytest.raises(EngineError, match=next(iter(wrong))):
+        engine(**wrong)
