@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 
 import grpc
+import numpy as np
 import pytest
+import torch
 from client.scripted import CONTEXT, ScriptedServer, Sequence, expected_token, until
 from rollwire.v1 import common_pb2
 from rollwire_client import (
     ClosedError,
     FinishReason,
+    Fleet,
     InvalidRequestError,
     LogprobBasis,
     NotFiniteError,
@@ -325,13 +328,47 @@ async def test_a_server_that_does_not_answer_is_named_in_time(server: ScriptedSe
 
 async def test_bad_values_are_refused_before_anything_is_sent(server: ScriptedServer) -> None:
     async with RolloutClient(server.address) as client:
-        with pytest.raises(InvalidRequestError):
-            await client.generate([1, -2])
-        with pytest.raises(InvalidRequestError):
-            await client.generate(["one"])
-        with pytest.raises(InvalidRequestError):
+        for prompt, options in [([1, -2], {}), (["one"], {}), (PROMPT, {"timeout": "soon"})]:
+            with pytest.raises(InvalidRequestError):
+                await client.generate(prompt, **options)
+            with pytest.raises(InvalidRequestError):
+                client.stream(prompt, **options)
+        with pytest.raises(InvalidRequestError, match="max_new_tokens"):
             await client.generate(PROMPT, Sampling(max_new_tokens=-1))
+        for call in (client.pause(5), client.pause(lease=-1), client.resume(5), client.abort([5])):
+            with pytest.raises(InvalidRequestError, match=r"(pause_id|lease|request_id) is (5|-1)"):
+                await call
+        with pytest.raises(TypeError, match="a list of ids"):
+            await client.abort("one")
     assert server.requests == []
+
+
+async def test_an_option_that_there_is_not_is_no_option(server: ScriptedServer) -> None:
+    async with RolloutClient(server.address) as client, Fleet([server.address]) as fleet:
+        for where in (client, fleet):
+            with pytest.raises(TypeError, match="no option min_weight_versoin"):
+                await where.generate(PROMPT, min_weight_versoin=3)
+            with pytest.raises(TypeError, match="no option min_weight_versoin"):
+                where.stream(PROMPT, min_weight_versoin=3)
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        (1, 2, 3),
+        range(1, 4),
+        np.array(PROMPT, np.uint16),
+        torch.tensor(PROMPT),
+        list(np.array(PROMPT)),
+    ],
+)
+async def test_the_prompt_of_a_trajectory_is_of_integers(server: ScriptedServer, prompt) -> None:
+    async with RolloutClient(server.address) as client, Fleet([server.address]) as fleet:
+        for where in (client, fleet):
+            trajectory = await where.generate(prompt, Sampling(max_new_tokens=1))
+            assert trajectory.prompt_ids == (1, 2, 3)
+            assert {type(token) for token in trajectory.prompt_ids} == {int}
 
 
 async def test_a_client_that_is_not_open_says_so() -> None:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import rollwire_client
+from rollwire_client import Fleet, RolloutClient
 from rollwire_client.routes import local_address
 
 
@@ -57,7 +58,6 @@ def test_all_that_is_exported_exists() -> None:
     [
         ["127.0.0.1:5"],
         ["localhost:5"],
-        ["dns:///localhost:5"],
         ["nowhere.invalid:5", "127.0.0.2:5"],
     ],
 )
@@ -68,3 +68,26 @@ def test_servers_on_this_machine_reach_it_by_loopback(servers: list[str]) -> Non
 def test_no_route_is_an_error() -> None:
     with pytest.raises(OSError, match=r"."):
         local_address(["nowhere.invalid:5"])
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["localhost", "http://localhost:5", "dns:///localhost:5", ":5", "::1:5", "a:0", "a:99999"],
+)
+def test_an_address_is_a_host_and_a_port(address: str) -> None:
+    with pytest.raises(ValueError, match=f"'{address}' is not HOST:PORT"):
+        RolloutClient(address)
+    with pytest.raises(ValueError, match=f"'{address}' is not HOST:PORT"):
+        Fleet(["127.0.0.1:5", address])
+
+
+@pytest.mark.parametrize("address", ["[::1]:5", "10.0.0.1:50051", "server-0.servers.rl:50051"])
+def test_addresses(address: str) -> None:
+    assert RolloutClient(address).address == address
+
+
+def test_a_fleet_takes_several_addresses_not_one() -> None:
+    with pytest.raises(TypeError, match="a list of HOST:PORT"):
+        Fleet("127.0.0.1:5")
+    with pytest.raises(TypeError, match="5 is not text"):
+        Fleet([5])

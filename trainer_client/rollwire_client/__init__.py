@@ -58,9 +58,9 @@ from rollwire_client.fleet import Fleet
 from rollwire_client.publisher import Publisher, PublishHandle
 from rollwire_client.recipient import PublishTimeouts
 from rollwire_client.reports import PublishReport, ServerReport
+from rollwire_client.request import RolloutOptions
 from rollwire_client.rollout import Retries
 from rollwire_client.trajectory import Segment, Trajectory, TrajectoryTensors
-from rollwire_client.wire import RolloutOptions
 
 __all__ = [
     "Aborted",

@@ -14,6 +14,14 @@ from rollwire_client.calls import unary
 from rollwire_client.data import Aborted, Chunk, Pause, Resumed, Sampling, ServerInfo
 from rollwire_client.errors import ClosedError, RollwireError
 from rollwire_client.link import Attempt, Link
+from rollwire_client.request import (
+    DEFAULT_SAMPLING,
+    RolloutOptions,
+    generate_request,
+    put,
+    put_seconds,
+)
+from rollwire_client.routes import server_address
 from rollwire_client.trajectory import Draft, Trajectory
 
 if TYPE_CHECKING:
@@ -61,10 +69,13 @@ class RolloutClient:
     Args:
         address: HOST:PORT of the server.
         timeouts: How long to wait for it.
+
+    Raises:
+        TypeError, ValueError: The address is none.
     """
 
     def __init__(self, address: str, *, timeouts: Timeouts | None = None) -> None:
-        self.address = address
+        self.address = server_address(address)
         self.timeouts = timeouts or Timeouts()
         self._channel: grpc.aio.Channel | None = None
         self._link: Link | None = None
@@ -110,8 +121,8 @@ class RolloutClient:
     def stream(
         self,
         prompt_ids: Sequence[int],
-        sampling: Sampling = wire.DEFAULT_SAMPLING,
-        **options: Unpack[wire.RolloutOptions],
+        sampling: Sampling = DEFAULT_SAMPLING,
+        **options: Unpack[RolloutOptions],
     ) -> AsyncGenerator[Chunk, None]:
         """Samples one sequence and yields its tokens as they come.
 
@@ -119,25 +130,28 @@ class RolloutClient:
         ``Fleet`` does that). Leaving the iteration aborts the sequence on the server.
 
         Args:
-            prompt_ids: Token ids, at least one.
+            prompt_ids: Token ids, at least one: any sequence of integers, arrays and tensors of one
+                dimension included.
             sampling: How to sample.
-            **options: See ``RolloutOptions``.
+            **options: Those of ``RolloutOptions``, and no others.
 
         Raises:
+            TypeError: There is no such option.
+            InvalidRequestError: A value does not fit; ``violations`` names the field.
             RollwireError: With what was sampled before it in ``.trajectory``.
         """
-        request = wire.request(prompt_ids, sampling, **options)
-        return self._run(request, Draft(request.request_id, prompt_ids), whole=False)
+        request = generate_request(prompt_ids, sampling, options)
+        return self._run(request, Draft(request.request_id, request.prompt_token_ids), whole=False)
 
     async def generate(
         self,
         prompt_ids: Sequence[int],
-        sampling: Sampling = wire.DEFAULT_SAMPLING,
-        **options: Unpack[wire.RolloutOptions],
+        sampling: Sampling = DEFAULT_SAMPLING,
+        **options: Unpack[RolloutOptions],
     ) -> Trajectory:
         """Samples one sequence to its end; see ``stream``."""
-        request = wire.request(prompt_ids, sampling, **options)
-        draft = Draft(request.request_id, prompt_ids)
+        request = generate_request(prompt_ids, sampling, options)
+        draft = Draft(request.request_id, request.prompt_token_ids)
         async for _ in self._run(request, draft, whole=True):
             pass
         return draft.trajectory()
@@ -168,9 +182,18 @@ class RolloutClient:
         return wire.server_info(answer, self.address)
 
     async def abort(self, request_ids: Iterable[str]) -> Aborted:
-        """Ends sequences on the server; whoever reads them gets ``FinishReason.ABORTED``."""
-        keys = [rollout_pb2.SequenceKey(request_id=request_id) for request_id in request_ids]
-        return await self._abort(rollout_pb2.AbortRequest(sequences=keys))
+        """Ends sequences on the server; whoever reads them gets ``FinishReason.ABORTED``.
+
+        Raises:
+            TypeError: ``request_ids`` is one id, not several.
+        """
+        if isinstance(request_ids, str):
+            raise TypeError(f"request_ids is the text {request_ids!r}: give a list of ids")
+        request = rollout_pb2.AbortRequest()
+        for number, request_id in enumerate(request_ids):
+            key = request.sequences.add()
+            put(key, "request_id", request_id, within=f"sequences[{number}].")
+        return await self._abort(request)
 
     async def abort_all(self) -> Aborted:
         """Ends every sequence of the server, also those of other clients."""
@@ -183,9 +206,9 @@ class RolloutClient:
             pause_id: Names the pause; "" lets the server make a name.
             lease: Seconds after which it is lifted by itself; 0 never, None the server's default.
         """
-        request = rollout_pb2.PauseRequest(pause_id=pause_id)
-        if lease is not None:
-            request.lease.CopyFrom(wire.duration(lease))
+        request = rollout_pb2.PauseRequest()
+        put(request, "pause_id", pause_id)
+        put_seconds(request, "lease", lease)
         answer = await unary(
             self._rollouts.Pause, request, server=self.address, timeout=self.timeouts.call
         )
@@ -193,11 +216,10 @@ class RolloutClient:
 
     async def resume(self, pause_id: str = "") -> Resumed:
         """Lifts one pause, or all of them if ``pause_id`` is ""."""
+        request = rollout_pb2.ResumeRequest()
+        put(request, "pause_id", pause_id)
         answer = await unary(
-            self._rollouts.Resume,
-            rollout_pb2.ResumeRequest(pause_id=pause_id),
-            server=self.address,
-            timeout=self.timeouts.call,
+            self._rollouts.Resume, request, server=self.address, timeout=self.timeouts.call
         )
         return Resumed(
             answer.resumed_sequences, answer.remaining_pauses, wire.weight_tag(answer.weights)

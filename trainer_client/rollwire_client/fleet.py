@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
-from rollwire_client import wire
 from rollwire_client.client import RolloutClient, Timeouts
 from rollwire_client.errors import (
     ClosedError,
@@ -15,6 +14,7 @@ from rollwire_client.errors import (
     UnavailableError,
 )
 from rollwire_client.member import Member
+from rollwire_client.request import DEFAULT_SAMPLING, RolloutOptions, generate_request
 from rollwire_client.rollout import Retries, Rollout
 from rollwire_client.tasks import end
 from rollwire_client.trajectory import Draft, Trajectory
@@ -36,7 +36,7 @@ class Fleet:
     under weights no older than those. Leaving a rollout aborts it, closing the fleet aborts all.
 
     Args:
-        addresses: HOST:PORT of each server.
+        addresses: HOST:PORT of each server, at least one.
         retries: When to give a sequence up.
         timeouts: How long to wait for a server.
         probe_interval: Seconds between two questions to each server how it is.
@@ -50,6 +50,8 @@ class Fleet:
         timeouts: Timeouts | None = None,
         probe_interval: float = 1.0,
     ) -> None:
+        if isinstance(addresses, str):
+            raise TypeError(f"addresses is the text {addresses!r}: give a list of HOST:PORT")
         self.members = tuple(
             Member(RolloutClient(address, timeouts=timeouts), changed=self._on_change)
             for address in dict.fromkeys(addresses)
@@ -94,19 +96,22 @@ class Fleet:
     def stream(
         self,
         prompt_ids: Sequence[int],
-        sampling: Sampling = wire.DEFAULT_SAMPLING,
-        **options: Unpack[wire.RolloutOptions],
+        sampling: Sampling = DEFAULT_SAMPLING,
+        **options: Unpack[RolloutOptions],
     ) -> AsyncGenerator[Chunk, None]:
         """Samples one sequence and yields its tokens as they come, each once and in order.
 
         The last chunk has ``finish``. Leaving the iteration aborts the sequence.
 
         Args:
-            prompt_ids: Token ids, at least one.
+            prompt_ids: Token ids, at least one: any sequence of integers, arrays and tensors of one
+                dimension included.
             sampling: How to sample.
-            **options: See ``RolloutOptions``.
+            **options: Those of ``RolloutOptions``, and no others.
 
         Raises:
+            TypeError: There is no such option.
+            InvalidRequestError: A value does not fit; ``violations`` names the field.
             RefusedError: A server refused it; another would too.
             RolloutFailedError: It was given up, see ``Retries``.
             RollwireError: Any of these has what was sampled in ``.trajectory``.
@@ -116,8 +121,8 @@ class Fleet:
     async def generate(
         self,
         prompt_ids: Sequence[int],
-        sampling: Sampling = wire.DEFAULT_SAMPLING,
-        **options: Unpack[wire.RolloutOptions],
+        sampling: Sampling = DEFAULT_SAMPLING,
+        **options: Unpack[RolloutOptions],
     ) -> Trajectory:
         """Samples one sequence to its end; see ``stream``."""
         draft, rollout = self._rollout(prompt_ids, sampling, options)
@@ -163,10 +168,10 @@ class Fleet:
             member.expect(policy)
 
     def _rollout(
-        self, prompt_ids: Sequence[int], sampling: Sampling, options: wire.RolloutOptions
+        self, prompt_ids: Sequence[int], sampling: Sampling, options: RolloutOptions
     ) -> tuple[Draft, Rollout]:
-        request = wire.request(prompt_ids, sampling, **options)
-        draft = Draft(request.request_id, prompt_ids)
+        request = generate_request(prompt_ids, sampling, options)
+        draft = Draft(request.request_id, request.prompt_token_ids)
         return draft, Rollout(request, draft, pick=self._pick, retries=self._retries)
 
     async def _pick(self, version: int | None, *, timeout: float) -> Member:

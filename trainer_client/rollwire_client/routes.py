@@ -1,13 +1,30 @@
-"""Which of this machine's addresses a server can reach."""
+"""Addresses: of servers, and the one under which they reach this machine."""
 
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+(%\w+)?\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
+
+
+def server_address(value: str) -> str:
+    """``value``, if it is HOST:PORT; an IPv6 address is in brackets, as in [::1]:50051.
+
+    Raises:
+        TypeError: It is no text.
+        ValueError: It is something else, such as a URL or a host without a port.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"the address {value!r} is not text such as '127.0.0.1:50051'")
+    if not (match := _ADDRESS.fullmatch(value)) or not 0 < int(match["port"]) < 65536:
+        raise ValueError(f"{value!r} is not HOST:PORT, such as 127.0.0.1:50051")
+    return value
 
 
 def local_address(servers: Iterable[str]) -> str:
@@ -16,7 +33,7 @@ def local_address(servers: Iterable[str]) -> str:
     Where there are several, one that is not loopback: remote servers cannot reach that.
 
     Args:
-        servers: HOST:PORT each, or such a gRPC target.
+        servers: HOST:PORT each.
 
     Raises:
         OSError: There is no route to any of them.
@@ -24,7 +41,7 @@ def local_address(servers: Iterable[str]) -> str:
     found: list[str] = []
     problem: OSError | None = None
     for server in servers:
-        host, _, port = server.rpartition("/")[2].rpartition(":")
+        host, _, port = server.rpartition(":")
         try:
             address = _route(host.strip("[]"), int(port))
         except OSError as error:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import enum
-import uuid
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.protobuf import duration_pb2
 from rollwire.v1 import common_pb2, rollout_pb2, weights_pb2
@@ -14,15 +13,13 @@ from rollwire_client.data import (
     FinishReason,
     KvPolicy,
     LogprobBasis,
-    Sampling,
     ServerInfo,
     ServerState,
     WeightTag,
 )
-from rollwire_client.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from rollwire_transport import Manifest, TensorSpec
 
@@ -36,8 +33,8 @@ def _numbers(kind: type[E], wire: Any, prefix: str) -> Mapping[E, Any]:
     return {m: named[prefix + m.name] for m in kind if prefix + m.name in named}
 
 
-_BASES = _numbers(LogprobBasis, rollout_pb2.LogprobBasis, "LOGPROB_BASIS_")
-_BASE_OF = {number: basis for basis, number in _BASES.items()}
+LOGPROB_BASES = _numbers(LogprobBasis, rollout_pb2.LogprobBasis, "LOGPROB_BASIS_")
+_BASE_OF = {number: basis for basis, number in LOGPROB_BASES.items()}
 _REASON_OF = {
     number: reason
     for reason, number in _numbers(FinishReason, rollout_pb2.FinishReason, "FINISH_REASON_").items()
@@ -47,61 +44,6 @@ _STATE_OF = {
     for state, number in _numbers(ServerState, common_pb2.ServerState, "SERVER_STATE_").items()
 }
 KV_POLICIES = _numbers(KvPolicy, common_pb2.KvPolicy, "KV_POLICY_")
-
-
-class RolloutOptions(TypedDict, total=False):
-    """What can be said of a rollout beside prompt and sampling.
-
-    Attributes:
-        request_id: Names the sequence, globally unique. Default: a random one.
-        logprob_basis: Of the log-probabilities. Default: ``LogprobBasis.TEMPERATURE``.
-        min_weight_version: Do not sample under older weights: the sequence waits for newer ones.
-        max_weight_version: Do not sample under newer weights: their commit ends the sequence.
-        timeout: Seconds from start to last token, then ``TimedOutError``. Default: no limit.
-    """
-
-    request_id: str
-    logprob_basis: LogprobBasis
-    min_weight_version: int | None
-    max_weight_version: int | None
-    timeout: float | None
-
-
-DEFAULT_SAMPLING = Sampling()
-
-
-def request(
-    prompt_ids: Sequence[int], sampling: Sampling, **options: Unpack[RolloutOptions]
-) -> rollout_pb2.GenerateRequest:
-    """The first attempt at a sequence, as it goes over the wire.
-
-    Raises:
-        InvalidRequestError: A value does not fit its field, such as a negative token id.
-    """
-    try:
-        made = rollout_pb2.GenerateRequest(
-            request_id=options.get("request_id") or uuid.uuid4().hex,
-            prompt_token_ids=prompt_ids,
-            sampling=rollout_pb2.SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                min_p=sampling.min_p,
-                max_new_tokens=sampling.max_new_tokens,
-                min_new_tokens=sampling.min_new_tokens,
-                stop_token_ids=sampling.stop_token_ids,
-                ignore_eos=sampling.ignore_eos,
-                seed=sampling.seed,
-            ),
-            logprob_basis=_BASES[options.get("logprob_basis", LogprobBasis.TEMPERATURE)],
-            min_weight_version=options.get("min_weight_version"),
-            max_weight_version=options.get("max_weight_version"),
-        )
-        if (timeout := options.get("timeout")) is not None:
-            made.timeout.CopyFrom(duration(timeout))
-    except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"the request has a value that cannot be: {error}") from error
-    return made
 
 
 def duration(seconds: float) -> duration_pb2.Duration:
