@@ -27,6 +27,7 @@ from rollwire_client import (
     ServerUnreachableError,
     TimedOutError,
     Timeouts,
+    UnavailableError,
     WeightTag,
 )
 
@@ -372,9 +373,53 @@ async def test_a_fleet_starts_without_its_dead_servers(server: ScriptedServer) -
 
 
 async def test_a_fleet_of_which_no_server_answers_says_so() -> None:
+    fleet = Fleet(["127.0.0.1:9", "127.0.0.1:10"], timeouts=Timeouts(start=0))
     with pytest.raises(ServerUnreachableError, match=r"127\.0\.0\.1:9.*127\.0\.0\.1:10"):
-        async with Fleet(["127.0.0.1:9", "127.0.0.1:10"]):
-            pass
+        await fleet.__aenter__()
+    with pytest.raises(ClosedError, match="the fleet is not open"):
+        await fleet.generate(PROMPT)
+
+
+async def test_a_fleet_waits_for_servers_that_still_start(
+    server: ScriptedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    await server.stop()
+    fleet = fleet_of(server)
+    opening = asyncio.create_task(fleet.__aenter__())
+    await until(lambda: "no server answers yet" in caplog.text)
+    await server.start(server.address)
+    await opening
+    assert (await fleet.generate(PROMPT)).complete
+    await fleet.close()
+    assert caplog.text.count("no server answers yet") == 1
+
+
+async def test_a_fleet_that_is_not_open_says_so(server: ScriptedServer) -> None:
+    fleet = fleet_of(server)
+    for _ in range(2):  # never opened, then closed
+        for call in (fleet.generate(PROMPT), fleet.info(), fleet.newest_version()):
+            with pytest.raises(ClosedError, match="the fleet is not open: use it within"):
+                await call
+        async with fleet:
+            await fleet.info()
+
+
+async def test_the_newest_version_is_that_of_the_servers_that_answer(
+    pair: list[ScriptedServer],
+) -> None:
+    async with fleet_of(*pair) as fleet:
+        assert await fleet.newest_version() is None
+        pair[0].weights.version = 0
+        assert await fleet.newest_version() == 0
+        pair[1].weights.version = 7
+        assert await fleet.newest_version() == 7
+        await pair[1].stop()
+        assert await fleet.newest_version() == 0
+        await pair[0].stop()
+        with pytest.raises(
+            UnavailableError, match=f"{pair[0].address}: cannot be reached.*{pair[1].address}"
+        ):
+            await fleet.newest_version()
 
 
 async def test_a_fleet_needs_servers() -> None:

@@ -47,6 +47,7 @@ class Timeouts:
     """How long a client waits for a server, in seconds.
 
     Attributes:
+        start: When a fleet is opened: for the first of its servers to answer.
         call: For the answer to a call.
         silence: After this long without a message for live sequences, the server is asked whether
             it is there.
@@ -54,6 +55,7 @@ class Timeouts:
         close: For the server to end what a closing client aborts.
     """
 
+    start: float = 30.0
     call: float = 10.0
     silence: float = 5.0
     probe: float = 5.0

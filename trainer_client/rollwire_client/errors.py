@@ -25,7 +25,7 @@
     │   ├── SchemaMismatchError        the trainer's tensors are not those that the servers want
     │   ├── PublishInProgressError     another publish of this publisher is under way
     │   └── PublishFailedError         no server committed; says what each serves now
-    ├── ClosedError                    the client or fleet is closed
+    ├── ClosedError                    the client or fleet is not open
     └── MissingDependencyError         an extra is not installed
 
 An error of a rollout carries what was sampled before it in ``.trajectory``.
@@ -208,7 +208,7 @@ class PublishFailedError(PublishError):
 
 
 class ClosedError(RollwireError):
-    """The client or fleet is closed."""
+    """The client or fleet is not open: not yet, or no more."""
 
 
 class MissingDependencyError(RollwireError, ImportError):

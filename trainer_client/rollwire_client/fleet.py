@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from rollwire_client.client import RolloutClient, Timeouts
+from rollwire_client.data import ServerInfo
 from rollwire_client.errors import (
     ClosedError,
     RollwireError,
@@ -22,10 +24,14 @@ from rollwire_client.trajectory import Draft, Trajectory
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 
-    from rollwire_client.data import Chunk, Sampling, ServerInfo, WeightTag
+    from rollwire_client.data import Chunk, Sampling, WeightTag
 
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_START_POLL = 0.25  # seconds
 
 
 class Fleet:
@@ -59,26 +65,25 @@ class Fleet:
         if not self.members:
             raise ValueError("a fleet needs at least one server address")
         self._retries = retries or Retries()
+        self._timeouts = timeouts or Timeouts()
         self._probe_interval = probe_interval
         self._change = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = True
 
     async def __aenter__(self) -> Self:
-        """Opens the channels.
+        """Opens the channels, and waits until a server answers: one that loads its model does not.
 
         Raises:
-            ServerUnreachableError: None of the servers answers; the message names each.
+            ServerUnreachableError: None did within ``timeouts.start`` seconds; the message names
+                each.
         """
-        self._closed = False
         async with contextlib.AsyncExitStack() as stack:
             for member in self.members:
                 await stack.enter_async_context(member.client)
-            await asyncio.gather(*(member.probe() for member in self.members))
-            problems = [member.problem for member in self.members]
-            if all(isinstance(problem, ServerUnreachableError) for problem in problems):
-                raise ServerUnreachableError(f"no server answers: {self._problems()}")
+            await self._find_a_server()
             stack.pop_all()
+        self._closed = False
         for member in self.members:
             self.own(member.watch(self._probe_interval))
         return self
@@ -131,7 +136,12 @@ class Fleet:
         return draft.trajectory()
 
     async def info(self) -> dict[str, ServerInfo | RollwireError]:
-        """What each server is and does, or why it does not say so, by address."""
+        """What each server is and does, or why it does not say so, by address.
+
+        Raises:
+            ClosedError: The fleet is not open.
+        """
+        self._check_open()
 
         async def ask(member: Member) -> ServerInfo | RollwireError:
             try:
@@ -142,15 +152,33 @@ class Fleet:
         answers = await asyncio.gather(*(ask(member) for member in self.members))
         return {member.address: a for member, a in zip(self.members, answers, strict=True)}
 
+    async def newest_version(self) -> int | None:
+        """The newest version that a server serves now, of those that answer; None if there is none.
+
+        Where a trainer that starts again goes on: its next version must be above this one.
+
+        Raises:
+            UnavailableError: No server answers.
+            ClosedError: The fleet is not open.
+        """
+        answers = (await self.info()).values()
+        infos = [answer for answer in answers if isinstance(answer, ServerInfo)]
+        if not infos:
+            raise UnavailableError(f"no server answers: {'; '.join(map(str, answers))}")
+        versions = [info.weights.version for info in infos if info.weights.version is not None]
+        return max(versions, default=None)
+
     def own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Runs ``work`` as a task that ends with the fleet at the latest.
 
         Raises:
             ClosedError: The fleet is not open.
         """
-        if self._closed:
+        try:
+            self._check_open()
+        except ClosedError:
             work.close()
-            raise ClosedError("the fleet is not open: use `async with`")
+            raise
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -179,8 +207,7 @@ class Fleet:
         clock = asyncio.get_running_loop().time
         give_up = clock() + timeout
         while True:
-            if self._closed:
-                raise ClosedError("the fleet is closed")
+            self._check_open()
             now = clock()
             ready = [m for m in self.members if m.problem is None]
             free = [m for m in ready if m.full_until <= now]
@@ -194,6 +221,31 @@ class Fleet:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(until - now):
                     await change.wait()
+
+    async def _find_a_server(self) -> None:
+        """Asks all of them until one answers."""
+        clock = asyncio.get_running_loop().time
+        give_up = clock() + self._timeouts.start
+        told = False
+        while True:
+            await asyncio.gather(*(member.probe() for member in self.members))
+            problems = [member.problem for member in self.members]
+            if not all(isinstance(problem, ServerUnreachableError) for problem in problems):
+                return
+            if clock() >= give_up:
+                raise ServerUnreachableError(f"no server answers: {self._problems()}")
+            if not told:
+                told = True
+                logger.warning(
+                    "no server answers yet: %s; waiting for up to %g s",
+                    self._problems(),
+                    self._timeouts.start,
+                )
+            await asyncio.sleep(min(_START_POLL, max(give_up - clock(), 0)))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the fleet is not open: use it within `async with`")
 
     def _on_change(self) -> None:
         self._change.set()
