@@ -93,6 +93,7 @@ class Sequence:
     Attributes:
         request: What was asked.
         tokens: Output token ids, the given prefix included.
+        prefix_length: How many of them the caller brought.
         logprobs: Of the tokens after the prefix.
         runs: Which weights sampled them.
         tops: Top log-probabilities of the tokens after the prefix, a pair (ids, logprobs) each, if
@@ -105,6 +106,7 @@ class Sequence:
 
     request: Request
     tokens: array[int]
+    prefix_length: int
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     runs: list[Run] = field(default_factory=list)
     tops: list[tuple[list[int], list[float]]] = field(default_factory=list)
@@ -113,11 +115,6 @@ class Sequence:
     end: Finish | ServiceError | None = None
     reader: Reader | None = None
     timers: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
-
-    @property
-    def prefix_length(self) -> int:
-        """How many of the output tokens the caller brought."""
-        return len(self.request.spec.prefix)
 
     def append(self, token: int, logprob: float, weights: WeightTag, oldest: int) -> None:
         """Takes one sampled token."""
@@ -254,6 +251,24 @@ class Reader:
             or self._superseded is not None
         )
 
+    def next_token(self) -> Run | None:
+        """Takes the next token if that is all there is; returns its run, and None otherwise.
+
+        The usual case of a stream that keeps up, made cheap: ``next_chunk`` does all cases.
+        """
+        sequence = self.sequence
+        if (
+            self.cursor + 1 != len(sequence.tokens)
+            or sequence.end is not None
+            or self._extra < len(sequence.extras)
+            or sequence.tops
+            or self._superseded is not None
+        ):
+            return None
+        self.cursor += 1
+        self._run = len(sequence.runs) - 1
+        return sequence.runs[-1]
+
     def next_chunk(self, most: int) -> Chunk | None:
         """What comes next, at most ``most`` tokens, or None when there is nothing now."""
         sequence, start = self.sequence, self.cursor
@@ -339,4 +354,5 @@ def _routed_parts(rows: RoutedExperts, weights: WeightTag) -> Iterator[RoutedPar
 
 def new_sequence(request: Request) -> Sequence:
     """A sequence with nothing sampled yet."""
-    return Sequence(request, array("I", request.spec.prefix))
+    prefix = request.spec.prefix
+    return Sequence(request, array("I", prefix), len(prefix))

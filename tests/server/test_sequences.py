@@ -47,19 +47,31 @@ class Taken:
     ),
     most=st.integers(1, 5),
     reads=st.lists(st.booleans(), min_size=12, max_size=12),
+    tops=st.booleans(),
 )
 def test_a_reader_takes_every_token_once_in_order(
-    prefix: list[int], parts: list[tuple[int, int, list[int]]], most: int, reads: list[bool]
+    prefix: list[int],
+    parts: list[tuple[int, int, list[int]]],
+    most: int,
+    reads: list[bool],
+    *,
+    tops: bool,
 ) -> None:
     sequence = sequence_of(tuple(prefix))
     reader = Reader(sequence, Outbox(), 7, len(prefix))
     expected, taken = Taken([], [], [], []), Taken([], [], [], [])
 
     def read() -> None:
+        if (run := reader.next_token()) is not None:
+            taken.tokens.append(sequence.tokens[reader.cursor - 1])
+            taken.logprobs.append(sequence.logprobs[reader.cursor - 1 - len(prefix)])
+            taken.tags.append(run.weights.revision * 10 + run.oldest_kv_revision)
+            assert not reader.behind
         while (chunk := reader.next_chunk(most)) is not None:
             assert chunk.offset == len(prefix) + len(taken.tokens)
             assert len(chunk.token_ids) <= most
-            assert len(chunk.logprobs) == len(chunk.token_ids) == len(chunk.tops)
+            assert len(chunk.logprobs) == len(chunk.token_ids)
+            assert len(chunk.tops) == (len(chunk.token_ids) if tops else 0)
             taken.tokens += chunk.token_ids
             taken.logprobs += chunk.logprobs
             taken.tops += [ids for ids, _ in chunk.tops]
@@ -72,13 +84,14 @@ def test_a_reader_takes_every_token_once_in_order(
 
     for (tag, oldest, tokens), read_now in zip(parts, reads, strict=False):
         for token in tokens:
-            top = Extras(top_logprobs=TopLogprobs(2, [token, 5], [-0.5, -1.0]))
-            sequence.extend(top, TAGS[tag])
+            if tops:
+                top = Extras(top_logprobs=TopLogprobs(2, [token, 5], [-0.5, -1.0]))
+                sequence.extend(top, TAGS[tag])
+                expected.tops.append([token, 5])
             sequence.append(token, -token / 2, TAGS[tag], oldest)
             expected.tokens.append(token)
             expected.logprobs.append(-token / 2)
             expected.tags.append(tag * 10 + oldest)
-            expected.tops.append([token, 5])
         if read_now:
             read()
     sequence.end = sequence.finish(FinishReason.LENGTH)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rollwire_server.engines.base import Engine, WeightTag
     from rollwire_server.lifecycle import Lifecycle
     from rollwire_server.rollouts import Rollouts
-    from rollwire_server.sequences import Chunk, Reader
+    from rollwire_server.sequences import Chunk, Reader, Run
 
 MESSAGE_BYTES = 1 << 20
 TOKENS_A_CHUNK = 49_152
@@ -62,10 +62,19 @@ class Columns:
         if chunk.has_event:
             self.events.append(_event(handle, chunk))
 
+    def add_token(self, reader: Reader, run: Run) -> None:
+        """Adds the token that a reader has just taken."""
+        sequence, at = reader.sequence, reader.cursor - 1
+        self.handles.append(reader.handle)
+        self.counts.append(1)
+        self.offsets.append(at)
+        self.oldest.append(run.oldest_kv_revision)
+        self.token_ids.append(sequence.tokens[at])
+        self.logprobs.append(sequence.logprobs[at - sequence.prefix_length])
+
     def message(self) -> rollout_pb2.StreamRolloutsResponse:
         """All of it as a message."""
-        revision = self.weights.revision
-        all_current = all(oldest == revision for oldest in self.oldest)
+        all_current = self.oldest.count(self.weights.revision) == len(self.oldest)
         return rollout_pb2.StreamRolloutsResponse(
             weights=messages.weight_tag(self.weights),
             handles=self.handles,
@@ -168,31 +177,30 @@ class RolloutStream:
 
     def _round(self, readers: list[Reader], behind: list[Reader]) -> Iterator[Columns]:
         """One chunk of each reader, in as few messages as weights and size allow."""
-        open_columns: list[Columns] = []
-        columns: Columns | None = None
+        open_columns: dict[int, Columns] = {}  # by the identity of their weights
         for reader in readers:
-            chunk = reader.next_chunk(TOKENS_A_CHUNK)
-            if chunk is None:
+            if (run := reader.next_token()) is not None:  # nearly always
+                chunk, weights, size = None, run.weights, ROW_BYTES + TOKEN_BYTES
+            elif (chunk := reader.next_chunk(TOKENS_A_CHUNK)) is not None:
+                weights = chunk.run.weights if chunk.run is not None else self._rollouts.tag
+                size = ROW_BYTES + TOKEN_BYTES * len(chunk.token_ids) + chunk.extra_bytes
+            else:
                 continue
-            weights = chunk.run.weights if chunk.run is not None else self._rollouts.tag
-            if columns is None or columns.weights is not weights:
-                columns = next((c for c in open_columns if c.weights is weights), None)
-                if columns is None:
-                    columns = Columns(weights)
-                    open_columns.append(columns)
-            size = ROW_BYTES + TOKEN_BYTES * len(chunk.token_ids) + chunk.extra_bytes
-            if columns.size and columns.size + size > MESSAGE_BYTES:
-                yield columns
-                open_columns.remove(columns)
-                columns = Columns(weights)
-                open_columns.append(columns)
+            columns = open_columns.get(id(weights))
+            if columns is None or columns.size + size > MESSAGE_BYTES:
+                if columns is not None:
+                    yield columns
+                columns = open_columns[id(weights)] = Columns(weights)
             columns.size += size
-            columns.add(reader.handle, chunk)
-            if reader.done:
-                self._finished(reader)
-            elif reader.behind:
-                behind.append(reader)
-        yield from open_columns
+            if run is not None:
+                columns.add_token(reader, run)
+            elif chunk is not None:
+                columns.add(reader.handle, chunk)
+                if reader.done:
+                    self._finished(reader)
+                elif reader.behind:
+                    behind.append(reader)
+        yield from open_columns.values()
 
     def _finished(self, reader: Reader) -> None:
         if self._readers.get(reader.handle) is reader:
