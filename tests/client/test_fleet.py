@@ -193,7 +193,7 @@ async def test_servers_that_are_not_ready_get_nothing(pair: list[ScriptedServer]
 
 async def test_a_server_that_comes_up_is_used(pair: list[ScriptedServer]) -> None:
     for server in pair:
-        server.state = common_pb2.SERVER_STATE_STARTING
+        server.state = common_pb2.SERVER_STATE_SLEEPING
     async with fleet_of(*pair, probe_interval=0.02) as fleet:
         task = asyncio.create_task(fleet.generate(PROMPT, Sampling(max_new_tokens=4)))
         while not task.done():
@@ -374,7 +374,7 @@ async def test_a_fleet_starts_without_its_dead_servers(server: ScriptedServer) -
 
 async def test_a_fleet_of_which_no_server_answers_says_so() -> None:
     fleet = Fleet(["127.0.0.1:9", "127.0.0.1:10"], timeouts=Timeouts(start=0))
-    with pytest.raises(ServerUnreachableError, match=r"127\.0\.0\.1:9.*127\.0\.0\.1:10"):
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:9.*127\.0\.0\.1:10"):
         await fleet.__aenter__()
     with pytest.raises(ClosedError, match="the fleet is not open"):
         await fleet.generate(PROMPT)
@@ -386,12 +386,17 @@ async def test_a_fleet_waits_for_servers_that_still_start(
     await server.stop()
     fleet = fleet_of(server)
     opening = asyncio.create_task(fleet.__aenter__())
-    await until(lambda: "no server answers yet" in caplog.text)
+    await until(lambda: "waiting 60 s for a server" in caplog.text)
+    server.state = common_pb2.SERVER_STATE_STARTING
     await server.start(server.address)
+    await until(lambda: fleet.members[0].info is not None)
+    assert not opening.done()
+    server.state = common_pb2.SERVER_STATE_AWAITING_WEIGHTS  # an update is what it waits for
     await opening
+    server.state = common_pb2.SERVER_STATE_SERVING
     assert (await fleet.generate(PROMPT)).complete
     await fleet.close()
-    assert caplog.text.count("no server answers yet") == 1
+    assert caplog.text.count("waiting 60 s for a server") == 1
 
 
 async def test_a_fleet_that_is_not_open_says_so(server: ScriptedServer) -> None:

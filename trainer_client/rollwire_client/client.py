@@ -47,7 +47,7 @@ class Timeouts:
     """How long a client waits for a server, in seconds.
 
     Attributes:
-        start: When a fleet is opened: for the first of its servers to answer.
+        start: When a fleet is opened: until the first of its servers has loaded its model.
         call: For the answer to a call.
         silence: After this long without a message for live sequences, the server is asked whether
             it is there.
@@ -55,7 +55,7 @@ class Timeouts:
         close: For the server to end what a closing client aborts.
     """
 
-    start: float = 30.0
+    start: float = 60.0
     call: float = 10.0
     silence: float = 5.0
     probe: float = 5.0

@@ -8,11 +8,10 @@ import logging
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from rollwire_client.client import RolloutClient, Timeouts
-from rollwire_client.data import ServerInfo
+from rollwire_client.data import ServerInfo, ServerState
 from rollwire_client.errors import (
     ClosedError,
     RollwireError,
-    ServerUnreachableError,
     UnavailableError,
 )
 from rollwire_client.member import Member
@@ -72,11 +71,10 @@ class Fleet:
         self._closed = True
 
     async def __aenter__(self) -> Self:
-        """Opens the channels, and waits until a server answers: one that loads its model does not.
+        """Opens the channels, and waits until one of the servers has loaded its model.
 
         Raises:
-            ServerUnreachableError: None did within ``timeouts.start`` seconds; the message names
-                each.
+            UnavailableError: None has within ``timeouts.start`` seconds; the message names each.
         """
         async with contextlib.AsyncExitStack() as stack:
             for member in self.members:
@@ -223,24 +221,20 @@ class Fleet:
                     await change.wait()
 
     async def _find_a_server(self) -> None:
-        """Asks all of them until one answers."""
+        """Asks all of them until one is up."""
         clock = asyncio.get_running_loop().time
         give_up = clock() + self._timeouts.start
         told = False
         while True:
-            await asyncio.gather(*(member.probe() for member in self.members))
-            problems = [member.problem for member in self.members]
-            if not all(isinstance(problem, ServerUnreachableError) for problem in problems):
+            infos = await asyncio.gather(*(member.probe() for member in self.members))
+            if any(info is not None and info.state is not ServerState.STARTING for info in infos):
                 return
             if clock() >= give_up:
-                raise ServerUnreachableError(f"no server answers: {self._problems()}")
+                raise UnavailableError(f"no server is up: {self._problems()}")
             if not told:
                 told = True
-                logger.warning(
-                    "no server answers yet: %s; waiting for up to %g s",
-                    self._problems(),
-                    self._timeouts.start,
-                )
+                seconds = self._timeouts.start
+                logger.warning("waiting %g s for a server: %s", seconds, self._problems())
             await asyncio.sleep(min(_START_POLL, max(give_up - clock(), 0)))
 
     def _check_open(self) -> None:
