@@ -167,23 +167,27 @@ def test_progress_counts_the_bytes_that_are_sent_and_those_skipped() -> None:
 def test_the_source_is_consumed_as_far_as_needed_one_tensor_at_a_time() -> None:
     tensors = {f"t{i}": random_tensor(torch.uint8, (64,), i) for i in range(8)}
     manifest = plan(describe_all(tensors), bucket_bytes=128)
-    gathered: list[weakref.ref[Tensor]] = []
+    gathered: list[weakref.ref[torch.UntypedStorage]] = []
     alive: list[int] = []
+
+    def still_there() -> int:
+        return sum(memory() is not None for memory in gathered)
 
     def gather() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors.items():
-            alive.append(sum(reference() is not None for reference in gathered))
+            alive.append(still_there())
             whole = tensor.clone()
-            gathered.append(weakref.ref(whole))
+            gathered.append(weakref.ref(whole.untyped_storage()))
             yield name, whole
             del whole
 
     Sender(manifest).send(MemoryLink(), gather, first_bucket=1, bucket_timeout=1)
     assert max(alive) == 0
     gathered.clear()
-    with pytest.raises(TransportError):
+    with pytest.raises(TransportError) as caught:
         Sender(manifest).send(MemoryLink(capacity=0), gather, bucket_timeout=1)
     assert len(gathered) < len(tensors)
+    assert still_there() == 0, caught  # the error holds on to nothing
 
 
 def flip(tensor: Tensor, index: int) -> None:

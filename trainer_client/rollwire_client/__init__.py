@@ -55,7 +55,9 @@ from rollwire_client.errors import (
     WeightVersionError,
 )
 from rollwire_client.fleet import Fleet
-from rollwire_client.publisher import Publisher, PublishHandle
+from rollwire_client.handle import PublishHandle
+from rollwire_client.publisher import Publisher
+from rollwire_client.ranks import Ranks
 from rollwire_client.recipient import PublishTimeouts
 from rollwire_client.reports import PublishReport, ServerReport
 from rollwire_client.request import RolloutOptions
@@ -87,6 +89,7 @@ __all__ = [
     "PublishTimeouts",
     "Publisher",
     "QueueFullError",
+    "Ranks",
     "RefusedError",
     "Resumed",
     "Retries",

@@ -20,7 +20,7 @@
     │   │   ├── StalePublisherError    a publisher with a higher term took over
     │   │   └── FrozenError            the server takes no updates
     │   ├── TransferError              the transport between trainer and servers failed
-    │   ├── DigestMismatchError        received bytes are not what was sent
+    │   ├── DigestMismatchError        bytes are not what was sent, or not the version's
     │   ├── SourceError                the trainer did not give its tensors
     │   ├── SchemaMismatchError        the trainer's tensors are not those that the servers want
     │   ├── PublishInProgressError     another publish of this publisher is under way
@@ -178,7 +178,9 @@ class TransferError(PublishError):
 
 
 class DigestMismatchError(PublishError):
-    """What a server received is not what was sent."""
+    """What a server received is not what was sent; or what is sent to catch up is not what the
+    fleet serves.
+    """
 
 
 class SourceError(PublishError):

@@ -45,6 +45,10 @@ class Fleet:
         retries: When to give a sequence up.
         timeouts: How long to wait for a server.
         probe_interval: Seconds between two questions to each server how it is.
+
+    Attributes:
+        members: The servers, in the order of ``addresses``.
+        policy: What was published last, as one of them serves it.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Fleet:
         self._retries = retries or Retries()
         self._timeouts = timeouts or Timeouts()
         self._probe_interval = probe_interval
+        self.policy: WeightTag | None = None
         self._change = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = True
@@ -190,8 +195,18 @@ class Fleet:
 
     def expect(self, policy: WeightTag) -> None:
         """From now on servers that serve less than this policy get no sequences."""
+        self.policy = policy
         for member in self.members:
             member.expect(policy)
+
+    async def behind(self) -> list[Member]:
+        """Asks all servers; those that could serve the policy published last, and do not."""
+        infos = await asyncio.gather(*(member.probe() for member in self.members))
+        return [
+            member
+            for member, info in zip(self.members, infos, strict=True)
+            if info is not None and member.is_behind(info)
+        ]
 
     def _rollout(
         self, prompt_ids: Sequence[int], sampling: Sampling, options: RolloutOptions

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rollwire_client.link import Attempt
 
 _READY = {ServerState.SERVING, ServerState.PAUSED}
+_CURABLE = {ServerState.AWAITING_WEIGHTS, ServerState.QUARANTINED}  # by a full update
 
 
 class Member:
@@ -100,14 +101,14 @@ class Member:
             except TimeoutError:
                 pass
 
-    async def probe(self) -> None:
-        """Asks the server how it is."""
+    async def probe(self) -> ServerInfo | None:
+        """Asks the server how it is; None if it does not say."""
         self._doubted.clear()
         try:
             info = await self.client.info(timeout=self.client.timeouts.probe)
         except RollwireError as error:
             self.problem = error
-            return
+            return None
         if self.info is not None and _is_later(self.info.weights, info.weights):
             info = replace(info, weights=self.info.weights)
         self.info = info
@@ -115,6 +116,15 @@ class Member:
             self.problem = self._judge(self.info)
         if self.problem is None:
             self._changed()
+        return info
+
+    def is_behind(self, info: ServerInfo) -> bool:
+        """Whether the fleet's policy is what a server that is so needs to serve it."""
+        if self._policy is None or not info.accepts_updates:
+            return False
+        if info.state in _CURABLE:
+            return True
+        return info.state in _READY and _is_behind(info.weights, self._policy)
 
     def _judge(self, info: ServerInfo) -> RollwireError | None:
         if info.state not in _READY:
@@ -124,7 +134,7 @@ class Member:
         if self._policy is not None and _is_behind(info.weights, self._policy):
             return ServerNotReadyError(
                 f"{self.address}: serves version {info.weights.version}, the fleet "
-                f"{self._policy.version}: the next publish brings it up",
+                f"{self._policy.version}: the next publish brings it up, or catch_up()",
                 server=self.address,
             )
         return None

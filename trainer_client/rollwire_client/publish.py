@@ -32,13 +32,16 @@ if TYPE_CHECKING:
 
     from rollwire_client.data import KvPolicy
     from rollwire_client.fleet import Fleet
+    from rollwire_client.member import Member
     from rollwire_client.schema import Source
 
 logger = logging.getLogger(__name__)
 
 
 class Publish:
-    """One update of a fleet: announce → transfer → commit, or discard.
+    """One update of some members of a fleet: announce → transfer → commit, or discard.
+
+    With ``expected_digest`` it is committed only if the content turns out to be that.
 
     Attributes:
         version: The trainer's step.
@@ -55,6 +58,7 @@ class Publish:
     def __init__(
         self,
         fleet: Fleet,
+        members: Sequence[Member],
         publisher: weights_pb2.Publisher,
         version: int | None,
         specs: Sequence[transport.TensorSpec],
@@ -68,6 +72,7 @@ class Publish:
         host: str | None,
         kv_policy: KvPolicy,
         timeouts: PublishTimeouts,
+        expected_digest: int | None = None,
     ) -> None:
         self.version = version
         self.update_id = uuid.uuid4().hex
@@ -81,6 +86,7 @@ class Publish:
         self._host = host
         self._kv_policy = kv_policy
         self._timeouts = timeouts
+        self._expected_digest = expected_digest
         try:
             self._manifest = transport.plan(
                 specs,
@@ -99,8 +105,7 @@ class Publish:
             stage_lease=wire.duration(timeouts.stage_lease),
         )
         self._recipients = [
-            Recipient(member.client, publisher, self.update_id, timeouts)
-            for member in fleet.members
+            Recipient(member.client, publisher, self.update_id, timeouts) for member in members
         ]
         self._committed: dict[Recipient, weights_pb2.CommitWeightsResponse] = {}
 
@@ -159,6 +164,12 @@ class Publish:
             if recipient.staged and recipient.digest != transfer.digest:
                 recipient.fail(_other_digest(recipient, transfer.digest))
         await self._require("no server has received what was sent")
+        if self._expected_digest not in {None, transfer.digest}:
+            raise DigestMismatchError(
+                f"the tensors are not those of version {self.version}: their digest is "
+                f"{transfer.digest:016x}, the fleet serves {self._expected_digest:016x}; give the "
+                "tensors of that version, or publish a new one; nothing was committed"
+            )
         self.released.set()
         return transfer.digest
 

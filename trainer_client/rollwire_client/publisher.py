@@ -3,6 +3,7 @@
     publish()            the tensors are checked, every server is told and reserves memory
     handle.released      every server has everything, verified: the tensors may change again
     handle.committed     every server serves it: the report
+    catch_up()           the same for servers that came later, or came back
 
 A server that fails or falls silent is cut out after a bounded time; the others go on and commit.
 Nothing that serves is touched before the commit, so a publish that fails leaves the servers as they
@@ -12,6 +13,7 @@ were.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import time
@@ -28,90 +30,24 @@ from rollwire_client.errors import (
     PublishInProgressError,
     RollwireError,
 )
+from rollwire_client.handle import PublishHandle
+from rollwire_client.ranks import CATCHES_UP, publishes
 from rollwire_client.recipient import PublishTimeouts
+from rollwire_client.reports import PublishReport
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager
 
     from rollwire_transport import TensorSpec
     from torch import Tensor
 
+    from rollwire_client.data import WeightTag
     from rollwire_client.fleet import Fleet
-    from rollwire_client.publish import Publish
-    from rollwire_client.reports import PublishReport
+    from rollwire_client.lead import Lead
+    from rollwire_client.member import Member
+    from rollwire_client.ranks import Ranks
     from rollwire_client.schema import Source
-
-
-class PublishHandle:
-    """A publish under way."""
-
-    def __init__(self, publish: Publish, task: asyncio.Task[PublishReport]) -> None:
-        self._publish = publish
-        self._task = task
-
-    @property
-    def version(self) -> int | None:
-        """As given to ``Publisher.publish``."""
-        return self._publish.version
-
-    @property
-    def update_id(self) -> str:
-        """Names it on the servers."""
-        return self._publish.update_id
-
-    @property
-    def total_bytes(self) -> int:
-        """What each server gets."""
-        return self._publish.total_bytes
-
-    @property
-    def sent_bytes(self) -> int:
-        """What all of them have."""
-        return self._publish.sent_bytes
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, one way or another."""
-        return self._task.done()
-
-    @property
-    def released(self) -> Awaitable[None]:
-        """Done when every server has everything, verified: the tensors may change again.
-
-        Raises what ``committed`` raises.
-        """
-        return self.reached(self._publish.released)
-
-    @property
-    def committed(self) -> Awaitable[PublishReport]:
-        """Done when every server that could has committed.
-
-        Raises:
-            PublishFailedError: None did.
-            SourceError: The trainer did not give its tensors; no server has committed.
-            PublishError: The publish could not go on; no server has committed.
-            asyncio.CancelledError: It was cancelled.
-        """
-        return asyncio.shield(self._task)
-
-    async def cancel(self) -> None:
-        """Ends the publish; servers that have not committed yet discard the update.
-
-        Returns when the tensors may change again. A source that gives nothing is waited for no
-        longer than ``PublishTimeouts.source``; see ``Publisher.publish``.
-        """
-        self._task.cancel()
-        await asyncio.wait([self._task])
-
-    async def reached(self, milestone: asyncio.Event) -> None:
-        """Returns when the publish has come to a milestone; raises why if it never will."""
-        waiting = asyncio.create_task(milestone.wait())
-        try:
-            await asyncio.wait([waiting, self._task], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            waiting.cancel()
-        if not milestone.is_set():
-            self._task.result()
 
 
 class Publisher:
@@ -176,6 +112,7 @@ class Publisher:
         kv_policy: KvPolicy | None = None,
         partial: bool = False,
         allow_version_rollback: bool = False,
+        ranks: Ranks | None = None,
     ) -> PublishHandle:
         """Announces a new policy to the fleet; what follows goes on by itself.
 
@@ -183,12 +120,14 @@ class Publisher:
             version: The trainer's step; None for an untagged update.
             tensors: The policy by name, as in a checkpoint; or a callable that gives a fresh
                 iterator of (name, tensor) in the order of ``schema()``, aliases left out, so that
-                a sharded trainer gathers one tensor at a time. It runs in a worker thread, once for
-                each transport group that is needed. If it hangs the publish fails, but a thread
+                a sharded trainer gathers one tensor at a time. In place of a tensor it may give a
+                function, which is called if the tensor is needed. It runs in a worker thread, once
+                for each transport group that is needed. If it hangs the publish fails, but a thread
                 cannot be killed: its thread is left to itself, and ends if the source does.
             kv_policy: Instead of the publisher's.
             partial: Tensors that are not named stay as they are.
             allow_version_rollback: ``version`` may be below what the servers hold.
+            ranks: Of a sharded trainer, as ``Ranks.publish`` gives them.
 
         Returns:
             A handle, once every server that can has checked the update and reserved memory for it.
@@ -199,41 +138,120 @@ class Publisher:
             StalePublisherError: A publisher with a higher term took over.
             PublishFailedError: No server takes the update.
         """
-        from rollwire_client.publish import Publish
-        from rollwire_client.schema import device_of, fit
+        async with _leading(ranks, publishes(version, partial=partial)) as lead:
+            with self._turn():
+                handle = await self._begin(
+                    self._fleet.members,
+                    version,
+                    tensors,
+                    lead,
+                    kv_policy=kv_policy,
+                    partial=partial,
+                    allow_version_rollback=allow_version_rollback,
+                )
+        try:
+            await handle.announced
+        except asyncio.CancelledError:
+            await handle.cancel()
+            raise
+        return handle
 
+    async def catch_up(
+        self, tensors: Mapping[str, Tensor] | Source, *, ranks: Ranks | None = None
+    ) -> PublishReport:
+        """Brings servers that are new, came back, or missed a publish to what the fleet serves.
+
+        Only they are sent anything; the others go on as if nothing happened.
+
+        Args:
+            tensors: Those of the version published last, as given to ``publish``: all of them.
+            ranks: Of a sharded trainer, as ``Ranks.catch_up`` gives them.
+
+        Returns:
+            The report, once all have committed: ``servers`` has those that were behind, and is
+            empty where none was. A server that does not answer, sleeps or drains is left as it is.
+
+        Raises:
+            DigestMismatchError: The tensors are not those of that version; nothing was committed.
+            PublishFailedError: None of the servers could be brought up.
+            PublishError: Nothing was published to this fleet yet; or see ``publish``.
+        """
+        async with _leading(ranks, CATCHES_UP) as lead:
+            with self._turn():
+                policy = self._fleet.policy
+                if policy is None:
+                    raise PublishError(
+                        "there is nothing to catch up with: this fleet was not published to yet"
+                    )
+                behind = await self._fleet.behind()
+                if not behind:
+                    if lead is not None:
+                        lead.release()
+                    return _nothing_to_do(policy)
+                handle = await self._begin(
+                    behind, policy.version, tensors, lead, expected_digest=policy.digest
+                )
+        try:
+            return await handle.committed
+        except asyncio.CancelledError:
+            await handle.cancel()
+            raise
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One publish at a time.
+
+        Raises:
+            PublishInProgressError: The one before has not ended.
+        """
         if self._busy or (self._handle is not None and not self._handle.done):
             raise PublishInProgressError(
                 "the publish before has not ended: await its `committed` first"
             )
         self._busy = True
         try:
-            specs, source = fit(tensors, await self.schema(), partial=partial)
-            publish = Publish(
-                self._fleet,
-                weights_pb2.Publisher(id=self.id, term=self.term),
-                version,
-                specs,
-                source,
-                device=device_of(tensors),
-                partial=partial,
-                allow_version_rollback=allow_version_rollback,
-                bucket_bytes=self._bucket_bytes,
-                backend=self._backend,
-                host=self._host,
-                kv_policy=kv_policy or self._kv_policy,
-                timeouts=self._timeouts,
-            )
-            handle = PublishHandle(publish, self._fleet.own(publish.run()))
-            self._handle = handle
+            yield
         finally:
             self._busy = False
-        try:
-            await handle.reached(publish.announced)
-        except asyncio.CancelledError:
-            await handle.cancel()
-            raise
-        return handle
+
+    async def _begin(
+        self,
+        members: Sequence[Member],
+        version: int | None,
+        tensors: Mapping[str, Tensor] | Source,
+        lead: Lead | None,
+        *,
+        kv_policy: KvPolicy | None = None,
+        partial: bool = False,
+        allow_version_rollback: bool = False,
+        expected_digest: int | None = None,
+    ) -> PublishHandle:
+        from rollwire_client.publish import Publish
+        from rollwire_client.schema import device_of, fit
+
+        specs, source = fit(tensors, await self.schema(), partial=partial, lead=lead)
+        publish = Publish(
+            self._fleet,
+            members,
+            weights_pb2.Publisher(id=self.id, term=self.term),
+            version,
+            specs,
+            source,
+            device=device_of(tensors),
+            partial=partial,
+            allow_version_rollback=allow_version_rollback,
+            bucket_bytes=self._bucket_bytes,
+            backend=self._backend,
+            host=self._host,
+            kv_policy=kv_policy or self._kv_policy,
+            timeouts=self._timeouts,
+            expected_digest=expected_digest,
+        )
+        work = publish.run()
+        if lead is not None:
+            work = lead.run(work, publish.released)
+        self._handle = PublishHandle(publish, self._fleet.own(work))
+        return self._handle
 
     async def _ask_schema(self) -> tuple[TensorSpec, ...]:
         problems: list[RollwireError] = []
@@ -253,6 +271,16 @@ class Publisher:
         raise PublishError(
             f"no server tells which tensors it wants: {'; '.join(map(str, problems))}"
         ) from problems[0]
+
+
+def _leading(ranks: Ranks | None, call: str) -> AbstractAsyncContextManager[Lead | None]:
+    return contextlib.nullcontext() if ranks is None else ranks.lead(call)
+
+
+def _nothing_to_do(policy: WeightTag) -> PublishReport:
+    return PublishReport(
+        version=policy.version, update_id="", digest=policy.digest, bytes=0, seconds=0.0, servers=()
+    )
 
 
 def _require_transport() -> None:

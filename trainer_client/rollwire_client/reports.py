@@ -49,7 +49,8 @@ class PublishReport:
         digest: Of the content that was sent.
         bytes: Sent to each server.
         seconds: From ``publish`` to the last commit.
-        servers: One entry a server, in the fleet's order.
+        servers: One entry a server, in the fleet's order; after ``catch_up`` those that were
+            behind.
     """
 
     version: int | None
@@ -61,5 +62,7 @@ class PublishReport:
 
     @property
     def failed(self) -> tuple[ServerReport, ...]:
-        """Servers that did not commit; they get no sequences until a publish brings them up."""
+        """Servers that did not commit; they get no sequences until a publish, or ``catch_up``,
+        brings them up.
+        """
         return tuple(server for server in self.servers if server.weights is None)

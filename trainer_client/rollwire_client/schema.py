@@ -13,33 +13,46 @@ import torch
 from rollwire_client.errors import SchemaMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from rollwire_transport import TensorSpec
     from torch import Tensor
 
-Source = Callable[[], Iterable[tuple[str, "Tensor"]]]
+    from rollwire_client.lead import Lead
+
+Given = torch.Tensor | Callable[[], torch.Tensor]
+Source = Callable[[], Iterable[tuple[str, Given]]]
 
 _SHOWN = 20  # of the problems, in an error's message
 
 
 def fit(
-    tensors: Mapping[str, Tensor] | Source, schema: Sequence[TensorSpec], *, partial: bool
+    tensors: Mapping[str, Tensor] | Source,
+    schema: Sequence[TensorSpec],
+    *,
+    partial: bool,
+    lead: Lead | None = None,
 ) -> tuple[list[TensorSpec], Source]:
     """What is sent, aliases included, and where it comes from.
 
     A mapping is checked here. A callable is not asked for anything yet: it must give the tensors in
-    the order of the schema, which the sender checks as they come.
+    the order of the schema, which the sender checks as they come. With ``lead`` the other ranks of
+    a sharded trainer do their part.
 
     Raises:
         SchemaMismatchError: The mapping is not what the servers want.
     """
     if callable(tensors):
-        return list(schema), tensors
+        return list(schema), tensors if lead is None else lead.iterated(tensors)
     sent = _chosen(tensors, schema, partial=partial)
     aliases = [s for s in schema if s.alias_of in sent]
-    specs = [transport.describe(name, tensor) for name, tensor in sent.items()]
-    return specs + aliases, lambda: iter(sent.items())
+    specs = [transport.describe(name, tensors[mine]) for name, mine in sent.items()]
+
+    def source() -> Iterator[tuple[str, Given]]:
+        for name, mine in sent.items():
+            yield name, tensors[mine] if lead is None else lead.gathered(mine, tensors[mine])
+
+    return specs + aliases, source
 
 
 def device_of(tensors: Mapping[str, Tensor] | Source) -> torch.device | None:
@@ -53,15 +66,15 @@ def device_of(tensors: Mapping[str, Tensor] | Source) -> torch.device | None:
 
 def _chosen(
     tensors: Mapping[str, Tensor], schema: Sequence[TensorSpec], *, partial: bool
-) -> dict[str, Tensor]:
-    """The tensors to send under the servers' names, each memory once."""
+) -> dict[str, str]:
+    """The tensors to send, each memory once: the servers' names, and the trainer's for them."""
     wanted = {spec.name: spec for spec in schema}
     alias_of = {spec.name: spec.alias_of for spec in schema if spec.alias_of is not None}
     same_memory = {
         spec.name: spec.alias_of or spec.name for spec in transport.describe_all(tensors)
     }
     missing = [] if partial else [n for n in wanted if n not in tensors and n not in alias_of]
-    sent: dict[str, Tensor] = {}
+    sent: dict[str, str] = {}
     problems: list[str] = []
     for name, tensor in tensors.items():
         if name not in wanted:
@@ -76,7 +89,7 @@ def _chosen(
                 )
             continue
         problems += _differences(name, tensor, wanted[source])
-        sent.setdefault(source, tensor)
+        sent.setdefault(source, name)
     problems += [f"{name} is missing" for name in missing if name not in sent]
     if problems:
         shown = problems[:_SHOWN]

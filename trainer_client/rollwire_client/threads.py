@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from typing import TYPE_CHECKING, TypeVar
 
@@ -31,10 +32,9 @@ def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
         try:
             result = work()
         except BaseException as error:
-            told = error
-            tell(lambda: future.set_exception(told))
+            tell(functools.partial(future.set_exception, error))
         else:
-            tell(lambda: future.set_result(result))
+            tell(functools.partial(future.set_result, result))
 
     threading.Thread(target=run, name="rollwire-publish", daemon=True).start()
     return future

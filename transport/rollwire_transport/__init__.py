@@ -25,7 +25,7 @@ from rollwire_transport.links import (
 from rollwire_transport.manifest import Bucket, Encoding, Manifest, Span, TensorSpec
 from rollwire_transport.receiver import Receiver
 from rollwire_transport.sender import Packing, Sender
-from rollwire_transport.tensors import describe, describe_all
+from rollwire_transport.tensors import describe, describe_all, whole
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -56,4 +56,5 @@ __all__ = [
     "sum_digests",
     "tensor_digest",
     "validate",
+    "whole",
 ]

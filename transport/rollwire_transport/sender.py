@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -108,8 +109,10 @@ class Sender:
             with link.lane():
                 self._send(link, source, first_bucket, bucket_timeout, progress or (lambda _: None))
             link.finish(bucket_timeout)
-        except BaseException:
+        except BaseException as error:
             link.abort()
+            # Whoever keeps the error does not keep tensors and buffers with it.
+            traceback.clear_frames(error.__traceback__)
             raise
         finally:
             self.packing = None
@@ -226,9 +229,8 @@ class _Reader:
         assert given is not None  # noqa: S101 - _advance has set it
         self._given = None
         with _told(spec.name):
-            tensor = given() if callable(given) else given
+            tensor = whole(given)
             del given
-            tensor = whole(tensor)
         got = describe(spec.name, tensor)
         if (got.dtype, got.shape) != (spec.dtype, spec.shape):
             raise self._other(_words(got))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -66,10 +66,11 @@ def _identity(tensor: Tensor) -> Any:
     return (local.device, pointer, tuple(tensor.shape), *layout)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A DTensor's content on this rank, which all ranks of its mesh have to ask for side by side;
-    any other tensor as it is.
+def whole(given: Tensor | Callable[[], Tensor]) -> Tensor:
+    """What a source gives, as a tensor that lies here: a function is called, a DTensor gathered,
+    which all ranks of its mesh have to do side by side.
     """
+    tensor = given() if callable(given) else given
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 

@@ -1,0 +1,305 @@
+"""The ranks of a sharded trainer, over real connections; here all of them live in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+import rollwire_client.ranks
+import torch.distributed as dist
+from client.scripted import until
+from client.scripted_weights import SCHEMA
+from client.test_publish import holds, policy, publishing
+from rollwire_client import PublishError, PublishInProgressError, Ranks, SourceError
+from rollwire_client.line import Line, Word
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from client.scripted_weights import PublishableServer
+    from rollwire_client import Publisher
+    from torch import Tensor
+
+NAMES = [spec.name for spec in SCHEMA if spec.alias_of is None]
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = socket.create_connection(listener.getsockname())
+        return here, listener.accept()[0]
+
+
+def connected(
+    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup, size: int, timeout: float
+) -> list[Ranks]:
+    """Ranks whose lines are there already: how they meet is tried with real processes."""
+    ends: list[dict[int, Line]] = [{} for _ in range(size)]
+    for rank in range(1, size):
+        here, there = tcp_pair()
+        ends[0][rank], ends[rank][0] = Line(here), Line(there)
+    monkeypatch.setattr(rollwire_client.ranks, "meet", lambda *_: ends.pop(0))
+    ranks = [Ranks(group, timeout=timeout) for _ in range(size)]
+    for number, one in enumerate(ranks):
+        one.rank = number
+    return ranks
+
+
+@contextlib.asynccontextmanager
+async def trainer(
+    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup, size: int = 3, timeout: float = 20
+) -> AsyncIterator[tuple[list[PublishableServer], Publisher, list[Ranks]]]:
+    ranks = connected(monkeypatch, group, size, timeout)
+    async with publishing(2) as (servers, _, publisher):
+        with contextlib.ExitStack() as stack:
+            for one in ranks:
+                stack.enter_context(one)
+            yield servers, publisher, ranks
+
+
+class Source:
+    """A source that notes what it was asked for, and fails as a test says."""
+
+    def __init__(self, *, lazy: bool = False) -> None:
+        self.taken: list[str] = []
+        self.called: list[str] = []
+        self.raises_at = ""
+        self.names = NAMES
+        self._lazy = lazy
+
+    def __call__(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self.names:
+            if name == self.raises_at:
+                raise ZeroDivisionError("as scripted")
+            self.taken.append(name)
+            yield name, (lambda name=name: self._give(name)) if self._lazy else policy()[name]
+
+    def _give(self, name: str) -> Tensor:
+        self.called.append(name)
+        return policy()[name]
+
+
+async def on_all(
+    ranks: list[Ranks], publisher: Publisher, sources: list[Source], version: int = 1
+) -> list[object]:
+    return await asyncio.gather(
+        *(
+            one.publish(publisher if one.rank == 0 else None, version, source)
+            for one, source in zip(ranks, sources, strict=True)
+        ),
+        return_exceptions=True,
+    )
+
+
+def errors(outcomes: list[object]) -> list[str]:
+    return [f"{type(outcome).__name__}: {outcome}" for outcome in outcomes]
+
+
+async def test_all_iterate_and_learn_of_the_release(
+    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
+) -> None:
+    async with trainer(monkeypatch, group) as (servers, publisher, ranks):
+        for version in (1, 2):
+            sources = [Source() for _ in ranks]
+            handle, *others = await on_all(ranks, publisher, sources, version)
+            assert others == [None, None]
+            report = await handle.committed
+            assert report.failed == ()
+            assert [server.weights.version for server in servers] == [version] * 2
+            assert all(holds(server) for server in servers)
+            assert [source.taken for source in sources] == [NAMES] * 3
+
+
+async def test_after_a_failure_all_iterate_again_and_functions_are_called_if_needed(
+    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
+) -> None:
+    async with trainer(monkeypatch, group) as (servers, publisher, ranks):
+        servers[1].stop_receiving_at = 6  # of layer.bias; those before were received
+        sources = [Source(lazy=True) for _ in ranks]
+        handle, *_ = await on_all(ranks, publisher, sources)
+        assert (await handle.committed).failed == ()
+        assert all(holds(server) for server in servers)
+        for source in sources:
+            assert source.taken == NAMES * 2
+            assert source.called.count("embed.weight") == 1
+            assert source.called[-1] == "layer.bias"
+        assert sources[0].called == sources[1].called == sources[2].called
+
+
+async def test_a_rank_that_raises_ends_it_for_all(
+    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
+) -> None:
+    async with trainer(monkeypatch, group) as (servers, publisher, ranks):
+        sources = [Source() for _ in ranks]
+        sources[2].raises_at = "layer.weight"
+        over = threading.Event()
+
+        def waits_for_rank_2() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in sources[0]():
+                if name == "layer.weight":
+                    over.wait(20)
+                yield name, tensor
+
+        running = asyncio.create_task(on_all(ranks, publisher, [waits_for_rank_2, *sources[1:]]))
+        await until(lambda: ranks[0]._lead is not None and ranks[0]._lead.over)
+        over.set()
+        told = errors(await running)
+        assert "rank 2 failed: ZeroDivisionError: as scripted" in told[0]
+        assert told[1].startswith("PublishError: rank 0 did not publish: rank 2 failed")
+        assert told[2].startswith("SourceError: the source of this rank raised ZeroDivisionError")
+        assert [server.commits for server in servers] == [[], []]
+        # They are in step still.
+        handle, *others = await on_all(ranks, publisher, [Source() for _ in ranks])
+        assert others == [None, None]
+        await handle.committed
+
+
+async def test_an_error_of_rank_0_is_told_to_all(
+    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
+) -> None:
+    async with trainer(monkeypatch, group) as (servers, publisher, ranks):
+        for server in servers:
+            server.refuse_update = ("VERSION_NOT_NEWER", {})
+        told = errors(await on_all(ranks, publisher, [Source() for _ in ranks]))
+        assert told[0].startswith("PublishFailedError")
+        for other in told[1:]:
+            assert other.startswith("PublishError: rank 0 did not publish: version 1 was not")
+
+
+async def test_ranks_that_iterate_differently_are_found_out(
+    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
+) -> None:
+    async with trainer(monkeypatch, group, size=2) as (_, publisher, ranks):
+        sources = [Source(), Source()]
+        sources[1].names = NAMES[::-1]
+        outcome = await on_all(ranks, publisher, sources)
+        assert "rank 0 is at embed.weight, this one at layer.bias" in str(outcome[1])
+        assert isinstance(outcome[1], SourceError)
+
+
+async def test_ranks_that_publish_something_else_are_found_out(
+    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
+) -> None:
+    async with trainer(monkeypatch, group, size=2) as (servers, publisher, ranks):
+        told = errors(
+            await asyncio.gather(
+                ranks[0].publish(publisher, 1, Source()),
+                ranks[1].publish(None, 2, Source()),
+                return_exceptions=True,
+            )
+        )
+        wrong = "the ranks differ: rank 1 publishes version 2, rank 0 publishes version 1"
+        assert told == [f"SourceError: {wrong}", f"PublishError: rank 0 did not publish: {wrong}"]
+        assert servers[0].announced == 0
+        handle, _ = await on_all(ranks, publisher, [Source(), Source()])
+        await handle.committed
+
+
+async def test_a_rank_that_does_not_come_is_named(
+    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
+) -> None:
+    async with trainer(monkeypatch, group, timeout=1) as (_, publisher, ranks):
+        leader, other = await asyncio.gather(
+            ranks[0].publish(publisher, 1, Source()),
+            ranks[1].publish(None, 1, Source()),
+            return_exceptions=True,
+        )
+        assert isinstance(leader, SourceError)
+        assert "rank 2 has not called within 1 s" in str(leader)
+        assert isinstance(other, PublishError | SourceError)
+        with pytest.raises(SourceError, match="rank 0 of the trainer is gone"):
+            await ranks[2].publish(None, 1, Source())
+
+
+async def test_rank_0_that_does_not_come_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
+) -> None:
+    async with trainer(monkeypatch, group, size=2, timeout=0.2) as (_, publisher, ranks):
+        with pytest.raises(SourceError, match=r"rank 0 has said nothing for 0\.2 s"):
+            await ranks[1].publish(None, 1, Source())
+        with pytest.raises(SourceError, match="rank 1 of the trainer is gone"):
+            await ranks[0].publish(publisher, 1, Source())
+
+
+async def test_one_publish_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
+) -> None:
+    async with trainer(monkeypatch, group, size=2) as (_, publisher, ranks):
+        first = asyncio.create_task(ranks[1].publish(None, 1, Source()))
+        await asyncio.sleep(0)
+        with pytest.raises(PublishInProgressError):
+            await ranks[1].publish(None, 1, Source())
+        handle = await ranks[0].publish(publisher, 1, Source())
+        await first
+        await handle.committed
+
+
+async def test_a_cancelled_publish_ends_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
+) -> None:
+    async with trainer(monkeypatch, group, size=2) as (servers, publisher, ranks):
+        for server in servers:
+            server.hangs_in = "JoinTransport"
+        other = asyncio.create_task(ranks[1].publish(None, 1, Source()))
+        leader = asyncio.create_task(ranks[0].publish(publisher, 1, Source()))
+        await until(lambda: all(server.joins for server in servers))
+        leader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leader
+        with pytest.raises(PublishError, match="the publish ended with CancelledError"):
+            await other
+
+
+async def test_nothing_to_catch_up_with_is_told_to_all(
+    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
+) -> None:
+    async with trainer(monkeypatch, group, size=2) as (_, publisher, ranks):
+        handle, _ = await on_all(ranks, publisher, [Source(), Source()])
+        await handle.committed
+        sources = [Source(), Source()]
+        report, nothing = await asyncio.gather(
+            *(one.catch_up(publisher, source) for one, source in zip(ranks, sources, strict=True))
+        )
+        assert (report.version, report.servers, nothing) == (1, (), None)
+        assert [source.taken for source in sources] == [[], []]
+
+
+async def test_the_default_group_is_never_taken_silently(group: dist.ProcessGroup) -> None:
+    with pytest.raises(TypeError, match=r"torch\.distributed\.group\.WORLD"):
+        Ranks(None)
+
+
+async def test_a_line_loses_nothing_when_a_listener_is_cancelled() -> None:
+    here, there = (Line(end) for end in tcp_pair())
+    with contextlib.closing(here), contextlib.closing(there):
+        for number in range(200):
+            listening = asyncio.create_task(there.hear())
+            await asyncio.sleep(0)
+            here.tell(Word.NEXT, str(number))
+            if number % 2:
+                await asyncio.sleep(0)
+            listening.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                assert await listening == (Word.NEXT, str(number))
+                continue
+            async with asyncio.timeout(20):
+                assert await there.hear() == (Word.NEXT, str(number))
+
+
+@pytest.mark.parametrize("said", [b"what?\n", b'["next"]\n', b"7\n", b'["no word", ""]\n'])
+async def test_a_line_that_says_what_makes_no_sense(said: bytes) -> None:
+    raw, end = tcp_pair()
+    with raw, contextlib.closing(Line(end)) as line:
+        raw.sendall(said)
+        with pytest.raises(ConnectionError, match="no sense"):
+            await line.hear()

@@ -1,0 +1,176 @@
+"""Trainers of several processes, which gather and publish together to real servers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import rollwire_transport as transport
+from rollwire_client import Fleet, Publisher, ServerInfo
+from support import sharded_trainer
+from support.calls import connected
+from support.publishing import no_update, status
+from support.servers import ServerProcess, servers
+from support.sharded_trainer import Setup, weights
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from support.servers import StartServer
+
+SECONDS = 120
+VERSIONS = itertools.count(1)  # each publish to a shared server takes the next
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServerProcess]]:
+    with servers(tmp_path_factory.mktemp("sharded")) as start:
+        yield [start(), start()]
+
+
+async def setup(folder: Path, targets: list[ServerProcess], layout: str, **more: Any) -> Setup:
+    addresses = [server.address for server in targets]
+    async with Fleet(addresses) as fleet:
+        schema = await Publisher(fleet).schema()
+    shapes = [(s.name, s.dtype, list(s.shape)) for s in schema if s.alias_of is None]
+    return Setup(str(folder / "store"), addresses, shapes, layout, **more)
+
+
+def run(folder: Path, doing: Setup) -> list[dict[str, Any] | int]:
+    """Runs the processes to their end: what each tells, or the code with which it died."""
+    path = folder / "setup.json"
+    doing.write(path)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, sharded_trainer.__file__, str(path), str(rank)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(doing.world_size)
+    ]
+    try:
+        told = [process.communicate(timeout=SECONDS)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [
+        process.returncode if process.returncode else json.loads(text.splitlines()[-1])
+        for process, text in zip(processes, told, strict=True)
+    ]
+
+
+def digest(doing: Setup) -> int:
+    """Of the unsharded weights of the last version."""
+    return transport.sum_digests(
+        transport.tensor_digest(transport.describe(name, tensor), tensor)
+        for name, tensor in weights(doing.shapes, doing.versions[-1]).items()
+    )
+
+
+async def served(server: ServerProcess) -> tuple[int | None, int]:
+    async with Fleet([server.address]) as fleet:
+        info = (await fleet.info())[server.address]
+    assert isinstance(info, ServerInfo)
+    return info.weights.version, info.weights.digest
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "pipeline"])
+async def test_shards_are_gathered_one_tensor_at_a_time(
+    tmp_path: Path, both: list[ServerProcess], layout: str
+) -> None:
+    versions = next(VERSIONS), next(VERSIONS)
+    doing = await setup(tmp_path, both, layout, versions=versions)
+    leader, other = run(tmp_path, doing)
+    assert leader["digest"] == digest(doing)
+    assert leader["failed"] == []
+    assert [await served(server) for server in both] == [(versions[1], digest(doing))] * 2
+    for told in (leader, other):
+        assert "error" not in told
+        assert told["most"] == 1
+        # Every tensor is gathered once a publish, not again for the manifest or the digest.
+        assert sorted(told["names"]) == sorted([name for name, _, _ in doing.shapes] * 2)
+    assert leader["names"] == other["names"]
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "pipeline"])
+async def test_a_server_that_dies_makes_all_ranks_gather_again(
+    tmp_path: Path, both: list[ServerProcess], start_server: StartServer, layout: str
+) -> None:
+    victim = start_server()
+    doing = await setup(
+        tmp_path,
+        [victim, both[0]],
+        layout,
+        versions=(next(VERSIONS),),
+        what="kill",
+        at=12,
+        victim=victim.process.pid,
+    )
+    leader, other = run(tmp_path, doing)
+    assert leader["failed"] == [victim.address]
+    assert await served(both[0]) == (doing.versions[0], digest(doing))
+    names = [name for name, _, _ in doing.shapes]
+    assert leader["names"] == other["names"]
+    assert set(leader["names"]) == set(names)
+    assert len(leader["names"]) > len(names)
+    assert (leader["most"], other["most"]) == (1, 1)
+    if layout == "fsdp":  # what the server has already is not gathered again
+        assert leader["names"].count(leader["names"][0]) == 1
+
+
+class Fault(NamedTuple):
+    who: int
+    what: str
+    leader: str
+    other: str
+
+
+FAULTS = {
+    "a rank dies": Fault(1, "die", "rank 1 of the trainer is gone", "died"),
+    "rank 0 dies": Fault(0, "die", "died", "rank 0 of the trainer is gone"),
+    "a rank raises": Fault(1, "raise", "rank 1 failed: ZeroDivisionError", "ZeroDivisionError"),
+    "a rank hangs": Fault(1, "hang", "the source did not give", "has not ended what rank 0 asked"),
+}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, id=name, marks=[pytest.mark.slow] if fault.what == "hang" else [])
+        for name, fault in FAULTS.items()
+    ],
+)
+async def test_a_rank_that_fails_ends_the_publish_and_costs_the_servers_nothing(
+    tmp_path: Path, both: list[ServerProcess], fault: Fault
+) -> None:
+    before = [await served(server) for server in both]
+    doing = await setup(
+        tmp_path,
+        both,
+        "fsdp",
+        versions=(next(VERSIONS),),
+        who=fault.who,
+        what=fault.what,
+        at=12,
+        timeout=10 if fault.what == "hang" else 60,
+        source_timeout=3,
+    )
+    leader, other = run(tmp_path, doing)
+    for told, wanted in ((leader, fault.leader), (other, fault.other)):
+        if wanted == "died":
+            assert told == sharded_trainer.DIED
+        else:
+            assert wanted in told["error"]
+    assert [await served(server) for server in both] == before
+    for server in both:
+        async with connected(server.address) as api:
+            await no_update(api)
+            assert (await status(api, verify=True)).intact

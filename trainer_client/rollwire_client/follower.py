@@ -1,0 +1,127 @@
+"""Another rank's part in a publish of a sharded trainer: it does what rank 0 says."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from typing import TYPE_CHECKING
+
+from rollwire_client.errors import PublishError, SourceError
+from rollwire_client.line import Line, Word
+from rollwire_client.threads import in_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from rollwire_client.schema import Given, Source
+
+
+class Follower:
+    """Iterates and gathers in step with rank 0 for one publish, beside the event loop.
+
+    Args:
+        line: To rank 0.
+        tensors: What this rank has, as rank 0 has it.
+        timeout: Seconds that rank 0 may be silent, and that a gather may take once it is over.
+    """
+
+    def __init__(self, line: Line, tensors: Mapping[str, Tensor] | Source, timeout: float) -> None:
+        self._line = line
+        self._tensors = tensors
+        self._timeout = timeout
+        self._commands: queue.SimpleQueue[tuple[Word, str] | None] = queue.SimpleQueue()
+        self._items: Iterator[tuple[str, Given]] = iter(())
+        self._name = ""  # of what was taken last
+        self._given: Given | None = None
+
+    async def follow(self, call: str) -> None:
+        """Returns when the tensors may change again.
+
+        Raises:
+            PublishError: Rank 0 could not publish.
+            SourceError: This rank could not do its part, or rank 0 is gone or silent.
+        """
+        working = in_thread(self._work)
+        try:
+            verdict, why = await self._obey(call)
+        except BaseException:
+            self._line.close()  # what rank 0 says later is of the past
+            raise
+        finally:
+            self._commands.put(None)
+        await asyncio.wait([working], timeout=self._timeout)
+        if not working.done():
+            working.cancel()
+            self._line.close()
+            raise SourceError(
+                f"this rank has not ended what rank 0 asked for within {self._timeout:g} s: its "
+                f"thread is left to itself{f'; rank 0: {why}' if why else ''}"
+            )
+        working.result()
+        if verdict is Word.OVER:
+            raise PublishError(f"rank 0 did not publish: {why}")
+
+    async def _obey(self, call: str) -> tuple[Word, str]:
+        """Passes on what rank 0 says, until it lets go."""
+        try:
+            self._line.tell(Word.HERE, call)
+            while True:
+                async with asyncio.timeout(self._timeout):
+                    word, text = await self._line.hear()
+                if word in {Word.RELEASED, Word.OVER}:
+                    return word, text
+                if word is not Word.ALIVE:
+                    self._commands.put((word, text))
+        except TimeoutError as error:
+            raise SourceError(
+                f"rank 0 has said nothing for {self._timeout:g} s: these ranks cannot publish any "
+                "more"
+            ) from error
+        except ConnectionError as error:
+            raise SourceError(
+                f"rank 0 of the trainer is gone ({error}): these ranks cannot publish any more"
+            ) from error
+
+    def _work(self) -> None:
+        try:
+            while (command := self._commands.get()) is not None:
+                self._do(*command)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            self._line.tell(Word.FAILED, why)
+            if isinstance(error, SourceError):
+                raise
+            raise SourceError(f"the source of this rank raised {why}") from error
+
+    def _do(self, word: Word, text: str) -> None:
+        if word is Word.GATHER:
+            self._gather(text)
+            return
+        if callable(self._tensors):
+            self._given = None
+            if word is Word.AGAIN:
+                self._items, self._name = iter(self._tensors()), ""
+            else:
+                self._in_step(text)
+                self._name, self._given = next(self._items, ("", None))
+
+    def _gather(self, name: str) -> None:
+        from rollwire_transport import whole
+
+        if callable(self._tensors):
+            self._in_step(name)
+            given = self._given
+        else:
+            given = self._tensors.get(name)
+        if given is None or not (callable(given) or hasattr(given, "full_tensor")):
+            raise SourceError(f"rank 0 gathers {name}, which is no DTensor here")
+        whole(given)
+
+    def _in_step(self, name: str) -> None:
+        if name != self._name:
+            raise SourceError(
+                "the ranks iterate differently: rank 0 is at "
+                f"{name or 'the beginning'}, this one at {self._name or 'the beginning or end'}"
+            )
