@@ -6,7 +6,7 @@ import pytest
 from rollwire_client.commands.app import run
 
 NOBODY = "127.0.0.1:9"
-GENERATE = ["generate", "--server", NOBODY, "--prompt-ids", "1,2"]
+GENERATE = ["generate", "--server", NOBODY, "--timeout", "0.1", "--prompt-ids", "1,2"]
 
 
 @pytest.mark.parametrize(
@@ -18,8 +18,9 @@ GENERATE = ["generate", "--server", NOBODY, "--prompt-ids", "1,2"]
         (["generate", "--server", NOBODY], 2, "--prompt-ids"),
         (["generate", "--server", "here", "--prompt-ids", "1"], 2, "'here' is not HOST:PORT"),
         (["generate", "--server", "a:99999", "--prompt-ids", "1"], 2, "is not HOST:PORT"),
-        ([*GENERATE[:4], "1;2"], 2, "'1;2' is not token ids"),
-        ([*GENERATE[:4], "-1"], 1, "-1"),
+        (["generate", "--server", "http://a:5", "--prompt-ids", "1"], 2, "is not HOST:PORT"),
+        ([*GENERATE[:-1], "1;2"], 2, "'1;2' is not token ids"),
+        ([*GENERATE[:-1], "1,-1"], 2, "'1,-1' is not token ids"),
         ([*GENERATE, "--max-new-tokens", "0"], 2, "--max-new-tokens"),
         ([*GENERATE, "--temperature", "hot"], 2, "--temperature"),
         ([*GENERATE, "--bogus"], 2, "--bogus"),

@@ -28,6 +28,12 @@ def chunk(offset: int, count: int, weights: WeightTag, oldest: int = 0, finish=N
     return Chunk(offset, tokens, tuple(-t / 4 for t in tokens), weights, oldest, finish)
 
 
+def test_a_tag_shows_its_digest_as_the_command_does() -> None:
+    shown = repr(WeightTag(4, 2, "a", 0x00C0FFEE))
+    assert "digest=0x0000000000c0ffee" in shown
+    assert eval(shown) == WeightTag(4, 2, "a", 0x00C0FFEE)  # noqa: S307 - as of any dataclass
+
+
 @given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from([None, 1, 2]), st.sampled_from("ab"))))
 def test_segments_cover_the_output_and_agree_with_the_chunks(pieces: list) -> None:
     draft = Draft("id", [7])

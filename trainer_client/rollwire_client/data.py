@@ -71,7 +71,8 @@ class Sampling:
         top_k: Keeps this many of the likeliest tokens; 0 keeps all.
         min_p: Keeps tokens at least this likely, relative to the likeliest; 0.0 keeps all.
         max_new_tokens: Counted from the end of the prompt, however often the sequence is resumed.
-            None: what the context has room for.
+            None: what the context has room for; more than that is cut to it, without an error, and
+            the sequence ends with ``FinishReason.LENGTH``.
         min_new_tokens: Until then the sequence does not stop; counted in the same way.
         stop_token_ids: Tokens that end the sequence beside the model's end-of-sequence tokens.
         ignore_eos: The model's end-of-sequence tokens do not end it.
@@ -104,6 +105,13 @@ class WeightTag:
     revision: int
     server_id: str
     digest: int
+
+    def __repr__(self) -> str:
+        """With the digest as ``rollwire info`` and the logs show it."""
+        return (
+            f"WeightTag(version={self.version}, revision={self.revision}, "
+            f"server_id={self.server_id!r}, digest=0x{self.digest:016x})"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from support.servers import ServerProcess
+    from support.servers import ServerProcess, StartServer
 
 COMMAND = [sys.executable, "-c", "from rollwire_client.commands import main; main()"]
 SECONDS = 60
@@ -66,6 +67,28 @@ def test_generate_colours_tokens_on_a_terminal(both: list[ServerProcess]) -> Non
     assert "\x1b[36m" in shown
     assert "revision" in shown
     assert "5 tokens" in shown
+
+
+def test_generate_waits_for_a_server_that_is_not_up_yet(start_server: StartServer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [*COMMAND, "generate", "--server", address, "--prompt-ids", "1", "--max-new-tokens", "3"],
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"},
+        text=True,
+    ) as process:
+        os.close(theirs)
+        shown = ""
+        while f"waiting for {address}" not in shown:
+            shown += os.read(ours, 65536).decode()
+        start_server("--listen", address)
+        told, _ = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0
+        os.close(ours)
+    assert len(told.split()) == 3
 
 
 def test_ctrl_c_ends_cleanly(both: list[ServerProcess]) -> None:

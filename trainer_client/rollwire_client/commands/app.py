@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,7 @@ from rollwire_client.commands.generate import generate_tokens
 from rollwire_client.commands.info import show_info
 from rollwire_client.data import Sampling
 from rollwire_client.errors import RollwireError
+from rollwire_client.routes import server_address
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -31,6 +33,7 @@ app = typer.Typer(
 
 def run(arguments: list[str]) -> int:
     """Runs a subcommand; whatever the user or a server did wrong is one line on stderr."""
+    logging.getLogger("rollwire_client").addHandler(logging.NullHandler())  # that line tells it
     try:
         return app(arguments, prog_name="rollwire", standalone_mode=False) or 0
     except UsageError as error:
@@ -48,20 +51,19 @@ def run(arguments: list[str]) -> int:
 
 
 def _address(value: str) -> str:
-    host, colon, port = value.rpartition(":")
-    if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
-        raise typer.BadParameter(f"{value!r} is not HOST:PORT, such as 127.0.0.1:50051")
-    return value
+    try:
+        return server_address(value)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _token_ids(value: str) -> list[int]:
-    try:
-        return [int(part) for part in value.replace(",", " ").split()]
-    except ValueError as error:
-        raise typer.BadParameter(f"{value!r} is not token ids, such as 1,2,3") from error
+    parts = value.replace(",", " ").split()
+    if not all(part.isdecimal() for part in parts):
+        raise typer.BadParameter(f"{value!r} is not token ids, such as 1,2,3")
+    return [int(part) for part in parts]
 
 
-Timeout = Annotated[float, typer.Option(min=0, help="Seconds to wait for a server.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON, for programs.")]
 
 
@@ -71,7 +73,9 @@ def generate(
     prompt_ids: Annotated[
         str, typer.Option(parser=_token_ids, metavar="1,2,3", help="Token ids of the prompt.")
     ],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to sample at most.")] = 32,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Sample so many at most; fewer if the context is full.")
+    ] = 32,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Of the probability, keep this much.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Keep the likeliest k; 0: all.")] = 0,
@@ -79,7 +83,9 @@ def generate(
     seed: Annotated[int | None, typer.Option(min=0, help="Sample the same every time.")] = None,
     *,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after it.")] = False,
-    timeout: Timeout = 10.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds to wait until the server is up.")
+    ] = 60.0,
     as_json: Json = False,
 ) -> int:
     """Sample one sequence and show its tokens as they come, coloured by weight version."""
@@ -100,7 +106,7 @@ def generate(
 def info(
     servers: Annotated[list[str], typer.Argument(parser=_address, metavar="HOST:PORT...")],
     *,
-    timeout: Timeout = 5.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for an answer.")] = 5.0,
     as_json: Json = False,
 ) -> int:
     """Show what servers are, hold and are doing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -11,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rich.console import Console
 from rich.text import Text
 
-from rollwire_client.client import RolloutClient, Timeouts
+from rollwire_client.client import Timeouts
 from rollwire_client.data import FinishReason, WeightTag
+from rollwire_client.fleet import Fleet
+from rollwire_client.rollout import Retries
 
 if TYPE_CHECKING:
     from rollwire_client.data import Chunk, Finish, Sampling
@@ -24,7 +27,10 @@ COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 async def generate_tokens(
     server: str, prompt_ids: list[int], sampling: Sampling, *, timeout: float, as_json: bool
 ) -> int:
-    """Samples a sequence and shows it; 0 if it came to its own end."""
+    """Samples a sequence and shows it; 0 if it came to its own end.
+
+    A server that is not up, or not ready, is waited for, ``timeout`` seconds each.
+    """
     view: _View
     if as_json:
         view = _JsonView()
@@ -33,10 +39,16 @@ async def generate_tokens(
     else:
         view = _PlainView()
     finish: Finish | None = None
-    timeouts = Timeouts(call=timeout, probe=timeout)
+    fleet = Fleet(
+        [server],
+        timeouts=Timeouts(start=timeout, call=timeout, probe=timeout),
+        retries=Retries(attempts=1, seconds=timeout),
+    )
     try:
-        async with RolloutClient(server, timeouts=timeouts) as client:
-            async for chunk in client.stream(prompt_ids, sampling):
+        async with contextlib.AsyncExitStack() as stack:
+            with Console(stderr=True).status(f"waiting for {server} …"):
+                await stack.enter_async_context(fleet)
+            async for chunk in fleet.stream(prompt_ids, sampling):
                 view.show(chunk)
                 finish = chunk.finish
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -65,7 +64,6 @@ async def run_demo(settings: DemoSettings, display: Display) -> Outcome:
         RollwireError: It cannot go on.
     """
     began = time.monotonic()
-    logging.getLogger("rollwire_client").addHandler(logging.NullHandler())  # the display tells it
     torch.set_num_threads(1)  # the servers share the cores
     model = make_policy(settings.seed)
     checkpoint = settings.output / "checkpoint"
