@@ -6,19 +6,29 @@ import argparse
 import asyncio
 import os
 import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
+import structlog
 from pydantic import ValidationError
 from pydantic_settings import CliSettingsSource, SettingsError
 
 from rollwire_server.logs import configure
-from rollwire_server.settings import ServerSettings
+from rollwire_server.settings import VARIABLES, ServerSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pydantic_core import ErrorDetails
+
+log = structlog.get_logger()
 
 
 def run() -> None:
     """Reads the flags, serves, and exits: 0 after a drain, 1 on failure, 2 on a wrong flag."""
     settings = read_settings(sys.argv[1:])
     configure(settings.log_format, settings.log_level)
+    if unknown := _unknown_variables():
+        log.warning("environment variables that are no settings", names=unknown)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what gRPC's core prints is told as errors
     # torch and gRPC load after the flags are known to be right.
     from rollwire_server.server import EngineDied, RolloutServer, StartError
@@ -46,7 +56,7 @@ def read_settings(arguments: list[str]) -> ServerSettings:
     try:
         return ServerSettings(_cli_settings_source=source)  # type: ignore[call-arg]
     except ValidationError as error:
-        problems = "; ".join(_problem(e["loc"], e["msg"]) for e in error.errors())
+        problems = "; ".join(_problem(told, arguments) for told in error.errors())
     except SettingsError as error:
         problems = str(error)
     print(f"rollwire-server: {problems} (--help lists the flags)", file=sys.stderr)  # noqa: T201
@@ -60,9 +70,28 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
 
 
-def _problem(location: tuple[int | str, ...], message: str) -> str:
-    flag = "--" + str(location[0]).replace("_", "-") if location else "flags"
-    return f"{flag}: {message.removeprefix('Value error, ')}"
+def _problem(told: ErrorDetails, arguments: Sequence[str]) -> str:
+    """One wrong setting, by the name under which it was given."""
+    message = told["msg"].removeprefix("Value error, ")
+    if not told["loc"]:
+        return message
+    field = str(told["loc"][0])
+    flag, variable = "--" + field.replace("_", "-"), VARIABLES + field.upper()
+    if told["type"] == "missing":
+        return f"{flag} (or {variable}) is not given"
+    given = {argument.partition("=")[0] for argument in arguments}
+    by_flag = flag in given or flag.replace("--", "--no-", 1) in given
+    return f"{flag if by_flag else variable} is {told['input']!r}: {message}"
+
+
+def _unknown_variables() -> list[str]:
+    """Environment variables that look like settings and are none: perhaps misspelt."""
+    known = {VARIABLES + field.upper() for field in ServerSettings.model_fields}
+    return sorted(
+        name
+        for name in os.environ
+        if name.upper().startswith(VARIABLES) and name.upper() not in known
+    )
 
 
 def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:

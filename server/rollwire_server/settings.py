@@ -12,10 +12,12 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 def _address(value: str) -> str:
     host, colon, port = value.rpartition(":")
     number = port.isascii() and port.isdigit() and len(port) <= 5
-    if not colon or not host or not number or int(port) > 65535:
+    if not colon or not host or "/" in host or not number or int(port) > 65535:
         raise ValueError("must be HOST:PORT, for example 127.0.0.1:50051; port 0 picks a free one")
     return value
 
+
+VARIABLES = "ROLLWIRE_"  # what their environment variables begin with
 
 Address = Annotated[str, AfterValidator(_address)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -24,7 +26,7 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class ServerSettings(BaseSettings):
     """Serves rollouts of one model over gRPC."""
 
-    model_config = SettingsConfigDict(env_prefix="ROLLWIRE_", extra="ignore")
+    model_config = SettingsConfigDict(env_prefix=VARIABLES, extra="ignore")
 
     model: str = Field(
         description="a Hugging Face checkpoint directory, builtin:tiny or builtin:tiny-moe"

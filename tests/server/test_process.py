@@ -33,9 +33,10 @@ def fails(*flags: str, environment: dict[str, str] | None = None) -> tuple[int, 
     [
         (["--nonsense"], 2, "--nonsense"),
         (["--model"], 2, "--model"),
-        ([], 2, "--model"),
+        ([], 2, "--model (or ROLLWIRE_MODEL) is not given"),
         (["--model", "builtin:tiny", "--listen", "here"], 2, "HOST:PORT"),
         (["--model", "builtin:tiny", "--listen", "127.0.0.1:99999"], 2, "HOST:PORT"),
+        (["--model", "builtin:tiny", "--listen", "http://127.0.0.1:50051"], 2, "HOST:PORT"),
         (["--model", "builtin:tiny", "--max-running", "0"], 2, "--max-running"),
         (["--model", "builtin:tiny", "--drain-seconds", "-1"], 2, "--drain-seconds"),
         (["--model", "builtin:tiny", "--engine", "steam"], 2, "--engine"),
@@ -75,9 +76,25 @@ def test_a_port_in_use(start_server: StartServer) -> None:
 
 
 def test_flags_are_environment_variables() -> None:
-    code, stderr = fails(environment={"ROLLWIRE_MODEL": "/not/there", "ROLLWIRE_LISTEN": "x:y"})
+    wrong = {"ROLLWIRE_MODEL": "/not/there", "ROLLWIRE_LISTEN": "x:y", "ROLLWIRE_FROZEN": "so so"}
+    code, stderr = fails("--max-running", "none", environment=wrong)
     assert code == 2
-    assert "--listen" in stderr
+    assert "ROLLWIRE_LISTEN is 'x:y': must be HOST:PORT" in stderr
+    assert "ROLLWIRE_FROZEN is 'so so': " in stderr
+    assert "--max-running is 'none': " in stderr
+    assert len(stderr.strip().splitlines()) == 1, stderr
+
+
+def test_a_misspelt_environment_variable_is_told(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLWIRE_AWAIT_WEIGHT", "1")
+    monkeypatch.setenv("ROLLWIRE_MAX_RUNNING", "3")
+    (line,) = [
+        line for line in start_server().log.read_text().splitlines() if "no settings" in line
+    ]
+    assert "ROLLWIRE_AWAIT_WEIGHT" in line
+    assert "ROLLWIRE_MAX_RUNNING" not in line
 
 
 async def test_a_server_that_awaits_weights_serves_nothing_before(
