@@ -46,6 +46,18 @@ def test_the_command_without_its_extra_says_what_to_install() -> None:
     )
 
 
+def test_the_demo_without_its_extra_says_what_to_install_before_it_loads_anything() -> None:
+    done = python(
+        "import sys; sys.modules['matplotlib'] = sys.modules['torch'] = None\n"
+        "sys.argv = ['rollwire', 'demo']\n"
+        "from rollwire_client.commands import main; main()"
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "rollwire: the demo needs torch, matplotlib: pip install 'rollwire[demo]'\n"
+    )
+
+
 def test_all_that_is_exported_exists() -> None:
     for name in rollwire_client.__all__:
         assert hasattr(rollwire_client, name)

@@ -82,6 +82,13 @@ def test_each_goal_can_be_missed() -> None:
         assert missed(history(LEARNED), check) == ["worst log-probability error"]
 
 
+def test_what_was_not_checked_has_no_error() -> None:
+    for check, told in [(CheckResult(0, 0, 0, 0.0, ()), "not checked"), (GOOD_CHECK, "2.0e-06")]:
+        findings = judge(Outcome(history(LEARNED), check, 1.0))
+        (result,) = [f.result for f in findings if f.what == "worst log-probability error"]
+        assert result == told
+
+
 def test_nothing_learned_at_all_is_a_result_too() -> None:
     assert len(missed(History(), CheckResult(0, 0, 0, 0.0, ()))) == 4
 

@@ -119,11 +119,8 @@ def info(
 )
 def demo(context: typer.Context) -> int:
     """Two servers, a trainer and a policy that learns, on this machine (see demo --help)."""
-    try:
-        from rollwire_client.demo import main
-    except ImportError as error:
-        _complain(f"the demo needs {error.name}: pip install 'rollwire[demo]'")
-        return 1
+    from rollwire_client.demo import main
+
     code: int = main(context.args)
     return code
 

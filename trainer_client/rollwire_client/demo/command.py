@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import signal
 from pathlib import Path  # noqa: TC003 - typer reads the annotation
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 TERMINATED = 143  # as shells have it: 128 + SIGTERM
 DEFAULTS = DemoSettings()
+EXTRA = ("torch", "transformers", "pydantic_settings", "matplotlib")
 
 T = TypeVar("T")
 
@@ -38,7 +40,14 @@ def main(arguments: list[str]) -> int:
 
 @app.command()
 def demo(
-    seed: Annotated[int, typer.Option(min=0, max=2**31, help="Of everything.")] = DEFAULTS.seed,
+    seed: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=2**31,
+            help="Of model, task and draws; which version samples which token is up to timing.",
+        ),
+    ] = DEFAULTS.seed,
     servers: Annotated[int, typer.Option(min=1, max=16, help="How many.")] = DEFAULTS.servers,
     steps: Annotated[int, typer.Option(min=1, max=2000, help="At most.")] = DEFAULTS.steps,
     minutes: Annotated[float, typer.Option(min=0, help="At most.")] = DEFAULTS.minutes,
@@ -56,18 +65,15 @@ def demo(
 
     At the end labels and log-probabilities are checked against the weights.
     """
+    _check_extra()
     _make(output)
     settings = DemoSettings(seed=seed, servers=servers, steps=steps, minutes=minutes, output=output)
     with Display(quiet=quiet) as display:
         display.phase("loading torch and transformers")
-        try:
-            from rollwire_client.demo.plot import plot_reward
-            from rollwire_client.demo.run import run_demo
-            from rollwire_client.demo.verdict import judge
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"the demo needs {error.name}: pip install 'rollwire[demo]'"
-            ) from error
+        from rollwire_client.demo.plot import plot_reward
+        from rollwire_client.demo.run import run_demo
+        from rollwire_client.demo.verdict import judge
+
         try:
             outcome = asyncio.run(_until_terminated(run_demo(settings, display)))
         except asyncio.CancelledError:
@@ -77,6 +83,15 @@ def demo(
     findings = judge(outcome)
     display.result(findings, outcome.check.problems, plot)
     return 0 if all(finding.good is not False for finding in findings) else 1
+
+
+def _check_extra() -> None:
+    """What the demo needs is looked for before any of it is loaded."""
+    missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingDependencyError(
+            f"the demo needs {', '.join(missing)}: pip install 'rollwire[demo]'"
+        )
 
 
 def _make(folder: Path) -> None:

@@ -50,7 +50,7 @@ def judge(outcome: Outcome) -> list[Finding]:
         ),
         Finding(
             "worst log-probability error",
-            f"{check.worst_error:.1e}",
+            f"{check.worst_error:.1e}" if check.tokens else "not checked",
             f"≤ {TOLERANCE:.0e}",
             check.tokens > 0 and not check.problems,
         ),
