@@ -41,6 +41,10 @@ class Reason(enum.Enum):
 
     INTERNAL = grpc.StatusCode.INTERNAL, "a bug of the server"
 
+    # Who calls.
+    UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED, "no token, or one that is not known"
+    PERMISSION_DENIED = grpc.StatusCode.PERMISSION_DENIED, "a token for something else"
+
     # Sequences.
     STALE_ATTEMPT = grpc.StatusCode.ABORTED, "a lower attempt than one already seen"
     PREFIX_MISMATCH = grpc.StatusCode.FAILED_PRECONDITION, "a prefix that the server did not sample"

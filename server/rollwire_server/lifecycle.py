@@ -140,6 +140,8 @@ class Lifecycle:
         self._default_pause_lease = default_pause_lease
         self._engine: Engine | None = None
         self._engine_held = False
+        self._held_since = 0.0
+        self._held_before = 0.0
         self._settling = asyncio.Condition()
         self._changed = asyncio.Event()
         self._observers: list[Callable[[State], None]] = []
@@ -155,6 +157,12 @@ class Lifecycle:
     def held(self) -> bool:
         """Whether something keeps the engine from sampling."""
         return bool(self._holds)
+
+    @property
+    def held_seconds(self) -> float:
+        """For how long the engine was held, in sum."""
+        now = time.monotonic()
+        return self._held_before + (now - self._held_since if self._engine_held else 0.0)
 
     @property
     def pauses(self) -> list[str]:
@@ -242,6 +250,11 @@ class Lifecycle:
             await engine.hold()
         else:
             await engine.release()
+        now = time.monotonic()
+        if held and not self._engine_held:
+            self._held_since = now
+        elif not held and self._engine_held:
+            self._held_before += now - self._held_since
         async with self._settling:
             self._engine_held = held
             self._settling.notify_all()

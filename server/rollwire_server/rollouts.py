@@ -22,6 +22,7 @@ from rollwire_server.sequences import FinishReason, Reader, Sequence, new_sequen
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from rollwire_server.counts import Counts
     from rollwire_server.engines.base import End, Engine, Step, WeightTag
     from rollwire_server.lifecycle import Lifecycle
     from rollwire_server.sequences import Finish, Outbox, Request
@@ -38,6 +39,7 @@ class Rollouts:
         engine: Samples.
         lifecycle: Is asked before a sequence starts.
         max_waiting: Sequences beyond those that run at once; more are refused (QUEUE_FULL).
+        counts: Are kept up to date.
         max_sequence_seconds: From a sequence's arrival to its last token, at most.
         engine_died: Called when the engine is dead.
     """
@@ -46,6 +48,7 @@ class Rollouts:
         self,
         engine: Engine,
         lifecycle: Lifecycle,
+        counts: Counts,
         *,
         max_waiting: int,
         max_sequence_seconds: float,
@@ -53,6 +56,7 @@ class Rollouts:
     ) -> None:
         self._engine = engine
         self._lifecycle = lifecycle
+        self._counts = counts
         self._max_waiting = max_waiting
         self._max_sequence_seconds = max_sequence_seconds
         self._engine_died = engine_died
@@ -208,6 +212,7 @@ class Rollouts:
     def on_step(self, step: Step) -> None:
         """Appends what a step sampled, and lets the readers know."""
         sampling, weights = self._sampling, step.weights
+        self._counts.sampled_tokens += len(step.keys)
         oldest = step.oldest_kv_revisions or itertools.repeat(weights.revision)
         for key, extras in step.extras.items():
             if (sequence := sampling.get(key)) is not None:
@@ -325,6 +330,7 @@ class Rollouts:
             self._drops.set()
         self._awaiting_version.pop(sequence, None)
         self._disarm(sequence, "timeout")
+        self._counts.ended_sequences[end.reason.name.lower()] += 1
         log.debug("sequence ended", request_id=sequence.request.request_id, reason=end.reason.name)
         if not self.live:
             self._idle.set()

@@ -44,6 +44,27 @@ class ServerSettings(BaseSettings):
     ready_file: Path | None = Field(
         None, description="gets the addresses as JSON once the server is up"
     )
+    health_listen: Address | None = Field(
+        None,
+        description="HOST:PORT of the health service alone, without TLS, for probes; it is on "
+        "the API's address in any case",
+    )
+    tls_cert: Path | None = Field(
+        None, description="certificate chain (PEM); read again when the file changes, as all four"
+    )
+    tls_key: Path | None = Field(None, description="its private key (PEM)")
+    tls_client_ca: Path | None = Field(
+        None, description="mutual TLS: callers need a certificate of this authority (PEM)"
+    )
+    rollout_token_file: Path | None = Field(
+        None, description="bearer token for Generate, StreamRollouts, Abort by id, GetServerInfo"
+    )
+    control_token_file: Path | None = Field(
+        None, description="bearer token for everything; outside loopback tokens need TLS"
+    )
+    metrics_listen: Address | None = Field(
+        None, description="HOST:PORT of Prometheus metrics; none by default"
+    )
     device: str = Field("auto", description="cpu, cuda, cuda:1, …; auto: a GPU where there is one")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="of the weights; auto: the checkpoint's"

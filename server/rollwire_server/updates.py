@@ -33,6 +33,7 @@ from rollwire_server.update import (
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
+    from rollwire_server.counts import Counts
     from rollwire_server.engines.base import Applied, Engine
     from rollwire_server.lifecycle import Lifecycle
     from rollwire_server.rollouts import Rollouts
@@ -53,6 +54,7 @@ class Updates:
         engine: Holds the weights.
         lifecycle: Is asked before each step, holds for the commit.
         rollouts: Learn of each commit.
+        counts: Are kept up to date.
         tasks: Owns receiving and committing.
         frozen: Takes no updates.
         bucket_timeout: Seconds that a member waits for the next bucket.
@@ -63,6 +65,7 @@ class Updates:
         engine: Engine,
         lifecycle: Lifecycle,
         rollouts: Rollouts,
+        counts: Counts,
         tasks: asyncio.TaskGroup,
         *,
         frozen: bool,
@@ -71,6 +74,7 @@ class Updates:
         self._engine = engine
         self._lifecycle = lifecycle
         self._rollouts = rollouts
+        self._counts = counts
         self._tasks = tasks
         self._bucket_timeout = bucket_timeout
         self._admission = asyncio.Lock()
@@ -367,7 +371,7 @@ class Updates:
         )
 
     async def _receive(self, update: Update, link: transport.Link, first_bucket: int) -> None:
-        began = time.monotonic_ns()
+        began, had = time.monotonic_ns(), update.receiver.received_bytes
         try:
             await asyncio.to_thread(
                 update.receiver.receive,
@@ -391,6 +395,7 @@ class Updates:
             self._move(update, Phase.STAGED)
         finally:
             update.receive_ns += time.monotonic_ns() - began
+            self._counts.received_bytes += update.receiver.received_bytes - had
             await asyncio.to_thread(link.close)
 
     def _move(self, update: Update, phase: Phase, detail: str = "") -> None:
@@ -420,6 +425,7 @@ class Updates:
                 commit = await self._apply(update, digests, policy)
         finally:
             self.update = None
+        self._counts.updates["already_current" if commit.already_current else "committed"] += 1
         self.committed_update_id = announcement.update_id
         self._commits[announcement.update_id] = commit
         if len(self._commits) > COMMITS_REMEMBERED:
@@ -450,7 +456,7 @@ class Updates:
             apply_ms=round(applied.apply_ns / 1e6, 1),
             paused_ms=round(paused_ns / 1e6, 1),
         )
-        return Commit(
+        commit = Commit(
             weights=weights,
             receive_ns=update.receive_ns,
             apply_ns=applied.apply_ns,
@@ -458,6 +464,9 @@ class Updates:
             held_sequences=held,
             kv_tokens_to_recompute=applied.kv_tokens_to_recompute,
         )
+        for told_of in self._counts.on_commit:
+            told_of(commit)
+        return commit
 
     async def _put_in_place(self, update: Update, weights: WeightTag, policy: KvPolicy) -> Applied:
         try:
@@ -504,6 +513,7 @@ class Updates:
     async def _drop(self, update: Update, reason: Reason, why: str) -> None:
         if self.update is update:
             self.update = None
+            self._counts.updates["discarded"] += 1
             log.info("update discarded", update_id=update.announcement.update_id, why=why)
         update.end_lease()
         if update.failure is None:

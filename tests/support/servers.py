@@ -29,6 +29,7 @@ class ServerProcess:
     address: str
     server_id: str
     log: Path
+    ready_file: Path
 
     def kill(self) -> None:
         self.process.kill()
@@ -64,7 +65,7 @@ def _start(folder: Path, *flags: str) -> ServerProcess:
             pytest.fail(f"the server did not come up:\n{log.read_text()}")
         time.sleep(0.02)
     told = json.loads(ready.read_text())
-    return ServerProcess(process, told["listen"], told["server_id"], log)
+    return ServerProcess(process, told["listen"], told["server_id"], log, ready)
 
 
 def resident_bytes(pid: int) -> int:

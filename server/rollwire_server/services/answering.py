@@ -18,7 +18,10 @@ Handler = Callable[[Any, Any, grpc.aio.ServicerContext[Any, Any]], Awaitable[Res
 
 
 def answering(handler: Handler[Response]) -> Handler[Response]:
-    """Wraps a handler ``(self, request, context)``, unary or one that writes its stream itself."""
+    """Wraps a handler ``(self, request, context)``, unary or one that writes its stream itself.
+
+    Refusals are counted in ``self.counts``.
+    """
 
     @functools.wraps(handler)
     async def wrapped(
@@ -27,6 +30,7 @@ def answering(handler: Handler[Response]) -> Handler[Response]:
         try:
             return await handler(self, request, context)
         except ServiceError as error:
+            self.counts.refusals[error.reason.name.lower()] += 1
             log.info(
                 "refused", rpc=handler.__name__, reason=error.reason.name, message=error.message
             )

@@ -21,6 +21,7 @@ from rollwire_server.services.requests import read_request
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from rollwire_server.counts import Counts
     from rollwire_server.engines.base import Engine, WeightTag
     from rollwire_server.lifecycle import Lifecycle
     from rollwire_server.rollouts import Rollouts
@@ -95,11 +96,13 @@ class RolloutStream:
         engine: Engine,
         lifecycle: Lifecycle,
         rollouts: Rollouts,
+        counts: Counts,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
         self._engine = engine
         self._lifecycle = lifecycle
         self._rollouts = rollouts
+        self._counts = counts
         self._context = context
         self._outbox = Outbox()
         self._readers: dict[int, Reader] = {}
@@ -156,6 +159,7 @@ class RolloutStream:
             checked = read_request(request, self._engine.describe(), self._rollouts.next_key())
             self._readers[handle] = self._rollouts.start(checked, self._outbox, handle)
         except ServiceError as error:
+            self._counts.refusals[error.reason.name.lower()] += 1
             self._refused.append(
                 rollout_pb2.SequenceEvent(handle=handle, error=messages.sequence_error(error))
             )

@@ -9,6 +9,7 @@ from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
 from rollwire_server.engines.base import SleepingWeights
 from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.lifecycle import Rpc
+from rollwire_server.security import Scope
 from rollwire_server.sequences import Outbox
 from rollwire_server.services import messages
 from rollwire_server.services.answering import answering
@@ -18,10 +19,12 @@ from rollwire_server.services.requests import check_id, read_duration, read_requ
 if TYPE_CHECKING:
     import grpc
 
+    from rollwire_server.counts import Counts
     from rollwire_server.engines.base import Engine
     from rollwire_server.lifecycle import Lifecycle
     from rollwire_server.memory import Memory
     from rollwire_server.rollouts import Rollouts
+    from rollwire_server.security import Access
     from rollwire_server.sequences import Reader
     from rollwire_server.services.info import ServerInfo
     from rollwire_server.updates import Updates
@@ -49,13 +52,17 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         updates: Updates,
         memory: Memory,
         info: ServerInfo,
+        counts: Counts,
+        access: Access,
     ) -> None:
+        self.counts = counts
         self._engine = engine
         self._lifecycle = lifecycle
         self._rollouts = rollouts
         self._updates = updates
         self._memory = memory
         self._info = info
+        self._access = access
 
     @answering
     async def Generate(  # type: ignore[override]  # noqa: N802  writes by itself
@@ -92,15 +99,18 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self, _: Any, context: Context
     ) -> None:
         """Many sequences."""
-        await RolloutStream(self._engine, self._lifecycle, self._rollouts, context).run()
+        await RolloutStream(
+            self._engine, self._lifecycle, self._rollouts, self.counts, context
+        ).run()
 
     @answering
     async def Abort(  # noqa: N802
-        self, request: rollout_pb2.AbortRequest, _: Context
+        self, request: rollout_pb2.AbortRequest, context: Context
     ) -> rollout_pb2.AbortResponse:
         """Ends sequences now."""
         self._lifecycle.check(Rpc.ABORT)
         if request.all:
+            self._access.require(Scope.CONTROL, context.invocation_metadata() or ())
             if request.sequences:
                 raise ServiceError(
                     Reason.BAD_REQUEST, "`all` and `sequences` exclude each other", field="all"

@@ -18,6 +18,7 @@ from rollwire_server.update import Announcement, Membership, Publisher
 if TYPE_CHECKING:
     import grpc
 
+    from rollwire_server.counts import Counts
     from rollwire_server.engines.base import Engine
     from rollwire_server.lifecycle import Lifecycle
     from rollwire_server.updates import Updates
@@ -31,7 +32,10 @@ STAGE_LEASE_SECONDS = 60.0
 class WeightService(weights_pb2_grpc.WeightServiceServicer):
     """Takes weight updates; see weights.proto."""
 
-    def __init__(self, engine: Engine, lifecycle: Lifecycle, updates: Updates) -> None:
+    def __init__(
+        self, engine: Engine, lifecycle: Lifecycle, updates: Updates, counts: Counts
+    ) -> None:
+        self.counts = counts
         self._engine = engine
         self._lifecycle = lifecycle
         self._updates = updates

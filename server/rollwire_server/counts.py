@@ -1,0 +1,33 @@
+"""What one server has counted since it started; metrics tell it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rollwire_server.update import Commit
+
+
+@dataclass(slots=True)
+class Counts:
+    """Sums that only rise.
+
+    Attributes:
+        sampled_tokens: By the engine's steps.
+        ended_sequences: By finish or error reason, lower case.
+        refusals: Calls and sequences that were refused, by reason, lower case.
+        updates: By what came of them: "committed", "already_current" or "discarded".
+        received_bytes: Of verified buckets.
+        on_commit: Called with each commit that put weights in place.
+    """
+
+    sampled_tokens: int = 0
+    ended_sequences: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    updates: Counter[str] = field(default_factory=Counter)
+    received_bytes: int = 0
+    on_commit: list[Callable[[Commit], None]] = field(default_factory=list)

@@ -1,0 +1,111 @@
+"""Where a server listens: the API, health on a port of its own, metrics."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import grpc
+from google.rpc import error_details_pb2  # noqa: F401  reflection then shows error details
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from rollwire.v1 import rollout_pb2, weights_pb2
+
+from rollwire_server.metrics import serving
+from rollwire_server.security import Authentication, server_credentials
+
+if TYPE_CHECKING:
+    from rollwire_server.counts import Counts
+    from rollwire_server.metrics import Metrics
+    from rollwire_server.security import Access
+    from rollwire_server.settings import ServerSettings
+
+ROLLOUT_SERVICE: str = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
+WEIGHT_SERVICE: str = weights_pb2.DESCRIPTOR.services_by_name["WeightService"].full_name
+MANIFEST_BYTES = 64 << 20  # the only large message: 10 MiB for 100,000 tensors
+FLUSH_SECONDS = 2.0  # for streams to deliver their last messages
+CHANNEL_OPTIONS = [
+    ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server on it
+    ("grpc.max_receive_message_length", MANIFEST_BYTES),
+    # Clients keep long silent streams alive; do not send them away for it.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+
+
+class EndpointError(Exception):
+    """An address that cannot be listened on; the message is for a person."""
+
+
+class Endpoints:
+    """The listening side of one server: bound when made, open from ``start`` to ``stop``.
+
+    Attributes:
+        api: Takes the services.
+        addresses: HOST:PORT by the flag's name, ports chosen; "listen" is the API.
+
+    Raises:
+        EndpointError: An address cannot be listened on.
+        SecurityError: TLS files are missing or wrong.
+    """
+
+    def __init__(self, settings: ServerSettings, access: Access, counts: Counts) -> None:
+        self._settings = settings
+        self._closing = contextlib.ExitStack()
+        self._health_servicer = health.aio.HealthServicer()
+        self.api = grpc.aio.server(
+            interceptors=[Authentication(access, counts)], options=CHANNEL_OPTIONS
+        )
+        self.addresses = {"listen": _bind(self.api, settings.listen, server_credentials(settings))}
+        health_pb2_grpc.add_HealthServicer_to_server(self._health_servicer, self.api)
+        self._health: grpc.aio.Server | None = None
+        if settings.health_listen is not None:
+            self._health = grpc.aio.server(options=CHANNEL_OPTIONS)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health_servicer, self._health)
+            self.addresses["health_listen"] = _bind(self._health, settings.health_listen, None)
+        if settings.reflection:
+            services = (ROLLOUT_SERVICE, WEIGHT_SERVICE, health.SERVICE_NAME)
+            reflection.enable_server_reflection((*services, reflection.SERVICE_NAME), self.api)
+
+    async def start(self, metrics: Metrics) -> None:
+        """Listens; raises EndpointError when metrics cannot."""
+        if (address := self._settings.metrics_listen) is not None:
+            try:
+                self.addresses["metrics_listen"] = self._closing.enter_context(
+                    serving(metrics, address)
+                )
+            except OSError as error:
+                raise _cannot_listen(address) from error
+        await self.api.start()
+        if self._health is not None:
+            await self._health.start()
+
+    async def ready(self, *, is_so: bool) -> None:
+        """What the health service says of the rollout service; "" is alive in any case."""
+        answers = health_pb2.HealthCheckResponse
+        status = answers.SERVING if is_so else answers.NOT_SERVING
+        await self._health_servicer.set(ROLLOUT_SERVICE, status)
+
+    async def stop(self) -> None:
+        """Closes everything; streams have a moment to deliver their last messages."""
+        await self.api.stop(FLUSH_SECONDS)
+        if self._health is not None:
+            await self._health.stop(None)
+        self._closing.close()
+
+
+def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise _cannot_listen(address) from error
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
+def _cannot_listen(address: str) -> EndpointError:
+    return EndpointError(
+        f"cannot listen on {address}: the port is in use, or the address is not this machine's"
+    )

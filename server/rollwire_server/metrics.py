@@ -1,0 +1,151 @@
+"""Prometheus metrics of one server, over HTTP on an address of their own."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.registry import Collector
+
+from rollwire_server import __version__
+from rollwire_server.errors import Reason
+from rollwire_server.lifecycle import State
+from rollwire_server.sequences import FinishReason
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Iterable, Iterator
+
+    from prometheus_client import Metric
+
+    from rollwire_server.counts import Counts
+    from rollwire_server.engines.base import Engine
+    from rollwire_server.lifecycle import Lifecycle
+    from rollwire_server.rollouts import Rollouts
+    from rollwire_server.update import Commit
+    from rollwire_server.updates import Updates
+
+PAUSE_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+STAGING_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+
+REASONS = [reason.name.lower() for reason in Reason]
+ENDS = [reason.value for reason in FinishReason] + REASONS
+OUTCOMES = ["committed", "already_current", "discarded"]
+
+
+class Metrics(Collector):
+    """What a server tells Prometheus; read when it is asked, so that sampling pays nothing."""
+
+    def __init__(
+        self,
+        counts: Counts,
+        engine: Engine,
+        lifecycle: Lifecycle,
+        rollouts: Rollouts,
+        updates: Updates,
+    ) -> None:
+        self._counts = counts
+        self._engine = engine
+        self._lifecycle = lifecycle
+        self._rollouts = rollouts
+        self._updates = updates
+        self.registry = CollectorRegistry()
+        self._paused = self._histogram("commit_paused", "Sampling held by a commit.", PAUSE_BUCKETS)
+        self._apply = self._histogram(
+            "commit_apply", "Putting staged weights in place, of that.", PAUSE_BUCKETS
+        )
+        self._staging = self._histogram(
+            "update_staging", "Receiving and verifying an update, beside sampling.", STAGING_BUCKETS
+        )
+        self.registry.register(self)
+        counts.on_commit.append(self._on_commit)
+
+    def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"rollwire_{name}_seconds", what, buckets=buckets, registry=self.registry)
+
+    def _on_commit(self, commit: Commit) -> None:
+        self._paused.observe(commit.paused_ns / 1e9)
+        self._apply.observe(commit.apply_ns / 1e9)
+        self._staging.observe(commit.receive_ns / 1e9)
+
+    def collect(self) -> Iterator[Metric]:
+        """As things are now."""
+        counts, state = self._counts, self._lifecycle.state
+        yield _gauges(
+            "state", "1 for the state that the server is in.", "state",
+            {s.value: int(s is state) for s in State},
+        )  # fmt: skip
+        yield _counter("sampled_tokens", "Tokens sampled.", counts.sampled_tokens)
+        yield _counters(
+            "ended_sequences", "Sequences by how they ended.", counts.ended_sequences, ENDS
+        )
+        yield _counters("refusals", "Refused calls and sequences.", counts.refusals, REASONS)
+        yield _counters("updates", "Weight updates by outcome.", counts.updates, OUTCOMES)
+        yield _counter("update_received_bytes", "Bytes of updates.", counts.received_bytes)
+        yield _counter("held_seconds", "Sampling held, by pauses and commits.",
+                       self._lifecycle.held_seconds)  # fmt: skip
+        if state is not State.STARTING:
+            yield from self._engine_metrics()
+
+    def _engine_metrics(self) -> Iterator[Metric]:
+        engine, load, live = self._engine.describe(), self._engine.load(), self._rollouts.live
+        held = self._lifecycle.held
+        running = 0 if held else min(load.running, live)
+        waiting = 0 if held else live - running
+        yield InfoMetricFamily(
+            "rollwire_server", "What the server is.",
+            {"version": __version__, "engine": engine.engine, "model": engine.model},
+        )  # fmt: skip
+        yield _gauges(
+            "sequences", "Live sequences by what they do.", "state",
+            {"running": running, "waiting": waiting, "held": live if held else 0},
+        )  # fmt: skip
+        yield _gauge("kv_used_tokens", "KV-cache entries in use.", load.kv_tokens_used)
+        yield _gauge("kv_capacity_tokens", "KV-cache entries there are.", load.kv_tokens_total)
+        weights = self._updates.weights
+        if weights.version is not None:
+            yield _gauge("weights_version", "The trainer's step.", weights.version)
+        yield _gauge("weights_revision", "Commits of this process.", weights.revision)
+
+
+@contextlib.contextmanager
+def serving(metrics: Metrics, address: str) -> Iterator[str]:
+    """Answers scrapes on HOST:PORT while it is entered; gives the address, its port chosen.
+
+    Raises OSError when it cannot be listened on.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    server, thread = start_http_server(int(port), addr=host, registry=metrics.registry)
+    try:
+        yield f"{address.rpartition(':')[0]}:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _gauge(name: str, what: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"rollwire_{name}", what, value)
+
+
+def _gauges(name: str, what: str, label: str, values: dict[str, int]) -> Metric:
+    family = GaugeMetricFamily(f"rollwire_{name}", what, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _counter(name: str, what: str, value: float) -> Metric:
+    return CounterMetricFamily(f"rollwire_{name}", what, value)
+
+
+def _counters(name: str, what: str, counts: Counter[str], keys: Iterable[str]) -> Metric:
+    """Every key from the start, so that a rate is known from the first event on."""
+    label = "outcome" if name == "updates" else "reason"
+    family = CounterMetricFamily(f"rollwire_{name}", what, labels=[label])
+    for key in keys:
+        family.add_metric([key], counts[key])
+    return family

@@ -1,0 +1,255 @@
+"""Who may call: TLS with certificates that are read again when they change, and bearer tokens.
+
+Two scopes: *rollout* (Generate, StreamRollouts, Abort by id, GetServerInfo, reflection) and
+*control* (all else), whose token opens rollout calls too. Health is for everybody.
+"""
+
+from __future__ import annotations
+
+import enum
+import hmac
+import ipaddress
+import ssl
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import structlog
+from grpc_health.v1 import health
+from rollwire.v1 import rollout_pb2, weights_pb2
+
+from rollwire_server.errors import Reason, ServiceError, answer
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable
+    from pathlib import Path
+
+    from rollwire_server.counts import Counts
+    from rollwire_server.settings import ServerSettings
+
+    Metadata = Iterable[tuple[str, str | bytes]]
+    Handler = grpc.RpcMethodHandler[Any, Any]
+
+log = structlog.get_logger()
+
+
+class SecurityError(Exception):
+    """The settings would leave a door open, or name a file that is none; for a person."""
+
+
+class Scope(enum.Enum):
+    """What a token is for."""
+
+    OPEN = "open"
+    ROLLOUT = "rollout"
+    CONTROL = "control"
+
+
+_ROLLOUT_SERVICE = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"]
+_WEIGHT_SERVICE = weights_pb2.DESCRIPTOR.services_by_name["WeightService"]
+_ROLLOUT_CALLS = {"Generate", "StreamRollouts", "Abort", "GetServerInfo"}
+
+SCOPES: dict[str, Scope] = {
+    f"/{service.full_name}/{method.name}": (
+        Scope.ROLLOUT
+        if service is _ROLLOUT_SERVICE and method.name in _ROLLOUT_CALLS
+        else Scope.CONTROL
+    )
+    for service in (_ROLLOUT_SERVICE, _WEIGHT_SERVICE)
+    for method in service.methods
+}
+"""By full method name; of health calls OPEN, of all others ROLLOUT."""
+
+
+class _File:
+    """A file's content, read again when it changes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read_at: tuple[int, int] | None = None
+        self.content = b""
+        try:
+            self.refresh()
+        except OSError as error:
+            raise SecurityError(f"cannot read {path}: {error.strerror}") from error
+
+    def refresh(self) -> bool:
+        """Whether the content has changed."""
+        stat = self._path.stat()
+        now = (stat.st_mtime_ns, stat.st_ino)
+        if now == self._read_at:
+            return False
+        self._read_at = now
+        before, self.content = self.content, self._path.read_bytes()
+        return self.content != before
+
+
+class Access:
+    """Checks tokens.
+
+    Raises:
+        SecurityError: Tokens would travel in the clear, or open less than they seem to.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._files: dict[Scope, _File] = {}
+        for scope, path in (
+            (Scope.ROLLOUT, settings.rollout_token_file),
+            (Scope.CONTROL, settings.control_token_file),
+        ):
+            if path is not None:
+                self._files[scope] = _File(path)
+                if not self._files[scope].content.strip():
+                    raise SecurityError(f"the token file {path} is empty")
+        if Scope.ROLLOUT in self._files and Scope.CONTROL not in self._files:
+            raise SecurityError(
+                "--rollout-token-file alone would leave weight updates open to all: give "
+                "--control-token-file too"
+            )
+        if self._files and settings.tls_cert is None and not _is_loopback(settings.listen):
+            raise SecurityError(
+                f"tokens would travel in the clear to {settings.listen}: give --tls-cert and "
+                "--tls-key, or listen on a loopback address"
+            )
+
+    def require(self, scope: Scope, metadata: Metadata) -> None:
+        """Raises ServiceError unless the call may do what needs ``scope``."""
+        if scope is Scope.OPEN or scope not in self._files:
+            return
+        given = _bearer(metadata)
+        if self._is(Scope.CONTROL, given):
+            return
+        if not self._is(Scope.ROLLOUT, given):
+            raise ServiceError(
+                Reason.UNAUTHENTICATED,
+                f"this call needs a {scope.value} token: send metadata "
+                "'authorization: Bearer TOKEN'",
+            )
+        if scope is Scope.CONTROL:
+            raise ServiceError(
+                Reason.PERMISSION_DENIED, "this call needs the control token, not the rollout one"
+            )
+
+    def _is(self, scope: Scope, given: bytes) -> bool:
+        if (file := self._files.get(scope)) is None:
+            return False
+        try:
+            if file.refresh():
+                log.info("token read again", scope=scope.value)
+        except OSError as error:
+            log.warning("token file unreadable: the last one counts", scope=scope.value,
+                        error=error.strerror)  # fmt: skip
+        token = file.content.strip()
+        return bool(token) and hmac.compare_digest(token, given)
+
+
+class Authentication(grpc.aio.ServerInterceptor):
+    """Refuses calls whose token is missing or wrong, before their messages are read."""
+
+    def __init__(self, access: Access, counts: Counts) -> None:
+        self._access = access
+        self._counts = counts
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """See ``grpc.aio.ServerInterceptor``."""
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        is_health = method.startswith(f"/{health.SERVICE_NAME}/")
+        scope = Scope.OPEN if is_health else SCOPES.get(method, Scope.ROLLOUT)
+        try:
+            self._access.require(scope, handler_call_details.invocation_metadata or ())
+        except ServiceError as error:
+            self._counts.refusals[error.reason.name.lower()] += 1
+            log.info("refused", rpc=method.rpartition("/")[2], reason=error.reason.name)
+            return _refusing(handler, error) if handler is not None else handler
+        return handler
+
+
+def _refusing(handler: Handler, error: ServiceError) -> Handler:
+    """A handler of the same kind that only says why not."""
+
+    async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await answer(context, error)
+
+    makers: dict[tuple[bool, bool], Callable[..., Handler]] = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }
+    make = makers[bool(handler.request_streaming), bool(handler.response_streaming)]
+    return make(refuse)
+
+
+def server_credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
+    """TLS as the settings ask for it; None without.
+
+    Raises:
+        SecurityError: A file cannot be read, or flags are missing that belong together.
+    """
+    if settings.tls_cert is None or settings.tls_key is None:
+        if settings.tls_cert is settings.tls_key is settings.tls_client_ca:
+            return None
+        raise SecurityError("--tls-cert and --tls-key belong together, --tls-client-ca needs both")
+    cert, key, client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
+    files = [_File(path) for path in (key, cert, client_ca) if path is not None]
+    try:
+        _check_pem(cert, key, client_ca)
+    except (ssl.SSLError, ValueError) as error:
+        named = ", ".join(str(path) for path in (cert, key, client_ca) if path is not None)
+        raise SecurityError(f"no certificate and key that belong together: {named}: {error}"
+                            ) from error  # fmt: skip
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        private, chain, *ca = (file.content for file in files)
+        return grpc.ssl_server_certificate_configuration(
+            [(private, chain)], root_certificates=ca[0] if ca else None
+        )
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        """Called by gRPC at every handshake."""
+        try:
+            if not any([file.refresh() for file in files]):  # each of them is read  # noqa: C419
+                return None
+            _check_pem(cert, key, client_ca)  # a file may be new while another is not yet
+        except (OSError, ValueError) as error:
+            log.warning("TLS files cannot be used: the last ones count", error=str(error))
+            return None
+        log.info("TLS files read again")
+        return configuration()
+
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(),
+        changed,  # type: ignore[arg-type]  # the stubs lack None: unchanged
+        require_client_authentication=client_ca is not None,
+    )
+
+
+def _check_pem(cert: Path, key: Path, client_ca: Path | None) -> None:
+    """Raises ssl.SSLError or ValueError when files are none, or do not belong together."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key, password=lambda: "")  # never asks on a terminal
+    if client_ca is not None:
+        context.load_verify_locations(client_ca)
+
+
+def _bearer(metadata: Metadata) -> bytes:
+    for key, value in metadata:
+        if key.lower() == "authorization":
+            text = value if isinstance(value, bytes) else value.encode()
+            kind, _, token = text.partition(b" ")
+            return token.strip() if kind.lower() == b"bearer" else b""
+    return b""
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

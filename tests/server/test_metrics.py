@@ -1,0 +1,103 @@
+"""What Prometheus sees."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from rollwire.v1 import common_pb2
+from support.calls import Generation, connected, generate, request
+from support.publishing import Update, random_weights
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from support.servers import ServerProcess, StartServer
+
+Samples = dict[tuple[str, tuple[str, ...]], float]
+
+
+async def scrape(server: ServerProcess) -> Samples:
+    """Every sample by its name and the values of its labels."""
+    address = json.loads(server.ready_file.read_text())["metrics_listen"]
+
+    def read() -> str:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+            text: str = answer.read().decode()
+            return text
+
+    return {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(await asyncio.to_thread(read))
+        for sample in family.samples
+    }
+
+
+async def test_a_server_tells_what_it_does(start_server: StartServer) -> None:
+    server = start_server("--metrics-listen", "127.0.0.1:0")
+    async with connected(server.address) as api:
+        before = await scrape(server)
+        assert before["rollwire_state", ("serving",)] == 1
+        assert sum(v for (name, _), v in before.items() if name == "rollwire_state") == 1
+        assert ("rollwire_weights_version", ()) not in before
+        assert before["rollwire_refusals_total", ("queue_full",)] == 0
+
+        await generate(api, request((1,), 20))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await generate(api, request((), 20))
+        change = Update(api, await random_weights(api, 1), 7)
+        await change.publish()
+        paused = await api.pause()
+        held = Generation(api, request((2,), 9))
+        await api.held(1)
+        during = await scrape(server)
+        assert during["rollwire_state", ("paused",)] == 1
+        assert during["rollwire_sequences", ("held",)] == 1
+        assert during["rollwire_sampled_tokens_total", ()] == 20
+        await api.resume(paused.pause_id)
+        await held.all()
+
+        after = await scrape(server)
+        assert after["rollwire_sampled_tokens_total", ()] == 29
+        assert after["rollwire_ended_sequences_total", ("length",)] == 2
+        assert after["rollwire_refusals_total", ("empty_prompt",)] == 1
+        assert after["rollwire_updates_total", ("committed",)] == 1
+        assert after["rollwire_weights_version", ()] == 7
+        assert after["rollwire_weights_revision", ()] == 1
+        assert after["rollwire_commit_paused_seconds_count", ()] == 1
+        sent = sum(bucket.size for bucket in change.manifest.buckets)
+        assert after["rollwire_update_received_bytes_total", ()] == sent
+        assert after["rollwire_held_seconds_total", ()] > 0
+        assert after["rollwire_sequences", ("running",)] == 0
+        assert after["rollwire_kv_used_tokens", ()] == 0
+        assert after["rollwire_kv_capacity_tokens", ()] == 64 * 4096
+        assert ("rollwire_server_info", ("embedded", "builtin:tiny")) in {
+            (name, labels[:2]) for name, labels in after
+        }
+
+
+async def test_what_callers_choose_makes_no_new_series(start_server: StartServer) -> None:
+    server = start_server("--metrics-listen", "127.0.0.1:0", "--engine", "synthetic")
+    async with connected(server.address) as api:
+        await generate(api, request((1,), 2))
+        before = await scrape(server)
+        for number in range(20):
+            await generate(api, request((1,), 2, request_id=f"request {number}"))
+            change = Update(api, await random_weights(api, number), number, publisher=f"p{number}",
+                            term=number + 1)  # fmt: skip
+            await change.publish()
+        assert (await api.info()).state == common_pb2.SERVER_STATE_SERVING
+        assert (await scrape(server)).keys() == before.keys() | {("rollwire_weights_version", ())}
+
+
+def test_a_metrics_port_in_use(start_server: StartServer, tmp_path: Path) -> None:
+    del tmp_path
+    server = start_server("--metrics-listen", "127.0.0.1:0")
+    address = json.loads(server.ready_file.read_text())["metrics_listen"]
+    with pytest.raises(pytest.fail.Exception, match=f"cannot listen on {address}"):
+        start_server("--metrics-listen", address)
