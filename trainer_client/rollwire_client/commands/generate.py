@@ -31,28 +31,22 @@ async def generate_tokens(
 
     A server that is not up, or not ready, is waited for, ``timeout`` seconds each.
     """
-    view: _View
-    if as_json:
-        view = _JsonView()
-    elif sys.stdout.isatty():
-        view = _TerminalView()
-    else:
-        view = _PlainView()
     finish: Finish | None = None
     fleet = Fleet(
         [server],
         timeouts=Timeouts(start=timeout, call=timeout, probe=timeout),
         retries=Retries(attempts=1, seconds=timeout),
     )
-    try:
-        async with contextlib.AsyncExitStack() as stack:
-            with Console(stderr=True).status(f"waiting for {server} …"):
-                await stack.enter_async_context(fleet)
+    async with contextlib.AsyncExitStack() as stack:
+        with Console(stderr=True).status(f"waiting for {server} …"):
+            await stack.enter_async_context(fleet)
+        view = _view(as_json=as_json)
+        try:
             async for chunk in fleet.stream(prompt_ids, sampling):
                 view.show(chunk)
                 finish = chunk.finish
-    finally:
-        view.end(finish)
+        finally:
+            view.end(finish)
     complete = finish is not None and finish.reason in {FinishReason.STOP, FinishReason.LENGTH}
     return 0 if complete else 1
 
@@ -62,6 +56,12 @@ class _View(Protocol):
 
     def end(self, finish: Finish | None) -> None:
         """With None, an error ended it, which is told elsewhere."""
+
+
+def _view(*, as_json: bool) -> _View:
+    if as_json:
+        return _JsonView()
+    return _TerminalView() if sys.stdout.isatty() else _PlainView()
 
 
 class _JsonView:
