@@ -1,0 +1,71 @@
+"""Messages of any content, by their descriptors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import hypothesis.strategies as st
+from google.protobuf.descriptor import FieldDescriptor as F
+from google.protobuf.message_factory import GetMessageClass
+
+if TYPE_CHECKING:
+    from google.protobuf.descriptor import Descriptor, FieldDescriptor
+    from google.protobuf.message import Message
+
+U32, U64, I32, I64 = 2**32 - 1, 2**64 - 1, 2**31 - 1, 2**63 - 1
+
+
+def _integers(low: int, high: int) -> st.SearchStrategy[int]:
+    edges = [n for n in (low, -1, 0, 1, 2, 7, 64, 4096, high - 1, high) if low <= n <= high]
+    return st.one_of(st.sampled_from(edges), st.integers(low, high))
+
+
+_TEXTS = st.one_of(
+    st.sampled_from(["", "a", "gloo", "x" * 300, "é\u2028\U0001f600", "127.0.0.1:1", "../..\x00"]),
+    st.text(max_size=40),
+)
+_SCALARS: dict[int, st.SearchStrategy[Any]] = {
+    F.TYPE_BOOL: st.booleans(),
+    F.TYPE_STRING: _TEXTS,
+    F.TYPE_BYTES: st.binary(max_size=40),
+    **dict.fromkeys((F.TYPE_FLOAT, F.TYPE_DOUBLE), st.floats(width=32)),
+    **dict.fromkeys((F.TYPE_UINT32, F.TYPE_FIXED32), _integers(0, U32)),
+    **dict.fromkeys((F.TYPE_UINT64, F.TYPE_FIXED64), _integers(0, U64)),
+    **dict.fromkeys((F.TYPE_INT32, F.TYPE_SINT32, F.TYPE_SFIXED32), _integers(-I32 - 1, I32)),
+    **dict.fromkeys((F.TYPE_INT64, F.TYPE_SINT64, F.TYPE_SFIXED64), _integers(-I64 - 1, I64)),
+}
+
+
+def messages(descriptor: Descriptor, depth: int = 4) -> st.SearchStrategy[Message]:
+    """Messages of a type, each field absent or with any value that the wire can carry."""
+    fields = [f for f in descriptor.fields if depth or f.type != F.TYPE_MESSAGE]
+    one_of = {f.name: f.containing_oneof.name for f in fields if f.containing_oneof is not None}
+    chosen = st.fixed_dictionaries({}, optional={f.name: _values(f, depth) for f in fields})
+
+    def build(values: dict[str, Any]) -> Message:
+        taken: set[str] = set()
+        message = GetMessageClass(descriptor)()
+        for name, value in values.items():
+            if one_of.get(name) in taken:
+                continue
+            taken.add(one_of.get(name, name))
+            field = getattr(message, name)
+            if isinstance(value, list):
+                field.extend(value)
+            elif descriptor.fields_by_name[name].type == F.TYPE_MESSAGE:
+                field.CopyFrom(value)
+            else:
+                setattr(message, name, value)
+        return message
+
+    return chosen.map(build)
+
+
+def _values(field: FieldDescriptor, depth: int) -> st.SearchStrategy[Any]:
+    if field.type == F.TYPE_MESSAGE:
+        one: st.SearchStrategy[Any] = messages(field.message_type, depth - 1)
+    elif field.type == F.TYPE_ENUM:
+        one = st.integers(-1, len(field.enum_type.values))
+    else:
+        one = _SCALARS[field.type]
+    return st.lists(one, max_size=4) if field.is_repeated else one
