@@ -55,6 +55,10 @@ class Reason(enum.Enum):
 
     # What the server is doing.
     QUEUE_FULL = grpc.StatusCode.RESOURCE_EXHAUSTED, "more waiting than the limit"
+    TOO_MANY_STREAMS = (
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "more StreamRollouts calls of one client than the limit",
+    )
     STARTING = grpc.StatusCode.UNAVAILABLE, "the engine is loading"
     DRAINING = grpc.StatusCode.UNAVAILABLE, "the server is going down"
     SLEEPING = grpc.StatusCode.UNAVAILABLE, "its memory is given back"

@@ -141,7 +141,15 @@ class RolloutServer:
         info = ServerInfo(self._server_id, engine, lifecycle, rollouts, updates)
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(
             RolloutService(
-                engine, lifecycle, rollouts, updates, memory, info, self._counts, self._access
+                engine,
+                lifecycle,
+                rollouts,
+                updates,
+                memory,
+                info,
+                self._counts,
+                self._access,
+                max_streams_per_client=self._settings.max_streams_per_client,
             ),
             api,
         )

@@ -74,6 +74,11 @@ class ServerSettings(BaseSettings):
     )
     max_running: PositiveInt = Field(64, description="sequences that are sampled at once")
     max_waiting: int = Field(1024, ge=0, description="sequences that may wait beside them")
+    max_streams_per_client: PositiveInt = Field(
+        256,
+        description="StreamRollouts calls of one client address; each takes any number of "
+        "sequences",
+    )
     prefill_tokens: PositiveInt = Field(
         2048, description="prompt tokens a step, so that running sequences keep their pace"
     )

@@ -6,7 +6,9 @@ import math
 import uuid
 from typing import TYPE_CHECKING
 
-from support.calls import Stream, connected, request
+import grpc
+import pytest
+from support.calls import Stream, connected, reason_of, request
 
 if TYPE_CHECKING:
     from support.servers import StartServer
@@ -30,6 +32,25 @@ async def test_a_long_prompt_does_not_stop_what_runs(start_server: StartServer) 
         await stream.abort(1)
         await stream.all()
         await api.idle()
+
+
+async def test_streams_of_one_client_have_a_limit(start_server: StartServer) -> None:
+    flags = ("--engine", "synthetic", "--max-streams-per-client", "2")
+    async with connected(start_server(*flags).address) as api:
+        first, second = Stream(api), Stream(api)
+        for stream in (first, second):
+            await stream.start(1, request((1,), 3))
+            assert await stream.read()
+        for _ in range(3):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await Stream(api).all()
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert reason_of(caught.value) == "TOO_MANY_STREAMS"
+        await first.all()
+        third = Stream(api)
+        await third.start(1, request((1,), 3))
+        assert (await third.all())[1].reason == "LENGTH"
+        await second.all()
 
 
 async def test_the_oldest_comes_first(start_server: StartServer) -> None:

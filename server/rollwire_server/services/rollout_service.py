@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
@@ -54,6 +55,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         info: ServerInfo,
         counts: Counts,
         access: Access,
+        *,
+        max_streams_per_client: int,
     ) -> None:
         self.counts = counts
         self._engine = engine
@@ -63,6 +66,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self._memory = memory
         self._info = info
         self._access = access
+        self._max_streams = max_streams_per_client
+        self._streams: Counter[str] = Counter()  # by client address
 
     @answering
     async def Generate(  # type: ignore[override]  # noqa: N802  writes by itself
@@ -99,9 +104,21 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self, _: Any, context: Context
     ) -> None:
         """Many sequences."""
-        await RolloutStream(
-            self._engine, self._lifecycle, self._rollouts, self.counts, context
-        ).run()
+        client = context.peer().rpartition(":")[0]
+        if self._streams[client] >= self._max_streams:
+            raise ServiceError(
+                Reason.TOO_MANY_STREAMS,
+                f"{client} has {self._streams[client]} StreamRollouts calls open, the limit: use "
+                "one of them for many sequences",
+            )
+        self._streams[client] += 1
+        try:
+            await RolloutStream(
+                self._engine, self._lifecycle, self._rollouts, self.counts, context
+            ).run()
+        finally:
+            self._streams[client] -= 1
+            self._streams += Counter()  # forgets clients that have none
 
     @answering
     async def Abort(  # noqa: N802
