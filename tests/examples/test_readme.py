@@ -1,0 +1,41 @@
+"""The README's Python runs as it is pasted."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from support.servers import StartServer
+
+README = Path(__file__).parents[2] / "README.md"
+SECONDS = 120
+
+
+@pytest.mark.slow
+def test_what_a_trainer_says_to_servers(start_server: StartServer, tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    addresses = [start_server().address, start_server().address]
+    for told, real in zip(("127.0.0.1:50051", "127.0.0.1:50052"), addresses, strict=True):
+        assert code.count(told) == 1
+        code = code.replace(told, real)
+    for version in (1, 2):  # it can be run again
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        *servers, last = done.stdout.splitlines()
+        for address, line in zip(addresses, servers, strict=False):
+            assert line.startswith(f"{address} WeightTag(version={version}, ")
+        # The rollout is done, under the new policy if it was not faster than the publish.
+        assert re.search(rf" 2000 ({version}|{version - 1 or None})$", last)
