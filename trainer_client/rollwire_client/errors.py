@@ -120,7 +120,7 @@ class ServerNotReadyError(UnavailableError):
 
 
 class QueueFullError(UnavailableError):
-    """More sequences wait than the server allows."""
+    """More sequences wait, or more streams are open, than the server allows."""
 
 
 class ServerFailedError(RollwireError):
@@ -228,7 +228,7 @@ _BY_REASON: Mapping[str, type[RollwireError]] = {
     "BAD_REQUEST": InvalidRequestError,
     "UNAUTHENTICATED": RefusedError,
     "PERMISSION_DENIED": RefusedError,
-    "TOO_MANY_STREAMS": RefusedError,
+    "TOO_MANY_STREAMS": QueueFullError,
     "STALE_ATTEMPT": StaleAttemptError,
     "PREFIX_MISMATCH": PrefixMismatchError,
     "WEIGHTS_TOO_OLD": WeightVersionError,
