@@ -6,11 +6,11 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, Unpack
 
-import grpc
 from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
 
 from rollwire_client import wire
 from rollwire_client.calls import unary
+from rollwire_client.channels import Credentials, connect
 from rollwire_client.data import Aborted, Chunk, Pause, Resumed, Sampling, ServerInfo
 from rollwire_client.errors import ClosedError, RollwireError
 from rollwire_client.link import Attempt, Link
@@ -27,19 +27,7 @@ from rollwire_client.trajectory import Draft, Trajectory
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Sequence
 
-_OPTIONS = (
-    # Rollwire servers take a ping every 5 s; more often than a server allows means GOAWAY.
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
-    # A server that comes back is found within a second, not within gRPC's two minutes.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1_000),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.use_local_subchannel_pool", 1),
-    # Weight schemas and manifests of 100,000 tensors take 10 MiB.
-    ("grpc.max_receive_message_length", 16 << 20),
-    ("grpc.max_send_message_length", 16 << 20),
-)
+    import grpc
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +59,21 @@ class RolloutClient:
     Args:
         address: HOST:PORT of the server.
         timeouts: How long to wait for it.
+        credentials: TLS and token.
 
     Raises:
         TypeError, ValueError: The address is none.
     """
 
-    def __init__(self, address: str, *, timeouts: Timeouts | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeouts: Timeouts | None = None,
+        credentials: Credentials | None = None,
+    ) -> None:
         self.address = server_address(address)
+        self._credentials = credentials or Credentials()
         self.timeouts = timeouts or Timeouts()
         self._channel: grpc.aio.Channel | None = None
         self._link: Link | None = None
@@ -85,7 +81,7 @@ class RolloutClient:
         self._context_length = 0
 
     async def __aenter__(self) -> Self:
-        self._channel = grpc.aio.insecure_channel(self.address, options=_OPTIONS)
+        self._channel = connect(self.address, self._credentials)
         return self
 
     async def __aexit__(self, *_: object) -> None:
