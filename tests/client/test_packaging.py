@@ -65,6 +65,11 @@ def test_all_that_is_exported_exists() -> None:
     assert public <= set(rollwire_client.__all__)
 
 
+def test_a_fleet_s_own_methods_are_its_users() -> None:
+    shown = {name for name in vars(Fleet) if not name.startswith("_")}
+    assert shown == {"stream", "generate", "info", "newest_version", "close"}
+
+
 @pytest.mark.parametrize(
     "servers",
     [
