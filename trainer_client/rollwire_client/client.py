@@ -155,8 +155,8 @@ class RolloutClient:
         return draft.trajectory()
 
     async def start(self, request: rollout_pb2.GenerateRequest) -> Attempt:
-        """Starts one attempt at a sequence, which the caller reads and closes; for the library's own
-        use, beneath ``stream`` and a ``Fleet``.
+        """Starts one attempt at a sequence, which the caller reads and closes; for the library
+        itself, beneath ``stream`` and a ``Fleet``.
         """
         link = await self._open()
         limit = request.sampling.max_new_tokens or self._context_length
