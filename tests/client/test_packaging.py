@@ -65,6 +65,15 @@ def test_all_that_is_exported_exists() -> None:
     assert public <= set(rollwire_client.__all__)
 
 
+def test_timeouts_and_retries_are_no_numbers() -> None:
+    with pytest.raises(TypeError, match=r"timeouts is 5: say Timeouts\(call=5\)"):
+        Fleet(["127.0.0.1:5"], timeouts=5)
+    with pytest.raises(TypeError, match=r"timeouts is 5: say Timeouts\(call=5\)"):
+        RolloutClient("127.0.0.1:5", timeouts=5)
+    with pytest.raises(TypeError, match=r"retries is 3: say Retries\(attempts=3\)"):
+        Fleet(["127.0.0.1:5"], retries=3)
+
+
 def test_a_fleet_s_own_methods_are_its_users() -> None:
     shown = {name for name in vars(Fleet) if not name.startswith("_")}
     assert shown == {"stream", "generate", "info", "newest_version", "close"}

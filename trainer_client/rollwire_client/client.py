@@ -62,7 +62,7 @@ class RolloutClient:
         credentials: TLS and token.
 
     Raises:
-        TypeError, ValueError: The address is none.
+        TypeError, ValueError: The address is not HOST:PORT, or ``timeouts`` no ``Timeouts``.
     """
 
     def __init__(
@@ -72,6 +72,10 @@ class RolloutClient:
         timeouts: Timeouts | None = None,
         credentials: Credentials | None = None,
     ) -> None:
+        if not isinstance(timeouts, Timeouts | None):
+            raise TypeError(
+                f"timeouts is {timeouts!r}: say Timeouts(call={timeouts!r}), or another"
+            )
         self.address = server_address(address)
         self._credentials = credentials or Credentials()
         self.timeouts = timeouts or Timeouts()

@@ -38,7 +38,7 @@ class Fleet(Members):
         policy: What was published last, as one of them serves it.
 
     Raises:
-        TypeError, ValueError: The addresses are none, or one is not HOST:PORT.
+        TypeError, ValueError: An argument is none of these.
     """
 
     def __init__(
@@ -50,6 +50,10 @@ class Fleet(Members):
         probe_interval: float = 1.0,
     ) -> None:
         super().__init__(addresses, timeouts=timeouts, probe_interval=probe_interval)
+        if not isinstance(retries, Retries | None):
+            raise TypeError(
+                f"retries is {retries!r}: say Retries(attempts={retries!r}), or another"
+            )
         self._retries = retries or Retries()
 
     async def __aenter__(self) -> Self:
