@@ -301,6 +301,8 @@ def from_sequence(error: rollout_pb2.SequenceError, server: str) -> RollwireErro
     details = _Details(reason=error.reason, metadata=error.metadata)
     if error.HasField("retry_delay"):
         details.retry_after = error.retry_delay.ToTimedelta().total_seconds()
+    if error.field:
+        details.violations = {error.field: error.message}
     return _make(error.code, error.message, server, details)
 
 

@@ -25,9 +25,7 @@ class _Encoding:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _EncodingEnumTypeWrapper(
-    _enum_type_wrapper._EnumTypeWrapper[_Encoding.ValueType], _builtins.type
-):
+class _EncodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Encoding.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ENCODING_UNSPECIFIED: _Encoding.ValueType  # 0
     """as FULL"""
@@ -52,9 +50,7 @@ class _UpdatePhase:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _UpdatePhaseEnumTypeWrapper(
-    _enum_type_wrapper._EnumTypeWrapper[_UpdatePhase.ValueType], _builtins.type
-):
+class _UpdatePhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UpdatePhase.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     UPDATE_PHASE_UNSPECIFIED: _UpdatePhase.ValueType  # 0
     UPDATE_PHASE_READY: _UpdatePhase.ValueType  # 1
@@ -123,9 +119,7 @@ class TensorSpec(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "alias_of", b"alias_of", "dtype", b"dtype", "name", b"name", "shape", b"shape"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alias_of", b"alias_of", "dtype", b"dtype", "name", b"name", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -156,16 +150,7 @@ class Span(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "bucket_offset",
-        b"bucket_offset",
-        "length",
-        b"length",
-        "tensor",
-        b"tensor",
-        "tensor_offset",
-        b"tensor_offset",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_offset", b"bucket_offset", "length", b"length", "tensor", b"tensor", "tensor_offset", b"tensor_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -193,9 +178,7 @@ class Bucket(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "sender", b"sender", "size", b"size", "spans", b"spans"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender", "size", b"size", "spans", b"spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -233,30 +216,13 @@ class Manifest(_message.Message):
         partial: _builtins.bool = ...,
         base_digest: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "_base_digest", b"_base_digest", "base_digest", b"base_digest"
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_base_digest", b"_base_digest", "base_digest", b"base_digest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "_base_digest",
-        b"_base_digest",
-        "base_digest",
-        b"base_digest",
-        "buckets",
-        b"buckets",
-        "encoding",
-        b"encoding",
-        "partial",
-        b"partial",
-        "tensors",
-        b"tensors",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_digest", b"_base_digest", "base_digest", b"base_digest", "buckets", b"buckets", "encoding", b"encoding", "partial", b"partial", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__base_digest: _TypeAlias = _typing.Literal["base_digest"]  # noqa: Y015
     _WhichOneofArgType__base_digest: _TypeAlias = _typing.Literal["_base_digest", b"_base_digest"]  # noqa: Y015
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__base_digest
-    ) -> _WhichOneofReturnType__base_digest | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__base_digest) -> _WhichOneofReturnType__base_digest | None: ...
 
 Global___Manifest: _TypeAlias = Manifest  # noqa: Y015
 
@@ -299,41 +265,13 @@ class UpdateWeightsRequest(_message.Message):
         manifest: Global___Manifest | None = ...,
         stage_lease: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "_version",
-        b"_version",
-        "manifest",
-        b"manifest",
-        "publisher",
-        b"publisher",
-        "stage_lease",
-        b"stage_lease",
-        "version",
-        b"version",
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "manifest", b"manifest", "publisher", b"publisher", "stage_lease", b"stage_lease", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "_version",
-        b"_version",
-        "allow_version_rollback",
-        b"allow_version_rollback",
-        "manifest",
-        b"manifest",
-        "publisher",
-        b"publisher",
-        "stage_lease",
-        b"stage_lease",
-        "update_id",
-        b"update_id",
-        "version",
-        b"version",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "allow_version_rollback", b"allow_version_rollback", "manifest", b"manifest", "publisher", b"publisher", "stage_lease", b"stage_lease", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__version
-    ) -> _WhichOneofReturnType__version | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
 
 Global___UpdateWeightsRequest: _TypeAlias = UpdateWeightsRequest  # noqa: Y015
 
@@ -379,22 +317,7 @@ class UpdateWeightsResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "detail",
-        b"detail",
-        "digest",
-        b"digest",
-        "forwarded_bytes",
-        b"forwarded_bytes",
-        "listen_address",
-        b"listen_address",
-        "next_bucket",
-        b"next_bucket",
-        "phase",
-        b"phase",
-        "received_bytes",
-        b"received_bytes",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "digest", b"digest", "forwarded_bytes", b"forwarded_bytes", "listen_address", b"listen_address", "next_bucket", b"next_bucket", "phase", b"phase", "received_bytes", b"received_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -441,24 +364,7 @@ class JoinTransportRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["publisher", b"publisher"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "backend",
-        b"backend",
-        "epoch",
-        b"epoch",
-        "first_bucket",
-        b"first_bucket",
-        "publisher",
-        b"publisher",
-        "ranks",
-        b"ranks",
-        "rendezvous",
-        b"rendezvous",
-        "update_id",
-        b"update_id",
-        "world_size",
-        b"world_size",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "epoch", b"epoch", "first_bucket", b"first_bucket", "publisher", b"publisher", "ranks", b"ranks", "rendezvous", b"rendezvous", "update_id", b"update_id", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -505,16 +411,7 @@ class CommitWeightsRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["publisher", b"publisher"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "expected_digest",
-        b"expected_digest",
-        "kv_policy",
-        b"kv_policy",
-        "publisher",
-        b"publisher",
-        "update_id",
-        b"update_id",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_digest", b"expected_digest", "kv_policy", b"kv_policy", "publisher", b"publisher", "update_id", b"update_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -547,18 +444,7 @@ class CommitTiming(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "apply_ns",
-        b"apply_ns",
-        "held_sequences",
-        b"held_sequences",
-        "kv_tokens_to_recompute",
-        b"kv_tokens_to_recompute",
-        "paused_ns",
-        b"paused_ns",
-        "receive_ns",
-        b"receive_ns",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_ns", b"apply_ns", "held_sequences", b"held_sequences", "kv_tokens_to_recompute", b"kv_tokens_to_recompute", "paused_ns", b"paused_ns", "receive_ns", b"receive_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -585,9 +471,7 @@ class CommitWeightsResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "already_current", b"already_current", "timing", b"timing", "weights", b"weights"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_current", b"already_current", "timing", b"timing", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -610,9 +494,7 @@ class DiscardUpdateRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["publisher", b"publisher"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "publisher", b"publisher", "update_id", b"update_id"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["publisher", b"publisher", "update_id", b"update_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -739,63 +621,17 @@ class GetWeightStatusResponse(_message.Message):
         intact: _builtins.bool | None = ...,
         history: _abc.Iterable[_common_pb2.WeightTag] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "_intact",
-        b"_intact",
-        "_update_version",
-        b"_update_version",
-        "intact",
-        b"intact",
-        "publisher",
-        b"publisher",
-        "stage_lease_left",
-        b"stage_lease_left",
-        "update_version",
-        b"update_version",
-        "weights",
-        b"weights",
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_intact", b"_intact", "_update_version", b"_update_version", "intact", b"intact", "publisher", b"publisher", "stage_lease_left", b"stage_lease_left", "update_version", b"update_version", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "_intact",
-        b"_intact",
-        "_update_version",
-        b"_update_version",
-        "committed_update_id",
-        b"committed_update_id",
-        "history",
-        b"history",
-        "intact",
-        b"intact",
-        "publisher",
-        b"publisher",
-        "stage_lease_left",
-        b"stage_lease_left",
-        "state",
-        b"state",
-        "update_id",
-        b"update_id",
-        "update_phase",
-        b"update_phase",
-        "update_version",
-        b"update_version",
-        "weights",
-        b"weights",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_intact", b"_intact", "_update_version", b"_update_version", "committed_update_id", b"committed_update_id", "history", b"history", "intact", b"intact", "publisher", b"publisher", "stage_lease_left", b"stage_lease_left", "state", b"state", "update_id", b"update_id", "update_phase", b"update_phase", "update_version", b"update_version", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__intact: _TypeAlias = _typing.Literal["intact"]  # noqa: Y015
     _WhichOneofArgType__intact: _TypeAlias = _typing.Literal["_intact", b"_intact"]  # noqa: Y015
     _WhichOneofReturnType__update_version: _TypeAlias = _typing.Literal["update_version"]  # noqa: Y015
-    _WhichOneofArgType__update_version: _TypeAlias = _typing.Literal[
-        "_update_version", b"_update_version"
-    ]  # noqa: Y015
+    _WhichOneofArgType__update_version: _TypeAlias = _typing.Literal["_update_version", b"_update_version"]  # noqa: Y015
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__intact
-    ) -> _WhichOneofReturnType__intact | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__intact) -> _WhichOneofReturnType__intact | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__update_version
-    ) -> _WhichOneofReturnType__update_version | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__update_version) -> _WhichOneofReturnType__update_version | None: ...
 
 Global___GetWeightStatusResponse: _TypeAlias = GetWeightStatusResponse  # noqa: Y015

@@ -75,6 +75,7 @@ def sequence_error(error: ServiceError) -> rollout_pb2.SequenceError:
         message=error.message,
         metadata=error.metadata,
         retry_delay=error.retry_delay,
+        field=error.field or "",
     )
 
 

@@ -166,8 +166,10 @@ async def test_refusals_name_what_is_wrong(both: list[ServerProcess]) -> None:
         with pytest.raises(InvalidRequestError) as caught:
             await fleet.generate([])
         assert caught.value.reason == "EMPTY_PROMPT"
-        with pytest.raises(InvalidRequestError, match="top_p"):
+        assert list(caught.value.violations) == ["prompt_token_ids"]
+        with pytest.raises(InvalidRequestError, match="top_p") as caught:
             await fleet.generate(PROMPT, Sampling(top_p=7))
+        assert list(caught.value.violations) == ["sampling.top_p"]
 
 
 async def test_sequences_cross_a_publish(both: list[ServerProcess]) -> None:
