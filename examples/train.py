@@ -1,7 +1,7 @@
 """The smallest whole trainer: publish the policy, sample groups of rollouts, learn, again.
 
-    rollwire-server --model builtin:tiny --listen 127.0.0.1:50051 &
-    rollwire-server --model builtin:tiny --listen 127.0.0.1:50052 &
+    rollwire-server --model builtin:tiny --listen 127.0.0.1:50051 --log-level warning &
+    rollwire-server --model builtin:tiny --listen 127.0.0.1:50052 --log-level warning &
     python examples/train.py
 
 The task is a toy: a token below 128 is worth 1, any other 0. The loop is real. It keeps the policy
