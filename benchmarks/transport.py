@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import multiprocessing
+import os
 import secrets
 import socket
 import statistics
@@ -21,6 +22,7 @@ import time
 from typing import TYPE_CHECKING
 
 import torch
+from commit import machine
 from rollwire_transport import (
     Receiver,
     Sender,
@@ -56,6 +58,7 @@ def main() -> None:
     backends = [name for name in arguments.backends if usable[name].ok]
     weights = make_weights(arguments.mib << 20)
     size = sum(t.nbytes for t in weights.values())
+    print(machine_line())
     print(f"{size / 1e9:.2f} GB of bf16 in {len(weights)} tensors, torch {torch.__version__}")
     print(f"{'':28}{'receivers':>10}{'GB/s':>8}{'of floor':>10}")
 
@@ -72,6 +75,11 @@ def main() -> None:
                 elapsed = run(receivers, arguments.rounds, send, receive_weights)
                 label = f"{backend}, buckets of {mib} MiB"
                 print(f"{label:28}{receivers:10}{size / elapsed / 1e9:8.2f}{floor / elapsed:10.0%}")
+
+
+def machine_line() -> str:
+    """What the figures are from."""
+    return f"{machine('cpu')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
 
 
 def make_weights(size: int) -> dict[str, Tensor]:
@@ -121,9 +129,9 @@ def run(
     return statistics.median(seconds)
 
 
-def answers(pipes: list[Connection]) -> list[object]:
-    """What each receiver says next."""
-    assert all(pipe.poll(TIMEOUT) for pipe in pipes), "a receiver is silent"
+def answers(pipes: list[Connection], timeout: float = TIMEOUT) -> list[object]:
+    """What each process says next."""
+    assert all(pipe.poll(timeout) for pipe in pipes), "a process is silent"
     return [pipe.recv() for pipe in pipes]
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.001
+_EPOLL_MS = 100  # UCX wakes its thread when there is something; this is for what it may forget
 _LET_GO_SECONDS = 2.0  # for UCX to end what was under way on a connection that was cut
 _CLOSE_PERIOD_NS, _CLOSE_ATTEMPTS = 100_000_000, 10
 
@@ -70,7 +71,7 @@ class Worker:
         self._endpoints: list[Any] = []
         if device.type == "cuda":
             self._worker.set_progress_thread_start_callback(torch.cuda.set_device, (device,))
-        self._worker.start_progress_thread(polling_mode=False, epoll_timeout=1)
+        self._worker.start_progress_thread(polling_mode=False, epoll_timeout=_EPOLL_MS)
 
     def takes(self, device: torch.device) -> bool:
         """Whether UCX can send from there, and receive there."""

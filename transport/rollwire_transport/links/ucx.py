@@ -41,7 +41,12 @@ if TYPE_CHECKING:
 _HOST_CHUNK_BYTES = 4 << 20
 _DEVICE_CHUNK_BYTES = 64 << 20
 
-_POLL_SECONDS = 0.0003  # while something is under way: UCX tells nobody when it is done
+# While something is under way, UCX tells nobody when it is done. Waits grow by a quarter while
+# nothing has moved, so that it is found late by a quarter of what it took, and a slow link costs
+# little CPU.
+_POLL_SECONDS = 0.0003
+_LONGEST_POLL_SECONDS = 0.004
+_POLL_GROWTH = 1.25
 _IDLE_SECONDS = 0.05
 _VERDICT_SECONDS = 0.3  # for rank 0 to say who is to blame
 _LET_GO_SECONDS = 10.0  # for the thread of a link that was aborted
@@ -204,6 +209,8 @@ class _UcxLink(Link):
         self._forwarded_bytes = 0
         self._failure: TransportError | None = None
         self._late = ""  # why this end gives up waiting, if it does
+        self._pending = 0  # what was under way at the last look
+        self._poll_seconds = _POLL_SECONDS
         self._finish = threading.Event()  # this end has
         self._finished = threading.Event()  # all have
         self._patience = 0.0  # of close with the others, once this end has finished
@@ -321,7 +328,7 @@ class _UcxLink(Link):
         told = False
         try:
             while self._failure is None:
-                self._watch.wait(_POLL_SECONDS if self._buckets else _IDLE_SECONDS)
+                self._watch.wait(self._poll_seconds if self._buckets else _IDLE_SECONDS)
                 self._watch.check()
                 self._watch.tick(self._advance())
                 if self._finish.is_set() and self._place.rank > 0 and not told:
@@ -348,6 +355,10 @@ class _UcxLink(Link):
                 bucket.advance(pass_on)
                 if bucket.receives:
                     break  # what follows is passed on after it, whichever came first
+            pending = sum(len(b.receives) + len(b.sends) for b in self._buckets)
+            moved, self._pending = pending != self._pending, pending
+            longer = min(self._poll_seconds * _POLL_GROWTH, _LONGEST_POLL_SECONDS)
+            self._poll_seconds = _POLL_SECONDS if moved else longer
             while self._buckets and not (self._buckets[0].receives or self._buckets[0].sends):
                 bucket = self._buckets.popleft()
                 if pass_on is not None:
