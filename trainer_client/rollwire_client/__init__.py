@@ -10,6 +10,7 @@
 Importing it needs no torch; publishing and tensors do (``pip install 'rollwire[transport]'``).
 """
 
+from rollwire_client.channels import Credentials
 from rollwire_client.client import RolloutClient, Timeouts
 from rollwire_client.data import (
     Aborted,
@@ -68,6 +69,7 @@ __all__ = [
     "Aborted",
     "Chunk",
     "ClosedError",
+    "Credentials",
     "DigestMismatchError",
     "Finish",
     "FinishReason",

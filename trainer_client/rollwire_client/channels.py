@@ -27,6 +27,10 @@ _OPTIONS = (
 )
 
 
+class CredentialsError(ValueError):
+    """Credentials that cannot be used, or would be given away."""
+
+
 @dataclass(frozen=True, slots=True)
 class Credentials:
     """What a client shows to servers, and how it knows them.
@@ -40,7 +44,7 @@ class Credentials:
         server_name: What the servers' certificate must say, in place of the address's host.
 
     Raises:
-        ValueError: ``certificate`` or ``key`` alone.
+        CredentialsError: ``certificate`` or ``key`` alone.
     """
 
     token: str | Callable[[], str] | None = field(default=None, repr=False)
@@ -52,7 +56,7 @@ class Credentials:
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
-            raise ValueError("certificate and key belong together")
+            raise CredentialsError("certificate and key belong together")
 
     @property
     def secure(self) -> bool:
@@ -64,12 +68,12 @@ def connect(address: str, credentials: Credentials) -> grpc.aio.Channel:
     """A channel to a server, to be closed by the caller; connects when it is used.
 
     Raises:
-        OSError: A file of the credentials cannot be read.
-        ValueError: The token would travel in the clear to another machine.
+        CredentialsError: A file of theirs cannot be read, or the token would travel in the clear to
+            another machine.
     """
     if not credentials.secure:
         if credentials.token is not None and not _is_loopback(address):
-            raise ValueError(f"the token would travel in the clear to {address}: use TLS")
+            raise CredentialsError(f"the token would travel in the clear to {address}: use TLS")
         channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
     else:
         name = credentials.server_name
@@ -134,7 +138,10 @@ class _AuthorizedChannel(grpc.aio.Channel):
 
 
 def _content(file: Path | str | None) -> bytes | None:
-    return Path(file).read_bytes() if file is not None else None
+    try:
+        return Path(file).read_bytes() if file is not None else None
+    except OSError as error:
+        raise CredentialsError(f"cannot read {file}: {error.strerror}") from error
 
 
 def _is_loopback(address: str) -> bool:

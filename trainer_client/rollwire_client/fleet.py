@@ -15,6 +15,7 @@ from rollwire_client.trajectory import Draft, Trajectory
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Sequence
 
+    from rollwire_client.channels import Credentials
     from rollwire_client.client import Timeouts
     from rollwire_client.data import Chunk, Sampling
     from rollwire_client.member import Member
@@ -31,6 +32,7 @@ class Fleet(Members):
         addresses: HOST:PORT of each server, at least one.
         retries: When to give a sequence up.
         timeouts: How long to wait for a server.
+        credentials: TLS and token, for all of them.
         probe_interval: Seconds between two questions to each server how it is.
 
     Attributes:
@@ -47,9 +49,12 @@ class Fleet(Members):
         *,
         retries: Retries | None = None,
         timeouts: Timeouts | None = None,
+        credentials: Credentials | None = None,
         probe_interval: float = 1.0,
     ) -> None:
-        super().__init__(addresses, timeouts=timeouts, probe_interval=probe_interval)
+        super().__init__(
+            addresses, timeouts=timeouts, credentials=credentials, probe_interval=probe_interval
+        )
         if not isinstance(retries, Retries | None):
             raise TypeError(
                 f"retries is {retries!r}: say Retries(attempts={retries!r}), or another"

@@ -16,6 +16,7 @@ from rollwire_client.tasks import end
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable
 
+    from rollwire_client.channels import Credentials
     from rollwire_client.data import WeightTag
 
 T = TypeVar("T")
@@ -31,6 +32,7 @@ class Members:
     Args:
         addresses: HOST:PORT of each server, at least one.
         timeouts: How long to wait for a server.
+        credentials: TLS and token, for all of them.
         probe_interval: Seconds between two questions to each server how it is.
 
     Attributes:
@@ -43,12 +45,16 @@ class Members:
         addresses: Iterable[str],
         *,
         timeouts: Timeouts | None,
+        credentials: Credentials | None,
         probe_interval: float,
     ) -> None:
         if isinstance(addresses, str):
             raise TypeError(f"addresses is the text {addresses!r}: give a list of HOST:PORT")
         self.members = tuple(
-            Member(RolloutClient(address, timeouts=timeouts), changed=self._on_change)
+            Member(
+                RolloutClient(address, timeouts=timeouts, credentials=credentials),
+                changed=self._on_change,
+            )
             for address in dict.fromkeys(addresses)
         )
         if not self.members:

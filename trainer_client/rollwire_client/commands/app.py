@@ -6,10 +6,12 @@ import asyncio
 import logging
 import os
 import sys
+from pathlib import Path  # noqa: TC003  typer reads the annotation
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rollwire_client.channels import Credentials, CredentialsError
 from rollwire_client.commands.generate import generate_tokens
 from rollwire_client.commands.info import show_info
 from rollwire_client.data import Sampling
@@ -26,7 +28,6 @@ UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
     add_completion=False,
-    help="Rollouts for reinforcement learning of language models.",
     no_args_is_help=True,
 )
 
@@ -40,7 +41,7 @@ def run(arguments: list[str]) -> int:
         if message := error.format_message():  # none where the help was shown instead
             _complain(message)
         return 2
-    except RollwireError as error:
+    except (RollwireError, CredentialsError) as error:
         _complain(str(error))
         return 1
     except (KeyboardInterrupt, typer.Abort):
@@ -64,11 +65,41 @@ def _token_ids(value: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def _file(name: str, what: str) -> Any:
+    return typer.Option(
+        name, exists=True, dir_okay=False, metavar="FILE", help=what,
+        envvar=f"ROLLWIRE_{name.strip('-').replace('-', '_').upper()}",
+    )  # fmt: skip
+
+
+@app.callback()
+def main(
+    context: typer.Context,
+    token: Annotated[Path | None, _file("--token-file", "Bearer token for the servers.")] = None,
+    ca: Annotated[Path | None, _file("--tls-ca", "Who signs servers (PEM): TLS.")] = None,
+    certificate: Annotated[
+        Path | None, _file("--tls-cert", "This side's certificate (PEM): mutual TLS.")
+    ] = None,
+    key: Annotated[Path | None, _file("--tls-key", "Its private key (PEM).")] = None,
+) -> None:
+    """Rollouts for reinforcement learning of language models."""
+    try:
+        context.obj = Credentials(
+            token=None if token is None else token.read_text().strip(),
+            ca=ca,
+            certificate=certificate,
+            key=key,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(f"--tls-cert, --tls-key: {error}") from error
+
+
 Json = Annotated[bool, typer.Option("--json", help="JSON, for programs.")]
 
 
 @app.command()
 def generate(
+    context: typer.Context,
     server: Annotated[str, typer.Option(parser=_address, metavar="HOST:PORT", help="Who samples.")],
     prompt_ids: Annotated[
         str, typer.Option(parser=_token_ids, metavar="1,2,3", help="Token ids of the prompt.")
@@ -99,18 +130,21 @@ def generate(
         seed=seed,
     )
     prompt: Any = prompt_ids  # parsed
-    return _run(generate_tokens(server, prompt, sampling, timeout=timeout, as_json=as_json))
+    return _run(
+        generate_tokens(server, prompt, sampling, context.obj, timeout=timeout, as_json=as_json)
+    )
 
 
 @app.command()
 def info(
+    context: typer.Context,
     servers: Annotated[list[str], typer.Argument(parser=_address, metavar="HOST:PORT...")],
     *,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for an answer.")] = 5.0,
     as_json: Json = False,
 ) -> int:
     """Show what servers are, hold and are doing."""
-    return _run(show_info(servers, timeout=timeout, as_json=as_json))
+    return _run(show_info(servers, context.obj, timeout=timeout, as_json=as_json))
 
 
 @app.command(

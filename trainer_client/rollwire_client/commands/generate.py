@@ -18,6 +18,7 @@ from rollwire_client.fleet import Fleet
 from rollwire_client.rollout import Retries
 
 if TYPE_CHECKING:
+    from rollwire_client.channels import Credentials
     from rollwire_client.data import Chunk, Finish, Sampling
 
 # Told apart on dark and on light ground; versions beyond these begin again.
@@ -25,7 +26,13 @@ COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
 async def generate_tokens(
-    server: str, prompt_ids: list[int], sampling: Sampling, *, timeout: float, as_json: bool
+    server: str,
+    prompt_ids: list[int],
+    sampling: Sampling,
+    credentials: Credentials,
+    *,
+    timeout: float,
+    as_json: bool,
 ) -> int:
     """Samples a sequence and shows it; 0 if it came to its own end.
 
@@ -36,6 +43,7 @@ async def generate_tokens(
         [server],
         timeouts=Timeouts(start=timeout, call=timeout, probe=timeout),
         retries=Retries(attempts=1, seconds=timeout),
+        credentials=credentials,
     )
     async with contextlib.AsyncExitStack() as stack:
         with Console(stderr=True).status(f"waiting for {server} …"):

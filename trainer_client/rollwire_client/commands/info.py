@@ -18,12 +18,16 @@ from rollwire_client.errors import RollwireError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rollwire_client.channels import Credentials
+
 _STYLES = {ServerState.SERVING: "green", ServerState.QUARANTINED: "red"}
 
 
-async def show_info(servers: Sequence[str], *, timeout: float, as_json: bool) -> int:
+async def show_info(
+    servers: Sequence[str], credentials: Credentials, *, timeout: float, as_json: bool
+) -> int:
     """Asks all servers at once and shows what they say; 1 if one of them does not answer."""
-    answers = await asyncio.gather(*(_ask(server, timeout) for server in servers))
+    answers = await asyncio.gather(*(_ask(server, credentials, timeout) for server in servers))
     infos = [answer for answer in answers if isinstance(answer, ServerInfo)]
     if as_json:
         told = [
@@ -41,9 +45,11 @@ async def show_info(servers: Sequence[str], *, timeout: float, as_json: bool) ->
     return 0 if len(infos) == len(servers) else 1
 
 
-async def _ask(server: str, timeout: float) -> ServerInfo | RollwireError:
+async def _ask(server: str, credentials: Credentials, timeout: float) -> ServerInfo | RollwireError:
     try:
-        async with RolloutClient(server, timeouts=Timeouts(call=timeout)) as client:
+        async with RolloutClient(
+            server, timeouts=Timeouts(call=timeout), credentials=credentials
+        ) as client:
             return await client.info()
     except RollwireError as error:
         return error
