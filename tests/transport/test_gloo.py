@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ from rollwire_transport import (
     open_meeting,
     plan,
 )
+from rollwire_transport.links.control import TICKET_BYTES, Gathering, call, card_of_rank
 from support.tensors import content, random_tensor, room_for, weights
 
 if TYPE_CHECKING:
@@ -135,10 +136,10 @@ def test_no_default_group_is_made() -> None:
 def test_a_member_that_never_joins_is_named_in_bounded_time() -> None:
     meeting = open_meeting("gloo", epoch="epoch", world_size=3)
     start = time.monotonic()
-    with in_thread(lambda: join_meeting(meeting, "epoch", 1, 3, timeout=0.5)) as joining:
+    with in_thread(lambda: join_meeting(meeting, "epoch", 1, 3)) as joining:
         with pytest.raises(TransportTimeout, match="rank 2 did not join") as caught:
             meeting.form(0.5)
-        with pytest.raises(TransportTimeout):
+        with pytest.raises(TransportError, match="closed before all had joined"):
             joining.result()
     meeting.close()
     assert caught.value.peer == "rank 2"
@@ -160,21 +161,69 @@ def test_a_meeting_can_be_closed_while_it_waits() -> None:
 
 def test_only_members_who_know_the_epoch_get_in() -> None:
     meeting = open_meeting("gloo", epoch="secret", world_size=2)
-    with pytest.raises(TransportError, match="no group of this epoch") as caught:
-        join_meeting(meeting, "guess", 1, 2)
-    assert caught.value.peer == "rank 0"
-    meeting.close()
+    with in_thread(lambda: meeting.form(TIMEOUT)) as forming:
+        with pytest.raises(TransportError, match="no group of this epoch") as caught:
+            join_meeting(meeting, "guess", 1, 2)
+        assert caught.value.peer == "rank 0"
+        server = join_meeting(meeting, "secret", 1, 2)
+    for end in (forming.result(), server, meeting):
+        end.close()
 
 
 def test_a_rank_that_is_taken_and_another_size_are_refused() -> None:
     meeting = open_meeting("gloo", epoch="epoch", world_size=3)
-    with pytest.raises(TransportError, match="3 members, this one was told of 2"):
-        join_meeting(meeting, "epoch", 1, 2)
-    with pytest.raises(TransportTimeout):
-        join_meeting(meeting, "epoch", 1, 3, timeout=0.3)
-    with pytest.raises(TransportError, match="rank 1 has joined this group already"):
-        join_meeting(meeting, "epoch", 1, 3)
+    with in_thread(lambda: meeting.form(TIMEOUT)) as forming, ThreadPoolExecutor(2) as pool:
+        with pytest.raises(TransportError, match="3 members, this one was told of 2"):
+            join_meeting(meeting, "epoch", 1, 2)
+        twice = [pool.submit(join_meeting, meeting, "epoch", 1, 3) for _ in range(2)]
+        (refused,), (joining,) = wait(twice, TIMEOUT, FIRST_COMPLETED)
+        with pytest.raises(TransportError, match="rank 1 has joined this group already"):
+            refused.result()
+        other = join_meeting(meeting, "epoch", 2, 3)
+    for end in (forming.result(), joining.result(), other, meeting):
+        end.close()
+
+
+def test_a_member_that_freezes_once_all_have_come_is_named_in_bounded_time() -> None:
+    meeting = open_meeting("gloo", epoch="epoch", world_size=2)
+    start = time.monotonic()
+    with in_thread(lambda: meeting.form(0.5)) as forming:
+        lines, _ = call(
+            "epoch", 1, 2, meeting.rendezvous, card_of_rank(1), TIMEOUT, threading.Event()
+        )
+        with pytest.raises(TransportTimeout, match="rank 1 joined but cannot be reached") as caught:
+            forming.result()
+    assert caught.value.peer == "rank 1"
+    assert time.monotonic() - start < 5
+    lines.close()
     meeting.close()
+
+
+@pytest.mark.parametrize("how", ["deadline", "closed"])
+def test_a_trainer_that_freezes_once_all_have_come_is_given_up(how: str) -> None:
+    gathering, closed = Gathering("epoch", 2, "127.0.0.1", 0), threading.Event()
+    start = time.monotonic()
+    with in_thread(
+        lambda: join(
+            "gloo",
+            epoch="epoch",
+            rank=1,
+            world_size=2,
+            rendezvous=gathering.rendezvous,
+            timeout=0.5 if how == "deadline" else TIMEOUT,
+            closed=closed,
+        )
+    ) as joining:
+        lines = gathering.gather(card_of_rank(0), TIMEOUT)
+        lines.start(bytes(TICKET_BYTES))
+        if how == "closed":
+            closed.set()
+        with pytest.raises(TransportError) as caught:
+            joining.result()
+    assert isinstance(caught.value, TransportTimeout) == (how == "deadline")
+    assert time.monotonic() - start < 5
+    lines.close()
+    gathering.close()
 
 
 def test_a_rendezvous_where_nobody_is_fails_at_once() -> None:

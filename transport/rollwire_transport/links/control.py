@@ -59,6 +59,11 @@ class Signal(enum.IntEnum):
     FINISHED = 3
 
 
+def card_of_rank(rank: int) -> bytes:
+    """A card that no other member has, for backends whose members may share a device."""
+    return rank.to_bytes(CARD_BYTES, "little")
+
+
 @dataclass(frozen=True, slots=True)
 class _Member:
     connection: socket.socket
@@ -191,9 +196,9 @@ def call(
     try:
         _tell(connection, _HELLO.pack(_MAGIC, _hash(epoch), rank, world_size, card))
         for wanted in (_Verdict.WELCOME, _Verdict.START):
-            verdict, number = _VERDICT.unpack(_read(connection, _VERDICT.size, deadline, closed))
+            verdict, number = _VERDICT.unpack(read(connection, _VERDICT.size, deadline, closed))
             _expect(wanted, verdict, number, rank, world_size)
-        ticket = _read(connection, TICKET_BYTES, deadline, closed)
+        ticket = read(connection, TICKET_BYTES, deadline, closed)
     except BaseException:
         connection.close()
         raise
@@ -304,13 +309,30 @@ class Lines:
             peer.connection.close()
 
 
-def check_patience(deadline: float, closed: threading.Event) -> None:
-    """Whether a receiver goes on waiting for the others.
+def read(connection: socket.socket, size: int, deadline: float, closed: threading.Event) -> bytes:
+    """Blocks until so many bytes have come from rank 0, or from a receiver.
 
     Raises:
         TransportTimeout: The deadline (monotonic seconds) is over.
-        TransportError: It was ``closed``.
+        TransportError: The other end has hung up, or it was ``closed``.
     """
+    data = b""
+    connection.settimeout(_LISTEN_SECONDS)
+    while len(data) < size:
+        try:
+            piece = connection.recv(size - len(data))
+        except TimeoutError:
+            _check_patience(deadline, closed)
+            continue
+        except OSError:
+            piece = b""
+        if not piece:
+            raise TransportError("the meeting was closed before all had joined", "rank 0")
+        data += piece
+    return data
+
+
+def _check_patience(deadline: float, closed: threading.Event) -> None:
     if closed.is_set():
         raise TransportError("joining was given up")
     if time.monotonic() > deadline:
@@ -389,20 +411,3 @@ def _drain(connection: socket.socket) -> bytes:
         return connection.recv(4096)
     except OSError:
         return b""
-
-
-def _read(connection: socket.socket, size: int, deadline: float, closed: threading.Event) -> bytes:
-    data = b""
-    connection.settimeout(_LISTEN_SECONDS)
-    while len(data) < size:
-        try:
-            piece = connection.recv(size - len(data))
-        except TimeoutError:
-            check_patience(deadline, closed)
-            continue
-        except OSError:
-            piece = b""
-        if not piece:
-            raise TransportError("the meeting was closed before all had joined", "rank 0")
-        data += piece
-    return data

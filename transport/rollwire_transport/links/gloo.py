@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import struct
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,16 +22,21 @@ import torch
 import torch.distributed as dist
 
 from rollwire_transport.errors import TransportError, TransportTimeout
-from rollwire_transport.links import addresses
 from rollwire_transport.links.base import Availability, Link, Meeting, Transfer
-from rollwire_transport.links.control import check_patience
+from rollwire_transport.links.control import (
+    TICKET_BYTES,
+    Gathering,
+    Lines,
+    call,
+    card_of_rank,
+    read,
+)
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
-    from torch._C._distributed_c10d import Store
 
     _Post = Callable[["_Pair", Tensor, int], Future["_Work"]]
 
@@ -39,8 +45,7 @@ if TYPE_CHECKING:
 # must not find each other's message.
 _HEADER, _FINISH, _NEVER, _PAYLOAD = range(4)
 
-_POLL_SECONDS = 0.005
-_ANSWER = timedelta(seconds=addresses.CONNECT_SECONDS)  # of a store whose process is alive
+_WORD = struct.Struct("<HI")  # the sizes of a key and of its value
 
 
 def available() -> Availability:
@@ -71,82 +76,37 @@ def join(
     """See ``links.join``."""
     del device  # it moves host memory
     deadline = time.monotonic() + timeout
-    with addresses.connect(rendezvous, timeout) as meeting:
+    lines, _ = call(epoch, rank, world_size, rendezvous, card_of_rank(rank), timeout, closed)
+    with _detached(lines) as connections:
         try:
-            pair = _join(meeting, epoch, rank, world_size, deadline, closed)
+            pair = _pair(_Line(connections[0], deadline, closed), rank, 0, deadline)
         except RuntimeError as error:
             raise _failure("the group could not be formed", error, deadline, "rank 0") from error
     return _GlooLink([pair], sends=False)
 
 
-def _join(
-    meeting: socket.socket,
-    epoch: str,
-    rank: int,
-    world_size: int,
-    deadline: float,
-    closed: threading.Event,
-) -> _Pair:
-    """Joins over a connection to the meeting, whose end is the meeting's."""
-    address, (host, port) = meeting.getsockname()[0], meeting.getpeername()[:2]
-    store = _store(epoch, host, port, min(_left(deadline), _ANSWER))
-    if not store.check(["world_size"]):
-        raise TransportError("no group of this epoch meets there", "rank 0")
-    if world_size != (expected := int(store.get("world_size"))):
-        raise TransportError(
-            f"the group has {expected} members, this one was told of {world_size}", "rank 0"
-        )
-    if store.add(f"joined/{rank}", 1) != 1:
-        raise TransportError(f"rank {rank} has joined this group already", f"rank {rank}")
-    # Gloo could wait for the others itself, but reports a meeting that closes in fifty lines.
-    meeting.settimeout(_POLL_SECONDS)
-    while not store.check(["complete"]):
-        check_patience(deadline, closed)
-        if _has_ended(meeting):
-            raise TransportError("the meeting was closed before all had joined", "rank 0")
-    return _pair(store, rank, 0, address, deadline)
-
-
-def _has_ended(connection: socket.socket) -> bool:
-    """Whether the peer has closed it, after a wait of the connection's timeout."""
-    try:
-        connection.recv(1)
-    except TimeoutError:
-        return False
-    except OSError:
-        pass
-    return True
-
-
 class _GlooMeeting(Meeting):
     def __init__(self, epoch: str, world_size: int, host: str, port: int) -> None:
-        listener, self.rendezvous = addresses.listen(host, port)
-        self._address, port = listener.getsockname()[:2]
-        self._world_size = world_size
+        self._gathering = Gathering(epoch, world_size, host, port)
+        self.rendezvous = self._gathering.rendezvous
         self._closed = threading.Event()
-        store = _store(epoch, self._address, port, timedelta(seconds=10), listener)
-        store.set("world_size", str(world_size))
-        self._store: Store | None = store
 
     def form(self, timeout: float) -> Link:
         deadline = time.monotonic() + timeout
-        while missing := self._missing():
-            if time.monotonic() > deadline:
-                who = ", ".join(missing)
-                raise TransportTimeout(f"{who} did not join within {timeout:g} s", missing[0])
-            self._closed.wait(_POLL_SECONDS)
-        store = self._open_store()
-        store.set("complete", "")
-        with ThreadPoolExecutor(self._world_size) as pool:
+        lines = self._gathering.gather(card_of_rank(0), timeout)
+        lines.start(bytes(TICKET_BYTES))
+        with _detached(lines) as connections, ThreadPoolExecutor(len(connections)) as pool:
             forming = {
-                rank: pool.submit(_pair, store, 0, rank, self._address, deadline)
-                for rank in range(1, self._world_size)
+                rank: pool.submit(
+                    _pair, _Line(connection, deadline, self._closed), 0, rank, deadline
+                )
+                for rank, connection in connections.items()
             }
         pairs, failures = [], []
         for rank, future in forming.items():
             try:
                 pairs.append(future.result())
-            except RuntimeError as error:
+            except (RuntimeError, TransportError) as error:
                 what, peer = f"rank {rank} joined but cannot be reached", f"rank {rank}"
                 failures.append(_failure(what, error, deadline, peer))
         link = _GlooLink(pairs, sends=True)
@@ -157,17 +117,46 @@ class _GlooMeeting(Meeting):
 
     def close(self) -> None:
         self._closed.set()
-        self._store = None
+        self._gathering.close()
 
-    def _missing(self) -> list[str]:
-        store = self._open_store()
-        return [f"rank {r}" for r in range(1, self._world_size) if not store.check([f"joined/{r}"])]
 
-    def _open_store(self) -> Store:
-        # Not held by form while it waits: an error of form would keep the store's server alive.
-        if (store := self._store) is None:
-            raise TransportError("the meeting was closed")
-        return store
+class _Line(dist.Store):  # type: ignore[name-defined,misc]  # torch's stubs do not export it
+    """Where the two ends of a pair leave word for each other: the connection on which they met.
+
+    Gloo asks a store for it. Torch's own, over TCP, waits for ever for a process that is frozen or
+    cut off.
+    """
+
+    def __init__(self, connection: socket.socket, deadline: float, closed: threading.Event) -> None:
+        super().__init__()
+        self.connection = connection
+        self._deadline = deadline
+        self._closed = closed
+        self._words: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        """Tells the other end."""
+        self._words[key] = value
+        name = key.encode()
+        with contextlib.suppress(OSError):  # of one that is gone, which is found by reading
+            self.connection.settimeout(1)  # a few bytes, on a connection that is empty
+            self.connection.sendall(_WORD.pack(len(name), len(value)) + name + value)
+
+    def get(self, key: str) -> bytes:
+        """What one of the ends has told."""
+        while key not in self._words:
+            name_size, size = _WORD.unpack(self._read(_WORD.size))
+            name = self._read(name_size).decode()
+            self._words[name] = self._read(size)
+        return self._words[key]
+
+    def wait(self, keys: list[str], _timeout: timedelta | None = None) -> None:
+        """Blocks until all has been told."""
+        for key in keys:
+            self.get(key)
+
+    def _read(self, size: int) -> bytes:
+        return read(self.connection, size, self._deadline, self._closed)
 
 
 class _Work(Protocol):
@@ -292,33 +281,28 @@ class _GlooLink(Link):
         )
 
 
-def _store(
-    epoch: str, host: str, port: int, timeout: timedelta, listener: socket.socket | None = None
-) -> Store:
-    """The store at an address under a prefix of the epoch; its server too, with a listener."""
-    tcp_store = dist.TCPStore(  # type: ignore[attr-defined]  # torch's stubs do not export it
-        host,
-        port,
-        is_master=listener is not None,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=None if listener is None else listener.detach(),
-    )
-    store: Store = dist.PrefixStore(epoch, tcp_store)  # type: ignore[attr-defined]  # as above
-    return store
+@contextlib.contextmanager
+def _detached(lines: Lines) -> Iterator[dict[int, socket.socket]]:
+    """The connections of a group that has met, until its pairs stand."""
+    connections = lines.detach()
+    try:
+        yield connections
+    finally:
+        for connection in connections.values():
+            connection.close()
 
 
-def _pair(store: Store, rank: int, peer: int, address: str, deadline: float) -> _Pair:
+def _pair(line: _Line, rank: int, peer: int, deadline: float) -> _Pair:
     """Forms the pair of ``rank`` and ``peer``, of which one is 0; waits for the other."""
     backend = dist.ProcessGroupGloo
     # A device bound to the address that the peer reaches: gloo's own choice, and torch's, resolves
     # the machine's name. Only private names lead there.
+    address = line.connection.getsockname()[0]
     options = backend._Options()  # type: ignore[attr-defined]  # noqa: SLF001
     options._devices = [backend.create_device(hostname=address, lazy_init=False)]  # noqa: SLF001
     options._timeout = _left(deadline)  # noqa: SLF001
     options._threads = 1  # noqa: SLF001 - for collectives, of which there are none
-    prefixed = dist.PrefixStore(f"pair/{max(rank, peer)}", store)  # type: ignore[attr-defined]
-    group = cast("_Group", backend(prefixed, min(rank, 1), 2, options))
+    group = cast("_Group", backend(line, min(rank, 1), 2, options))
     return _Pair(group, rank, peer)
 
 

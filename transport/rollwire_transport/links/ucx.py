@@ -28,7 +28,7 @@ from rollwire_transport.errors import TransportError, TransportTimeout
 from rollwire_transport.links import libucx
 from rollwire_transport.links.base import Availability, Link, Meeting, Transfer
 from rollwire_transport.links.chain import Watch, Word
-from rollwire_transport.links.control import CARD_BYTES, TICKET_BYTES, Gathering, call
+from rollwire_transport.links.control import TICKET_BYTES, Gathering, call, card_of_rank
 
 if TYPE_CHECKING:
     import socket
@@ -83,7 +83,7 @@ def join(
 ) -> Link:
     """See ``links.join``."""
     deadline = time.monotonic() + timeout
-    lines, ticket = call(epoch, rank, world_size, rendezvous, _card(rank), timeout, closed)
+    lines, ticket = call(epoch, rank, world_size, rendezvous, card_of_rank(rank), timeout, closed)
     connections = lines.detach()
     with _closed_on_error(connections), _worker(device) as worker:
         _write(connections[0], worker.address)
@@ -104,7 +104,7 @@ class _UcxMeeting(Meeting):
 
     def form(self, timeout: float) -> Link:
         deadline = time.monotonic() + timeout
-        lines = self._gathering.gather(_card(0), timeout)
+        lines = self._gathering.gather(card_of_rank(0), timeout)
         chunk_bytes = _DEVICE_CHUNK_BYTES if self._device.type == "cuda" else _HOST_CHUNK_BYTES
         lines.start(_TICKET.pack(chunk_bytes).ljust(TICKET_BYTES, b"\0"))
         connections = lines.detach()
@@ -404,10 +404,6 @@ def _lost(*, previous: bool) -> Iterator[None]:
         yield
     except libucx.load().UCXError as error:
         raise _Lost(str(error), previous=previous) from error
-
-
-def _card(rank: int) -> bytes:
-    return rank.to_bytes(CARD_BYTES, "little")  # any number of members may share a device
 
 
 @contextlib.contextmanager
