@@ -66,14 +66,18 @@ class Servers:
         self._version += 1
         return self._version
 
-    @contextlib.asynccontextmanager
-    async def fleet(self, steps: Steps | None = None) -> AsyncIterator[Fleet]:
-        """A fleet of all of them, whose calls ``steps`` watches."""
-        async with contextlib.AsyncExitStack() as stack:
-            with (steps or Steps()).watching():
-                fleet = Fleet(self.addresses, timeouts=QUICK, probe_interval=0.2)
-                await stack.enter_async_context(fleet)
-            yield fleet
+    def fleet(self, steps: Steps | None = None) -> contextlib.AbstractAsyncContextManager[Fleet]:
+        return open_fleet(self.addresses, steps)
+
+
+@contextlib.asynccontextmanager
+async def open_fleet(addresses: list[str], steps: Steps | None = None) -> AsyncIterator[Fleet]:
+    """A fleet whose calls ``steps`` watches."""
+    async with contextlib.AsyncExitStack() as stack:
+        with (steps or Steps()).watching():
+            fleet = Fleet(addresses, timeouts=QUICK, probe_interval=0.2)
+            await stack.enter_async_context(fleet)
+        yield fleet
 
 
 def publisher(fleet: Fleet, backend: str = "gloo", **options: object) -> Publisher:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,18 @@ ESTABLISHED = "01"
 SECONDS = 30
 
 
+@dataclass(frozen=True)
+class Victim:
+    """The server that something happens to."""
+
+    address: str
+    pid: int
+
+    @classmethod
+    def of(cls, server: ServerProcess) -> Victim:
+        return cls(server.address, server.process.pid)
+
+
 class Strike:
     """Calls ``act`` once, in a phase of the publish that goes over channels watched by ``steps``.
 
@@ -38,9 +51,7 @@ class Strike:
         act: What happens.
     """
 
-    def __init__(
-        self, phase: str, steps: Steps, victim: ServerProcess, act: Callable[[], None]
-    ) -> None:
+    def __init__(self, phase: str, steps: Steps, victim: Victim, act: Callable[[], None]) -> None:
         self._phase = phase
         self._victim = victim
         self._act = act
@@ -77,7 +88,7 @@ class Strike:
             port = int(request.rendezvous.rpartition(":")[2])
 
             async def is_time() -> bool:
-                return self.done or is_connected(self._victim.process.pid, port)
+                return self.done or is_connected(self._victim.pid, port)
 
             await until(is_time, SECONDS)
             self._happens()

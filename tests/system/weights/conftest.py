@@ -13,5 +13,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="package")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    with shared_servers(tmp_path_factory.mktemp("weights"), 3) as three:
+    with shared_servers(
+        tmp_path_factory.mktemp("weights"), 3, "--bucket-timeout-seconds", "4"
+    ) as three:
         yield three

@@ -22,7 +22,7 @@ from support.calls import connected, until
 from support.crossing import PROMPT, assert_equal_under, crossing
 from support.fleets import QUICK, TIMEOUTS, policy, published, publisher
 from support.footprint import Footprint, nothing_is_left
-from support.phases import PHASES, Strike
+from support.phases import PHASES, Strike, Victim
 from support.publishing import status
 from support.steps import Steps
 
@@ -61,7 +61,7 @@ async def test_a_fault_costs_one_server(
         trainer = publisher(fleet)
         await published(trainer, old)
         before = [Footprint.of(server.process.pid) for server in (first, last)]
-        strike = Strike(phase, steps, victim, lambda: fault(victim))
+        strike = Strike(phase, steps, Victim.of(victim), lambda: fault(victim))
         async with crossing(first.address, last.address) as sequences:
             began = time.monotonic()
             source = strike.source(await policy(trainer, new))
