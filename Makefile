@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/
 
-.PHONY: demo test test-fast test-protobuf7 lint protos clean
+.PHONY: demo test test-fast test-protobuf7 test-sglang lint protos clean
 
 demo: $(VENV)/installed ## two servers, a trainer, a policy that learns
 	$(RUN)rollwire demo
@@ -18,6 +18,12 @@ test-fast: $(VENV)/installed ## what takes seconds
 # The committed API code loads on two generations of protobuf; this is the newer one.
 test-protobuf7: .overlay/installed
 	PYTHONPATH=.overlay $(RUN)pytest -m "not gpu and not slow" tests/protos tests/client tests/contract
+
+# The contract on SGLang, on a CPU; Python 3.11 and 3 GB for an environment of its own.
+SGLANG := sglang==0.5.23 torchvision==0.28.0
+test-sglang: .sglang/installed
+	PYTHONPATH=tests/sglang_on_cpu OMP_NUM_THREADS=1 .sglang/bin/python -m pytest tests/contract --engine sglang
+	PYTHONPATH=tests/sglang_on_cpu OMP_NUM_THREADS=1 .sglang/bin/python -m pytest tests/server/engines/test_sglang.py
 
 lint: $(VENV)/installed
 	$(RUN)ruff check .
@@ -41,5 +47,12 @@ $(VENV)/installed: requirements/dev.txt pyproject.toml
 	$(RUN)pip install --quiet --disable-pip-version-check --no-deps --target .overlay -r requirements/protobuf7.txt
 	touch $@
 
+.sglang/installed: requirements/sglang.txt pyproject.toml
+	$(PYTHON) -m venv .sglang
+	.sglang/bin/pip install --quiet --disable-pip-version-check -r requirements/sglang.txt
+	.sglang/bin/pip install --quiet --disable-pip-version-check --no-deps $(SGLANG)
+	.sglang/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
 clean:
-	rm -rf $(VENV) .overlay demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .overlay .sglang demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -31,12 +31,13 @@ class ServerSettings(BaseSettings):
     model: str = Field(
         description="a Hugging Face checkpoint directory, builtin:tiny or builtin:tiny-moe"
     )
-    engine: Literal["embedded", "synthetic"] = Field(
+    engine: Literal["embedded", "sglang", "synthetic"] = Field(
         "embedded", description="what samples; synthetic: random tokens at a set rate, of no model"
     )
     engine_arg: list[str] = Field(
         [],
-        description="name=value for the engine alone, any number of times; synthetic: "
+        description="name=value for the engine alone, any number of times; sglang: an argument of "
+        "its own (tp-size=2), or unresponsive-seconds (20); synthetic: "
         "tokens-per-second (100, of each sequence; 0: as fast as can be), "
         "prefill-tokens-per-second (0: at once), vocab-size (512), weight-bytes (4096)",
     )

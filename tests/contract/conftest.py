@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 from support.calls import Api, connected
-from support.contract import EXCEPTIONS, FLAGS
+from support.contract import EXCEPTIONS, flags
 from support.servers import ServerProcess, servers
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.parent != here:
             continue
-        name = item.name.partition("[")[0]
-        exceptions = EXCEPTIONS[engine]
-        if (reason := exceptions.get(name) or exceptions.get(item.path.name)) is not None:
+        names = (item.name, item.name.partition("[")[0], item.path.name)
+        reasons = (EXCEPTIONS[engine].get(name) for name in names)
+        if (reason := next(filter(None, reasons), None)) is not None:
             item.add_marker(pytest.mark.skip(reason=f"{engine}: {reason}"))
 
 
@@ -33,8 +33,9 @@ def server(
 ) -> Iterator[ServerProcess]:
     """A server with the engine under test, for all cases that leave it as they found it."""
     engine = request.config.getoption("--engine")
-    with servers(tmp_path_factory.mktemp("contract")) as start:
-        yield start("--engine", engine, *FLAGS[engine])
+    folder = tmp_path_factory.mktemp("contract")
+    with servers(folder) as start:
+        yield start("--engine", engine, *flags(engine, folder))
 
 
 @pytest_asyncio.fixture

@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
 FLAGS = {
     "embedded": ["--model", "builtin:tiny"],
     "synthetic": ["--model", "none", "--engine-arg", "tokens-per-second=2000"],
+    "sglang": ["--dtype", "float32", "--engine-arg", "enable-deterministic-inference=true"],
 }
 
+
+def flags(engine: str, folder: Path) -> list[str]:
+    """How an engine is started with builtin:tiny; ``folder`` is for a checkpoint of it."""
+    if engine != "sglang":
+        return FLAGS[engine]
+    from rollwire_server.engines.embedded.builtin import build
+
+    build("builtin:tiny").save_pretrained(folder / "tiny")
+    return ["--model", str(folder / "tiny"), *FLAGS[engine]]
+
+
 _NO_MODEL = "it has no model: its log-probabilities are those of equal logits"
+_NO_MINIMUM = "SGLang counts min_new_tokens with a tokenizer, and has none here: it is refused"
+_NO_MIN_P = "SGLang's sampler has no min-p in the mode that honours seeds: it is refused"
+_NO_SCALED = "SGLang never divides the prompt's logits by the temperature: it is refused"
+_NO_ROUTING = "SGLang reports routing on GPUs only, and the engine does not read it yet"
 _NO_CACHE = "it has no KV cache to share"
 
-# By engine, with the reason: a case, or a whole file of them.
+# By engine, with the reason: a case, one of its parameters, or a whole file.
 EXCEPTIONS: dict[str, dict[str, str]] = {
     "embedded": {},
+    "sglang": {
+        "test_experts.py": _NO_ROUTING,
+        "test_min_new_tokens_keeps_stop_tokens_away": _NO_MINIMUM,
+        "test_logprobs_are_of_the_basis_that_was_asked_for[TEMPERATURE-0.6]": _NO_SCALED,
+        "test_logprobs_are_of_the_basis_that_was_asked_for[TEMPERATURE-1.7]": _NO_SCALED,
+        "test_only_what_truncation_leaves_is_drawn[0-1.0-0.4]": _NO_MIN_P,
+        "test_only_what_truncation_leaves_is_drawn[50-0.8-0.1]": _NO_MIN_P,
+        "test_min_new_tokens_counts_what_came_before_an_interruption": _NO_MINIMUM,
+    },
     "synthetic": {
         "test_experts.py": "it has no experts",
         "test_prefix_cache.py": _NO_CACHE,

@@ -15,17 +15,21 @@ from pathlib import Path
 
 import pytest
 
+from support.executed import ExecutedCommand
 from support.forked import ServerCommand
 
-START_SECONDS = 60
+START_SECONDS = 120
 STOP_SECONDS = 30
+
+# Engines with processes of their own, which they cannot start from a fork.
+EXECUTED = {"sglang"}
 
 
 @dataclass
 class ServerProcess:
     """A ``rollwire-server`` that is up."""
 
-    process: ServerCommand
+    process: ServerCommand | ExecutedCommand
     address: str
     server_id: str
     log: Path
@@ -52,7 +56,9 @@ def _start(folder: Path, *flags: str) -> ServerProcess:
     arguments = ["--model", "builtin:tiny"] if "--model" not in flags else []
     arguments += ["--listen", "127.0.0.1:0"] if "--listen" not in flags else []
     log.touch()
-    process = ServerCommand(
+    engine = flags[flags.index("--engine") + 1] if "--engine" in flags else "embedded"
+    start = ExecutedCommand if engine in EXECUTED else ServerCommand
+    process = start(
         [*arguments, "--ready-file", str(ready), *flags],
         log,
         {**os.environ, "OMP_NUM_THREADS": "1"},

@@ -229,6 +229,9 @@ class EngineInfo:
         device: Where its weights are, so where links should receive.
         staging: Where an update waits for its commit: "device" or "host".
         staging_bytes: What a full update takes there.
+        unsupported_sampling: Fields of ``SamplingParams`` that it cannot keep to: requests that
+            set them are refused.
+        scaled_prompt_logprobs: Those of the prompt can be of logits / temperature.
     """
 
     engine: str
@@ -244,6 +247,8 @@ class EngineInfo:
     max_running_sequences: int
     max_top_logprobs: int
     routed_experts: bool
+    unsupported_sampling: frozenset[str] = frozenset()
+    scaled_prompt_logprobs: bool = True
 
 
 @dataclass(frozen=True, slots=True)

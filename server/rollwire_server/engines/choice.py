@@ -66,9 +66,36 @@ def _synthetic(settings: ServerSettings) -> Engine:
     return SyntheticEngine(config)
 
 
+def _sglang(settings: ServerSettings) -> Engine:
+    from rollwire_server.engines.sglang import SglangConfig, SglangEngine
+    from rollwire_server.engines.sglang.config import parse_arguments
+
+    arguments = parse_arguments(_arguments(settings.engine_arg))
+    own = {}
+    if "unresponsive_seconds" in arguments:
+        own["unresponsive_seconds"] = arguments.pop("unresponsive_seconds")
+    device = settings.device
+    if device == "auto":
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return SglangEngine(
+        SglangConfig(
+            model=settings.model,
+            dtype=settings.dtype,
+            device=device,
+            max_running_sequences=settings.max_running,
+            context_length=settings.context_length,
+            arguments=arguments,
+            **own,
+        )
+    )
+
+
 _ENGINES: dict[str, Callable[[ServerSettings], Engine]] = {
     "embedded": _embedded,
     "synthetic": _synthetic,
+    "sglang": _sglang,
 }
 
 

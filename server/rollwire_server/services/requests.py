@@ -29,6 +29,7 @@ LOGPROB_BASES = {
     rollout_pb2.LOGPROB_BASIS_MODEL: LogprobBasis.MODEL,
     rollout_pb2.LOGPROB_BASIS_SAMPLED: LogprobBasis.SAMPLED,
 }
+LONGEST_SECONDS = 315_576_000_000  # of google.protobuf.Duration
 ID_CHARACTERS = 256
 STOP_TOKENS = 1024
 LEAST_TEMPERATURE = 1e-6  # below, logits / temperature may not be finite
@@ -64,7 +65,7 @@ def read_request(message: rollout_pb2.GenerateRequest, info: EngineInfo, key: in
             f"{sampling.max_new_tokens} that max_new_tokens and the context allow",
             field="output_token_ids",
         )
-    _check_extras(message, info)
+    _check_extras(message, info, sampling)
     least = message.min_weight_version if message.HasField("min_weight_version") else None
     most = message.max_weight_version if message.HasField("max_weight_version") else None
     if least is not None and most is not None and least > most:
@@ -94,13 +95,19 @@ def read_request(message: rollout_pb2.GenerateRequest, info: EngineInfo, key: in
 
 
 def read_duration(message: object, field: str) -> float | None:
-    """Seconds of a Duration field, None where it is absent; raises ServiceError when negative."""
+    """Seconds of a Duration field, None where it is absent; raises ServiceError when negative, or
+    longer than a Duration may be.
+    """
     if not message.HasField(field):  # type: ignore[attr-defined]
         return None
     duration: Duration = getattr(message, field)
     seconds = duration.seconds + duration.nanos / 1e9
     if seconds < 0:
         raise ServiceError(Reason.BAD_REQUEST, f"{field} is negative: {seconds:g} s", field=field)
+    if seconds > LONGEST_SECONDS:
+        raise ServiceError(
+            Reason.BAD_REQUEST, f"{field} is {seconds:g} s, more than 10,000 years", field=field
+        )
     return seconds
 
 
@@ -129,7 +136,9 @@ def _check_tokens(field: str, token_ids: Iterable[int], info: EngineInfo) -> Non
         )
 
 
-def _check_extras(message: rollout_pb2.GenerateRequest, info: EngineInfo) -> None:
+def _check_extras(
+    message: rollout_pb2.GenerateRequest, info: EngineInfo, sampling: SamplingParams
+) -> None:
     basis = LOGPROB_BASES.get(message.logprob_basis)
     if basis not in info.logprob_bases:
         offered = ", ".join(sorted(basis.name for basis in info.logprob_bases))
@@ -143,6 +152,14 @@ def _check_extras(message: rollout_pb2.GenerateRequest, info: EngineInfo) -> Non
             Reason.BAD_SAMPLING,
             f"top_logprobs is {message.top_logprobs}, the most is {info.max_top_logprobs}",
             field="top_logprobs",
+        )
+    scaled = basis is LogprobBasis.TEMPERATURE and sampling.temperature not in (0.0, 1.0)
+    if message.prompt_logprobs and scaled and not info.scaled_prompt_logprobs:
+        raise ServiceError(
+            Reason.BAD_SAMPLING,
+            f"prompt_logprobs come from the {info.engine} engine at temperature 0 or 1 only, not "
+            f"at {sampling.temperature:g}: ask for them in a request of their own",
+            field="prompt_logprobs",
         )
     if message.routed_experts and not info.routed_experts:
         raise ServiceError(
@@ -167,6 +184,9 @@ def _read_sampling(
         raise _bad_sampling("top_p", f"is {top_p:g}, not above 0 and at most 1")
     if not 0 <= message.min_p <= 1:
         raise _bad_sampling("min_p", f"is {message.min_p:g}, not from 0 to 1")
+    for name in info.unsupported_sampling:
+        if getattr(message, name):
+            raise _bad_sampling(name, f"is nothing that the {info.engine} engine can keep to")
     most = min(message.max_new_tokens, room) if message.HasField("max_new_tokens") else room
     if most == 0:
         raise _bad_sampling("max_new_tokens", "is 0: nothing would be sampled")

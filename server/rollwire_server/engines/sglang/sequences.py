@@ -1,0 +1,215 @@
+"""The sequences of one engine: what each has, under which id SGLang knows it, what it reports."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rollwire_server.engines.base import (
+    End,
+    EndReason,
+    Extras,
+    PromptLogprobs,
+    SequenceSpec,
+    Step,
+    TopLogprobs,
+    WeightTag,
+)
+
+from .bridge import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from .bridge import Chunk
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One that has not ended.
+
+    Attributes:
+        tokens: Output tokens, the prefix among them.
+        rid: SGLang's id for it; None while it waits to be sent.
+        revision: Of the oldest key or value that it can hold: it was sent under it.
+        started: It has a token since it was last sent.
+        told: Whether its prompt's extras have been reported.
+    """
+
+    spec: SequenceSpec
+    tokens: list[int] = field(default_factory=list)
+    rid: str | None = None
+    revision: int = 0
+    started: bool = False
+    told: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens, the prompt's among them."""
+        return len(self.spec.prompt) + len(self.tokens)
+
+
+class Sequences:
+    """All that have not ended, and those that SGLang has yet to end.
+
+    Attributes:
+        context_length: No sequence gets longer.
+        ending: Of sequences that were given up: tokens by SGLang's id, until SGLang ends them.
+    """
+
+    def __init__(self, context_length: int) -> None:
+        self.context_length = context_length
+        self.ending: dict[str, int] = {}
+        self._live: dict[int, Sequence] = {}
+        self._unsent: dict[int, Sequence] = {}
+        self._sent: dict[str, Sequence] = {}
+        self._numbers = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def add(self, spec: SequenceSpec) -> None:
+        """A sequence that waits to be sent."""
+        self._live[spec.key] = self._unsent[spec.key] = Sequence(spec, list(spec.prefix))
+
+    @property
+    def sent(self) -> int:
+        """How many SGLang has."""
+        return len(self._sent)
+
+    def next_unsent(self) -> Sequence | None:
+        """The oldest that waits to be sent."""
+        return next(iter(self._unsent.values()), None)
+
+    def send(self, sequence: Sequence, revision: int) -> Request:
+        """What SGLang is to sample of a sequence from now on, under an id never used before.
+
+        Keys and values are shared among sequences that were sent under the same revision only.
+        """
+        spec, sampling = sequence.spec, sequence.spec.sampling
+        sequence.rid = f"{next(self._numbers):016x}"  # of one length: SGLang matches prefixes
+        sequence.revision, sequence.started = revision, False
+        del self._unsent[spec.key]
+        self._sent[sequence.rid] = sequence
+        room = min(sampling.max_new_tokens, self.context_length - len(spec.prompt))
+        return Request(
+            rid=sequence.rid,
+            input_ids=[*spec.prompt, *sequence.tokens],
+            max_new_tokens=room - len(sequence.tokens),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            stop_token_ids=sampling.stop_token_ids,
+            cache_key=f"revision {revision}",
+            top_logprobs=spec.top_logprobs,
+            prompt_logprobs=spec.prompt_logprobs and not sequence.told,
+        )
+
+    def remove(self, keys: Iterable[int]) -> list[str]:
+        """Gives sequences up; returns the ids that SGLang must end."""
+        gone = [s for key in keys if (s := self._live.pop(key, None)) is not None]
+        for sequence in gone:
+            self._unsent.pop(sequence.spec.key, None)
+        return [rid for s in gone if (rid := self._take_back(s)) is not None]
+
+    def recall(self, *, started: bool) -> tuple[list[str], int]:
+        """Makes sequences wait again that have no token yet, or all of them.
+
+        Returns the ids that SGLang must end, and how many tokens are to be computed again.
+        """
+        recalled = [s for s in self._sent.values() if started or not s.started]
+        tokens = sum(s.length for s in recalled if s.started)
+        waiting = sorted([*recalled, *self._unsent.values()], key=lambda s: s.spec.key)
+        self._unsent = {s.spec.key: s for s in waiting}
+        return [rid for s in recalled if (rid := self._take_back(s)) is not None], tokens
+
+    def take(self, chunks: Iterable[Chunk], weights: WeightTag) -> tuple[Step, list[str]]:
+        """What chunks say, as a step; and the ids that SGLang must end because of it."""
+        step = Step(weights, [], [], [])
+        to_end: list[str] = []
+        for chunk in chunks:
+            if (sequence := self._sent.get(chunk.rid)) is None:
+                self._of_ending(chunk, to_end)
+                continue
+            if chunk.ended is not None:
+                del self._sent[chunk.rid]
+            end = self._append(step, sequence, chunk)
+            if end is not None:
+                step.ends.append(end)
+                del self._live[end.key]
+                if chunk.ended is None and (rid := self._take_back(sequence)) is not None:
+                    to_end.append(rid)
+        if all(revision == weights.revision for revision in step.oldest_kv_revisions):
+            step.oldest_kv_revisions = []
+        return step, to_end
+
+    def end(self, sequence: Sequence, message: str) -> End:
+        """Ends one that SGLang does not take."""
+        del self._live[sequence.spec.key]
+        if sequence.rid is not None:
+            self._sent.pop(sequence.rid, None)
+        return End(sequence.spec.key, EndReason.FAILED, message)
+
+    def kv_tokens(self) -> int:
+        """Keys and values that are in use; what is only kept for others does not count."""
+        started = sum(s.length for s in self._sent.values() if s.started)
+        return started + sum(self.ending.values())
+
+    def _of_ending(self, chunk: Chunk, to_end: list[str]) -> None:
+        if chunk.ended is not None:
+            self.ending.pop(chunk.rid, None)
+        elif chunk.rid in self.ending:
+            to_end.append(chunk.rid)  # it sampled on: asked again until it ends
+
+    def _take_back(self, sequence: Sequence) -> str | None:
+        rid, sequence.rid = sequence.rid, None
+        if rid is None or self._sent.pop(rid, None) is None:
+            return None
+        self.ending[rid] = sequence.length if sequence.started else 0
+        return rid
+
+    def _append(self, step: Step, sequence: Sequence, chunk: Chunk) -> End | None:
+        """Adds a chunk to a step, up to the token that ends the sequence."""
+        spec, sampling = sequence.spec, sequence.spec.sampling
+        if chunk.token_ids:
+            self._tell(step, sequence, chunk)
+        limit = min(sampling.max_new_tokens, self.context_length - len(spec.prompt))
+        for token, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True):
+            sequence.tokens.append(token)
+            sequence.started = True
+            step.keys.append(spec.key)
+            step.token_ids.append(token)
+            step.logprobs.append(logprob)
+            step.oldest_kv_revisions.append(sequence.revision)
+            if token in sampling.stop_token_ids:
+                return End(spec.key, EndReason.STOP)
+            if len(sequence.tokens) >= limit:
+                return End(spec.key, EndReason.LENGTH)
+        if chunk.ended is not None:
+            return End(spec.key, EndReason.FAILED, f"SGLang ended the sequence: {chunk.ended}")
+        return None
+
+    def _tell(self, step: Step, sequence: Sequence, chunk: Chunk) -> None:
+        """What the sequence asked for beside its tokens."""
+        spec, extras = sequence.spec, Extras()
+        if spec.top_logprobs:
+            extras.top_logprobs = _top(spec.top_logprobs, chunk)
+        if not sequence.told:
+            sequence.told = True
+            extras.cached_prompt_tokens = min(chunk.cached_tokens, len(spec.prompt))
+            if spec.prompt_logprobs and len(spec.prompt) > 1:
+                known = chunk.prompt_logprobs[: len(spec.prompt) - 1]
+                extras.prompt_logprobs.append(PromptLogprobs(1, known))
+        if extras != Extras():
+            step.extras[spec.key] = extras
+
+
+def _top(k: int, chunk: Chunk) -> TopLogprobs:
+    return TopLogprobs(
+        k,
+        [token for token_ids, _ in chunk.top for token in token_ids[:k]],
+        [value for _, values in chunk.top for value in values[:k]],
+    )

@@ -1,0 +1,260 @@
+"""What the contract does not show of the SGLang engine: its processes, its loader, its refusals."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+import torch
+from rollwire_server.engines.embedded.builtin import build
+from rollwire_server.engines.sglang import loader
+from rollwire_server.engines.sglang.checkpoint import describe_checkpoint
+from rollwire_server.engines.sglang.shared_memory import allocate, views
+from rollwire_transport import TensorSpec
+from support.calls import Generation, connected, generate, reason_of, request
+from support.contract import flags
+from support.executed import ExecutedCommand
+from support.reference import logits, of_tokens
+from support.servers import servers
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from support.servers import ServerProcess, StartServer
+    from torch import Tensor
+
+LONG = 3000
+NOTICED_SECONDS = 30
+
+
+def running(*, of: int) -> list[int]:
+    """SGLang's own processes of one server."""
+    pids = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            name = (path / "cmdline").read_text()
+        except OSError:  # it has ended meanwhile
+            continue
+        if parent == of and name.startswith("sglang::"):
+            pids.append(int(path.name))
+    return pids
+
+
+def scheduler(server: ServerProcess) -> int:
+    (pid,) = (
+        pid
+        for pid in running(of=server.process.pid)
+        if Path(f"/proc/{pid}/cmdline").read_text().startswith("sglang::scheduler")
+    )
+    return pid
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("sglang")
+    with servers(folder) as start:
+        yield start("--engine", "sglang", *flags("sglang", folder))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+class TestServers:
+    """Whole servers, with SGLang's processes."""
+
+    async def test_an_abort_ends_no_sequence_whose_id_begins_alike(
+        self, server: ServerProcess
+    ) -> None:
+        """SGLang ends every id that begins with the given one."""
+        async with connected(server.address) as api:
+            generations = [
+                Generation(api, request((1 + i,), LONG, request_id=f"named-{i}")) for i in range(20)
+            ]
+            for generation in generations:
+                await generation.some(1)
+            assert await api.abort("named-0") == (1, [])
+            assert (await generations[0].all()).reason == "ABORTED"
+            for generation in generations[1:]:
+                await generation.some(len(generation.output.tokens) + 10)
+                assert generation.output.finish is None
+            await api.abort(*(f"named-{i}" for i in range(1, 20)))
+            await api.idle()
+
+    @pytest.mark.parametrize(
+        ("change", "field"),
+        [
+            ({"min_new_tokens": 2}, "sampling.min_new_tokens"),
+            ({"min_p": 0.1}, "sampling.min_p"),
+            ({"prompt_logprobs": True, "temperature": 0.5}, "prompt_logprobs"),
+        ],
+    )
+    async def test_what_it_cannot_do_is_refused_and_not_ignored(
+        self, server: ServerProcess, change: dict[str, object], field: str
+    ) -> None:
+        async with connected(server.address) as api:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await generate(api, request((1, 2), 4, **change))
+            assert reason_of(caught.value) == "BAD_SAMPLING"
+            assert field.rpartition(".")[2] in (caught.value.details() or "")
+            assert (await generate(api, request((1, 2), 4))).reason == "LENGTH"
+
+    @pytest.mark.parametrize("temperature", [0.6, 1.7])
+    async def test_logprobs_are_of_logits_divided_by_the_temperature(
+        self, server: ServerProcess, temperature: float
+    ) -> None:
+        prompt = tuple(range(40, 60))
+        async with connected(server.address) as api:
+            output = await generate(
+                api, request(prompt, 20, seed=5, temperature=temperature, top_logprobs=4)
+            )
+        model = build("builtin:tiny")
+        whole = logits(model, [*prompt, *output.tokens])[len(prompt) - 1 : -1] / temperature
+        expected = whole.log_softmax(-1)
+        own = of_tokens(expected, output.tokens).tolist()
+        assert output.logprobs == pytest.approx(own, abs=1e-4)
+        for row, (ids, logprobs) in zip(expected, output.top, strict=True):
+            assert logprobs == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
+            assert logprobs == pytest.approx(row[ids].tolist(), abs=1e-4)
+
+    async def test_an_interrupt_from_the_terminal_is_the_servers_to_answer(
+        self, server: ServerProcess
+    ) -> None:
+        """Ctrl-C goes to all processes of a terminal: SGLang's must not end by it."""
+        for pid in running(of=server.process.pid):
+            os.kill(pid, signal.SIGINT)
+        async with connected(server.address) as api:
+            assert (await generate(api, request((1, 2), 50))).reason == "LENGTH"
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+    async def test_a_dead_or_frozen_scheduler_is_noticed(
+        self, start_server: StartServer, tmp_path: Path, number: int
+    ) -> None:
+        """Its sequences end INTERRUPTED with their tokens; the server exits with a failure."""
+        server = start_server(
+            "--engine", "sglang", *flags("sglang", tmp_path),
+            "--engine-arg", "unresponsive-seconds=3",
+        )  # fmt: skip
+        processes = running(of=server.process.pid)
+        async with connected(server.address) as api:
+            generation = Generation(api, request((1,), LONG))
+            await generation.some(3)
+            os.kill(scheduler(server), number)
+            output = await generation.all()
+        assert output.reason == "INTERRUPTED"
+        assert output.finish is not None
+        assert output.finish.output_tokens == len(output.tokens) >= 3
+        assert server.process.wait(NOTICED_SECONDS) == 1
+        assert not server.log.with_suffix(".json").exists()
+        assert "SGLang is dead" in server.log.read_text().splitlines()[-1]
+        assert_ended(processes)
+
+    @pytest.mark.slow
+    def test_a_killed_server_leaves_no_process(
+        self, start_server: StartServer, tmp_path: Path
+    ) -> None:
+        server = start_server("--engine", "sglang", *flags("sglang", tmp_path))
+        processes = running(of=server.process.pid)
+        assert processes
+        server.kill()
+        assert_ended(processes)
+
+    @pytest.mark.slow
+    def test_a_wrong_argument_is_told_in_one_line(self, tmp_path: Path) -> None:
+        log = tmp_path / "server.log"
+        command = ["--engine", "sglang", *flags("sglang", tmp_path), "--listen", "127.0.0.1:0"]
+        server = ExecutedCommand(
+            [*command, "--engine-arg", "no-such-thing=1"], log, dict(os.environ)
+        )
+        assert server.wait(NOTICED_SECONDS * 2) == 1
+        last = log.read_text().splitlines()[-1]
+        assert last.startswith("rollwire-server: SGLang did not start: ")
+        assert "no_such_thing" in last
+
+
+def assert_ended(pids: Iterable[int]) -> None:
+    deadline = time.monotonic() + NOTICED_SECONDS
+    for pid in pids:
+        while Path(f"/proc/{pid}").exists():
+            assert time.monotonic() < deadline, f"process {pid} still runs"
+            time.sleep(0.05)
+
+
+class Fragile(nn.Module):
+    """A model whose loader fails at the tensor "bad", as SGLang's may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = nn.Parameter(torch.zeros(4, 2))
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            if name == "bad":
+                raise KeyError(name)
+            self.fused.data[: len(tensor)].copy_(tensor)
+
+
+class TestLoader:
+    """What runs inside SGLang's scheduler processes."""
+
+    def obey(self, model: nn.Module, folder: Path, do: str, **more: object) -> dict[str, object]:
+        command = json.dumps({"do": do, "answers": str(folder), **more})
+        loader.load(model, [(command, torch.empty(0))])
+        answer: dict[str, object] = json.loads((folder / "0.json").read_text())
+        return answer
+
+    def test_staged_tensors_get_in_place_and_the_fingerprint_tells_them(
+        self, tmp_path: Path
+    ) -> None:
+        model = Fragile()
+        before = self.obey(model, tmp_path, "look")
+        staged = allocate([TensorSpec("good", "float32", (2, 2))])
+        staged["good"].copy_(torch.arange(4.0).view(2, 2))
+        after = self.obey(model, tmp_path, "put", staged=staged.layout.told())
+        assert (before["touched"], after["touched"], after["error"]) == (False, True, None)
+        assert model.fused.tolist() == [[0, 1], [2, 3], [0, 0], [0, 0]]
+        assert before["fingerprint"] != after["fingerprint"]
+        assert self.obey(model, tmp_path, "look")["fingerprint"] == after["fingerprint"]
+
+    def test_a_failure_says_whether_weights_were_touched(self, tmp_path: Path) -> None:
+        staged = allocate([TensorSpec(name, "float32", (2, 2)) for name in ("good", "bad")])
+        torn = self.obey(Fragile(), tmp_path, "put", staged=staged.layout.told())
+        assert torn["touched"]
+        assert torn["error"] == "KeyError: 'bad'"
+        gone = {**staged.layout.told(), "path": str(tmp_path / "nothing")}
+        whole = self.obey(Fragile(), tmp_path, "put", staged=gone)
+        assert not whole["touched"]
+        assert whole["error"]
+
+
+def test_staged_memory_is_the_same_in_another_process_and_leaves_with_it() -> None:
+    specs = [TensorSpec("a", "bfloat16", (3, 5)), TensorSpec("b", "float32", ())]
+    staged = allocate(specs)
+    path = staged.layout.path
+    for name, tensor in views(staged.layout).items():
+        tensor.fill_(7)
+        assert (staged[name] == 7).all()
+    read = subprocess.run(["cat", path], capture_output=True, check=True)
+    assert (
+        read.stdout[:30]
+        == torch.full((15,), 7, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
+    )
+    del staged
+    assert not Path(path).exists()
+
+
+def test_a_tied_output_is_an_alias(tmp_path: Path) -> None:
+    flags("sglang", tmp_path)
+    specs, digests = describe_checkpoint(tmp_path / "tiny", torch.bfloat16)
+    by_name = {spec.name: spec for spec in specs}
+    assert by_name["lm_head.weight"].alias_of == "model.embed_tokens.weight"
+    assert {spec.dtype for spec in specs} == {"bfloat16"}
+    assert digests.keys() == by_name.keys() - {"lm_head.weight"}
