@@ -3,69 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from client.publishing import holds, publish, publishing
 from client.scripted import until
-from client.scripted_weights import BUCKET_BYTES, SCHEMA, PublishableServer, policy
+from client.scripted_weights import SCHEMA, PublishableServer, policy
 from rollwire.v1 import weights_pb2
 from rollwire_client import (
     ClosedError,
     DigestMismatchError,
-    Fleet,
     KvPolicy,
     Publisher,
     PublishFailedError,
     PublishHandle,
     PublishInProgressError,
     PublishReport,
-    PublishTimeouts,
     SchemaMismatchError,
     ServerUnreachableError,
-    SourceError,
     StalePublisherError,
-    Timeouts,
     TransferError,
     UpdateRefusedError,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-TIMEOUTS = PublishTimeouts(silence=0.5, join=5, bucket=5, stalled=0.5, staged=5, discard=0.5)
-
-
-@contextlib.asynccontextmanager
-async def publishing(
-    count: int, timeouts: PublishTimeouts = TIMEOUTS
-) -> AsyncIterator[tuple[list[PublishableServer], Fleet, Publisher]]:
-    servers = [await PublishableServer().start() for _ in range(count)]
-    try:
-        async with Fleet(
-            [server.address for server in servers], timeouts=Timeouts(call=1, close=0.2)
-        ) as fleet:
-            yield (
-                servers,
-                fleet,
-                Publisher(fleet, term=7, bucket_bytes=BUCKET_BYTES, timeouts=timeouts),
-            )
-    finally:
-        await asyncio.gather(*(server.stop() for server in servers))
-
-
-async def publish(publisher: Publisher, version: int | None = 1, seed: int = 0) -> PublishReport:
-    return await (await publisher.publish(version, policy(seed))).committed
-
-
-def holds(server: PublishableServer, seed: int = 0) -> bool:
-    want = {name: tensor for name, tensor in policy(seed).items() if name != "head.weight"}
-    return server.committed.keys() == want.keys() and all(
-        torch.equal(server.committed[name], tensor) for name, tensor in want.items()
-    )
+    from collections.abc import Iterator
 
 
 async def test_every_server_commits_what_was_published() -> None:
@@ -128,107 +91,6 @@ async def test_a_callable_that_gives_something_else_ends_the_publish() -> None:
         assert [server.commits for server in servers] == [[], []]
         await until(lambda: all(handle.update_id in s.discards for s in servers))
         await publish(publisher)  # the next one is not hindered
-
-
-async def test_an_error_of_the_callable_is_the_publish_s() -> None:
-    def source() -> Iterator[tuple[str, torch.Tensor]]:
-        yield "embed.weight", policy()["embed.weight"]
-        raise ZeroDivisionError("of the trainer")
-
-    async with publishing(1) as (servers, _, publisher):
-        handle = await publisher.publish(1, source)
-        told = r"ZeroDivisionError when it was asked for layer\.weight: of the trainer"
-        with pytest.raises(SourceError, match=told) as caught:
-            await handle.committed
-        assert isinstance(caught.value.__cause__, ZeroDivisionError)
-        assert servers[0].commits == []
-        await publish(publisher)  # the next one is not hindered
-
-
-@dataclass
-class Hanging:
-    """A source that hangs at its second tensor."""
-
-    asked: threading.Event = field(default_factory=threading.Event)
-    let_go: threading.Event = field(default_factory=threading.Event)
-    threads: list[threading.Thread] = field(default_factory=list)
-    taken: list[str] = field(default_factory=list)
-
-    def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self.threads.append(threading.current_thread())
-        for name, tensor in policy().items():
-            if name == "layer.weight":
-                self.asked.set()
-                self.let_go.wait(60)
-            yield name, tensor
-            self.taken.append(name)
-
-    def end(self) -> None:
-        self.let_go.set()
-        for thread in self.threads:
-            thread.join(30)
-            assert not thread.is_alive()
-
-
-@pytest.fixture
-def hanging() -> Iterator[Hanging]:
-    source = Hanging()
-    yield source
-    source.end()
-
-
-IMPATIENT = replace(TIMEOUTS, source=0.5)
-
-
-async def test_a_source_that_hangs_ends_the_publish(hanging: Hanging) -> None:
-    async with publishing(2, IMPATIENT) as (servers, fleet, publisher):
-        handle = await publisher.publish(1, hanging)
-        with pytest.raises(SourceError, match=r"did not give layer\.weight within 0\.5 s"):
-            await handle.released
-        with pytest.raises(SourceError, match="the servers keep what they serve"):
-            await handle.committed
-        assert [server.commits for server in servers] == [[], []]
-        await until(lambda: all(handle.update_id in s.discards for s in servers))
-        assert all(member.problem is None for member in fleet.members)
-        await publish(publisher)  # the next one is not hindered
-        hanging.end()
-        assert hanging.taken == ["embed.weight"]  # what comes too late goes nowhere
-        assert all(holds(server) for server in servers)
-
-
-async def test_a_publish_whose_source_hangs_can_be_cancelled(hanging: Hanging) -> None:
-    async with publishing(2, IMPATIENT) as (servers, _, publisher):
-        handle = await publisher.publish(1, hanging)
-        await asyncio.to_thread(hanging.asked.wait, 20)
-        await handle.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await handle.committed
-        await until(lambda: all(handle.update_id in s.discards for s in servers))
-
-
-async def test_no_other_group_is_formed_for_a_source_that_hangs(hanging: Hanging) -> None:
-    async with publishing(2, IMPATIENT) as (servers, _, publisher):
-        handle = await publisher.publish(1, hanging)
-        await asyncio.to_thread(hanging.asked.wait, 20)
-        await servers[0].stop()
-        with pytest.raises(SourceError, match=r"layer\.weight"):
-            await handle.committed
-        assert len(servers[1].joins) == 1
-        assert servers[1].commits == []
-
-
-async def test_a_slow_source_is_waited_for_when_a_server_dies(hanging: Hanging) -> None:
-    def source() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from hanging() if not hanging.threads else policy().items()
-
-    async with publishing(2) as (servers, _, publisher):
-        handle = await publisher.publish(1, source)
-        await asyncio.to_thread(hanging.asked.wait, 20)
-        await servers[0].stop()
-        hanging.let_go.set()
-        report = await handle.committed
-        assert [s.weights is None for s in report.servers] == [True, False]
-        assert holds(servers[1])
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 import rollwire_client.ranks
 import torch.distributed as dist
+from client.publishing import holds, publishing
 from client.scripted import until
-from client.scripted_weights import SCHEMA
-from client.test_publish import holds, policy, publishing
+from client.scripted_weights import SCHEMA, policy
 from rollwire_client import PublishError, PublishInProgressError, Ranks, SourceError
 from rollwire_client.line import Line, Word
 

@@ -1,0 +1,120 @@
+"""Sources that raise, hang, or take their time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import pytest
+from client.publishing import TIMEOUTS, holds, publish, publishing
+from client.scripted import until
+from client.scripted_weights import policy
+from rollwire_client import SourceError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+
+async def test_an_error_of_the_callable_is_the_publish_s() -> None:
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "embed.weight", policy()["embed.weight"]
+        raise ZeroDivisionError("of the trainer")
+
+    async with publishing(1) as (servers, _, publisher):
+        handle = await publisher.publish(1, source)
+        told = r"ZeroDivisionError when it was asked for layer\.weight: of the trainer"
+        with pytest.raises(SourceError, match=told) as caught:
+            await handle.committed
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        assert servers[0].commits == []
+        await publish(publisher)  # the next one is not hindered
+
+
+@dataclass
+class Hanging:
+    """A source that hangs at its second tensor."""
+
+    asked: threading.Event = field(default_factory=threading.Event)
+    let_go: threading.Event = field(default_factory=threading.Event)
+    threads: list[threading.Thread] = field(default_factory=list)
+    taken: list[str] = field(default_factory=list)
+
+    def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.threads.append(threading.current_thread())
+        for name, tensor in policy().items():
+            if name == "layer.weight":
+                self.asked.set()
+                self.let_go.wait(60)
+            yield name, tensor
+            self.taken.append(name)
+
+    def end(self) -> None:
+        self.let_go.set()
+        for thread in self.threads:
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def hanging() -> Iterator[Hanging]:
+    source = Hanging()
+    yield source
+    source.end()
+
+
+IMPATIENT = replace(TIMEOUTS, source=0.5)
+
+
+async def test_a_source_that_hangs_ends_the_publish(hanging: Hanging) -> None:
+    async with publishing(2, IMPATIENT) as (servers, fleet, publisher):
+        handle = await publisher.publish(1, hanging)
+        with pytest.raises(SourceError, match=r"did not give layer\.weight within 0\.5 s"):
+            await handle.released
+        with pytest.raises(SourceError, match="the servers keep what they serve"):
+            await handle.committed
+        assert [server.commits for server in servers] == [[], []]
+        await until(lambda: all(handle.update_id in s.discards for s in servers))
+        assert all(member.problem is None for member in fleet.members)
+        await publish(publisher)  # the next one is not hindered
+        hanging.end()
+        assert hanging.taken == ["embed.weight"]  # what comes too late goes nowhere
+        assert all(holds(server) for server in servers)
+
+
+async def test_a_publish_whose_source_hangs_can_be_cancelled(hanging: Hanging) -> None:
+    async with publishing(2, IMPATIENT) as (servers, _, publisher):
+        handle = await publisher.publish(1, hanging)
+        await asyncio.to_thread(hanging.asked.wait, 20)
+        await handle.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await handle.committed
+        await until(lambda: all(handle.update_id in s.discards for s in servers))
+
+
+async def test_no_other_group_is_formed_for_a_source_that_hangs(hanging: Hanging) -> None:
+    async with publishing(2, IMPATIENT) as (servers, _, publisher):
+        handle = await publisher.publish(1, hanging)
+        await asyncio.to_thread(hanging.asked.wait, 20)
+        await servers[0].stop()
+        with pytest.raises(SourceError, match=r"layer\.weight"):
+            await handle.committed
+        assert len(servers[1].joins) == 1
+        assert servers[1].commits == []
+
+
+async def test_a_slow_source_is_waited_for_when_a_server_dies(hanging: Hanging) -> None:
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from hanging() if not hanging.threads else policy().items()
+
+    async with publishing(2) as (servers, _, publisher):
+        handle = await publisher.publish(1, source)
+        await asyncio.to_thread(hanging.asked.wait, 20)
+        await servers[0].stop()
+        hanging.let_go.set()
+        report = await handle.committed
+        assert [s.weights is None for s in report.servers] == [True, False]
+        assert holds(servers[1])
