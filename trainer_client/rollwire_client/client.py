@@ -12,7 +12,7 @@ from rollwire_client import wire
 from rollwire_client.calls import unary
 from rollwire_client.channels import Credentials, connect
 from rollwire_client.data import Aborted, Chunk, Pause, Resumed, Sampling, ServerInfo
-from rollwire_client.errors import ClosedError, RollwireError
+from rollwire_client.errors import ClosedError, RollwireError, ServerUnreachableError
 from rollwire_client.link import Attempt, Link
 from rollwire_client.request import (
     DEFAULT_SAMPLING,
@@ -255,14 +255,27 @@ class RolloutClient:
         async with self._opening:
             if self._link is None or self._link.lost is not None:
                 # A stream has no deadline, so the server is first asked whether it is there.
-                self._context_length = (await self.info()).context_length
+                info = await self.info()
+                self._context_length = info.context_length
                 self._link = Link(
                     self._rollouts.StreamRollouts(),
                     self.address,
-                    probe=lambda: self.info(timeout=self.timeouts.probe),
+                    probe=lambda: self._expect_server(info.server_id),
                     silence=self.timeouts.silence,
                 )
             return self._link
+
+    async def _expect_server(self, server_id: str) -> None:
+        """Asks whether this process is there.
+
+        Raises:
+            ServerUnreachableError: It is not, even if another one answers at its address.
+        """
+        info = await self.info(timeout=self.timeouts.probe)
+        if info.server_id != server_id:
+            raise ServerUnreachableError(
+                f"{self.address}: another server process has taken its place", server=self.address
+            )
 
     async def _abort(self, request: rollout_pb2.AbortRequest) -> Aborted:
         answer = await unary(

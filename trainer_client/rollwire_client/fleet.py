@@ -13,8 +13,9 @@ from rollwire_client.rollout import Retries, Rollout
 from rollwire_client.trajectory import Draft, Trajectory
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterable, Sequence
+    from collections.abc import AsyncGenerator, Sequence
 
+    from rollwire_client.addresses import Addresses
     from rollwire_client.channels import Credentials
     from rollwire_client.client import Timeouts
     from rollwire_client.data import Chunk, Sampling
@@ -34,9 +35,11 @@ class Fleet(Members):
         timeouts: How long to wait for a server.
         credentials: TLS and token, for all of them.
         probe_interval: Seconds between two questions to each server how it is.
+        resolve_interval: Seconds between two questions to the name or function.
 
     Attributes:
-        members: The servers, in the order of ``addresses``.
+        members: The servers of the moment, in the order of their addresses; empty before the fleet
+            is open.
         policy: What was published last, as one of them serves it.
 
     Raises:
@@ -45,15 +48,20 @@ class Fleet(Members):
 
     def __init__(
         self,
-        addresses: Iterable[str],
+        addresses: Addresses,
         *,
         retries: Retries | None = None,
         timeouts: Timeouts | None = None,
         credentials: Credentials | None = None,
         probe_interval: float = 1.0,
+        resolve_interval: float = 5.0,
     ) -> None:
         super().__init__(
-            addresses, timeouts=timeouts, credentials=credentials, probe_interval=probe_interval
+            addresses,
+            timeouts=timeouts,
+            credentials=credentials,
+            probe_interval=probe_interval,
+            resolve_interval=resolve_interval,
         )
         if not isinstance(retries, Retries | None):
             raise TypeError(
@@ -128,8 +136,9 @@ class Fleet(Members):
             except RollwireError as error:
                 return error
 
-        answers = await asyncio.gather(*(ask(member) for member in self.members))
-        return {member.address: a for member, a in zip(self.members, answers, strict=True)}
+        members = self.members
+        answers = await asyncio.gather(*(ask(member) for member in members))
+        return {member.address: a for member, a in zip(members, answers, strict=True)}
 
     async def newest_version(self) -> int | None:
         """The newest version that a server serves now, of those that answer; None if there is none.

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollwire_client.data import ServerInfo, ServerState, WeightTag
 from rollwire_client.errors import RollwireError, ServerNotReadyError
+from rollwire_client.lifecycle import TRANSITIONS, Event, Life
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable, Iterable
 
     from rollwire.v1 import rollout_pb2
 
     from rollwire_client.client import RolloutClient
     from rollwire_client.link import Attempt
+
+logger = logging.getLogger(__name__)
 
 _READY = {ServerState.SERVING, ServerState.PAUSED}
 _CURABLE = {ServerState.AWAITING_WEIGHTS, ServerState.QUARANTINED}  # by a full update
@@ -29,28 +34,48 @@ class Member:
 
     Attributes:
         client: Of the server.
+        life: Where it is in its life.
         info: What it said last.
         problem: Why it takes no sequences.
         full_until: Its queue was full; when to try again, on the event loop's clock.
     """
 
-    def __init__(self, client: RolloutClient, *, changed: Callable[[], None]) -> None:
-        """``changed`` is called whenever it becomes ready, or has more room."""
+    def __init__(
+        self,
+        client: RolloutClient,
+        *,
+        changed: Callable[[], None],
+        policy: WeightTag | None = None,
+    ) -> None:
+        """``changed`` is called whenever it becomes ready, or has more room; without ``policy``
+        it may serve any.
+        """
         self.client = client
+        self.life = Life.JOINING
         self.info: ServerInfo | None = None
-        self.problem: RollwireError | None = ServerNotReadyError(
-            f"{client.address}: was not asked yet", server=client.address
-        )
+        self.problem: RollwireError | None = self._not_ready("was not asked yet")
         self.full_until = 0.0
         self._changed = changed
-        self._policy: WeightTag | None = None
+        self._policy = policy
         self._starting_tokens = 0
-        self._doubted = asyncio.Event()
+        self._attempts = 0
+        self._works: set[asyncio.Task[Any]] = set()
+        self._poked = asyncio.Event()
 
     @property
     def address(self) -> str:
         """Of the server."""
         return self.client.address
+
+    @property
+    def server_id(self) -> str:
+        """Of the process that answered last; "" before that."""
+        return self.info.server_id if self.info is not None else ""
+
+    @property
+    def version(self) -> int | None:
+        """Of the weights that it is known to serve."""
+        return self.info.weights.version if self.info is not None else None
 
     @property
     def outstanding_tokens(self) -> int:
@@ -59,63 +84,87 @@ class Member:
 
     def has(self, version: int | None) -> bool:
         """Whether its weights are known to be at least of this version."""
-        if version is None:
-            return True
-        served = self.info.weights.version if self.info is not None else None
-        return served is not None and served >= version
+        return version is None or (self.version is not None and self.version >= version)
 
-    async def start(self, request: rollout_pb2.GenerateRequest) -> Attempt:
-        """Starts an attempt here, which counts as outstanding at once."""
-        context = self.info.context_length if self.info is not None else 0
-        tokens = request.sampling.max_new_tokens or context
-        self._starting_tokens += tokens
+    @contextlib.asynccontextmanager
+    async def attempt(self, request: rollout_pb2.GenerateRequest) -> AsyncIterator[Attempt]:
+        """An attempt here, which counts as outstanding at once; leaving it aborts it.
+
+        Raises:
+            RollwireError: It cannot be started.
+        """
+        self._attempts += 1
         try:
-            return await self.client.start(request)
+            attempt = await self._start(request)
+            try:
+                yield attempt
+            finally:
+                attempt.close()
         finally:
-            self._starting_tokens -= tokens
+            self._attempts -= 1
+            self._poke_if_unused()
 
     def doubt(self, error: RollwireError) -> None:
         """A sequence failed here: ask the server before it gets another."""
-        self.problem = error
-        self._doubted.set()
+        self._move(Event.FAILED, error)
+        self._poked.set()
 
     def learn(self, weights: WeightTag) -> None:
         """The server has committed these weights."""
-        if self.info is not None:
+        if self.info is not None and self.info.server_id == weights.server_id:
             self.info = replace(self.info, weights=weights)
+        else:
+            self._poked.set()
 
     def expect(self, policy: WeightTag) -> None:
         """From now on the server takes sequences only under this policy, or a newer one."""
         self._policy = policy
-        if self.info is not None and self.problem is None:
-            self.problem = self._judge(self.info)
-        self._doubted.set()
+        if self.info is not None and self.life is Life.READY:
+            self._move(*self._judge(self.info))
+        self._poked.set()
 
-    async def watch(self, interval: float) -> None:
-        """Asks the server for ever: every ``interval`` seconds, and whenever it is in doubt."""
+    def rejoin(self) -> None:
+        """Its address is in the fleet's list again."""
+        self._move(Event.LISTED, self._not_ready("was not asked yet"))
+        self._poked.set()
+
+    def leave(self, works: Iterable[asyncio.Task[Any]]) -> None:
+        """Its address is not in the list: it goes once its sequences and ``works`` have ended."""
+        self._move(Event.UNLISTED, self._not_ready("left the fleet"))
+        for work in works:
+            self._works.add(work)
+            work.add_done_callback(self._work_ended)
+        self._poked.set()
+
+    async def tend(self, interval: float) -> None:
+        """Asks the server every ``interval`` seconds, and whenever it is in doubt, until it has
+        left; then its channel is closed.
+        """
         while True:
-            await self.probe()
-            try:
+            self._poked.clear()
+            if self.life is not Life.LEAVING:
+                await self.probe()
+            elif not self._attempts and not self._works:
+                self._move(Event.UNUSED, self._not_ready("left the fleet"))
+                await self.client.close()
+                return
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval):
-                    await self._doubted.wait()
-            except TimeoutError:
-                pass
+                    await self._poked.wait()
 
     async def probe(self) -> ServerInfo | None:
         """Asks the server how it is; None if it does not say."""
-        self._doubted.clear()
+        self._poked.clear()
         try:
             info = await self.client.info(timeout=self.client.timeouts.probe)
         except RollwireError as error:
-            self.problem = error
+            self._move(Event.FAILED, error)
             return None
         if self.info is not None and _is_later(self.info.weights, info.weights):
             info = replace(info, weights=self.info.weights)
         self.info = info
-        if not self._doubted.is_set():  # else it is asked again at once
-            self.problem = self._judge(self.info)
-        if self.problem is None:
-            self._changed()
+        if not self._poked.is_set():  # else it is asked again at once
+            self._move(*self._judge(self.info))
         return info
 
     def is_behind(self, info: ServerInfo) -> bool:
@@ -126,18 +175,46 @@ class Member:
             return True
         return info.state in _READY and _is_behind(info.weights, self._policy)
 
-    def _judge(self, info: ServerInfo) -> RollwireError | None:
+    async def _start(self, request: rollout_pb2.GenerateRequest) -> Attempt:
+        context = self.info.context_length if self.info is not None else 0
+        tokens = request.sampling.max_new_tokens or context
+        self._starting_tokens += tokens
+        try:
+            return await self.client.start(request)
+        finally:
+            self._starting_tokens -= tokens
+
+    def _work_ended(self, work: asyncio.Task[Any]) -> None:
+        self._works.discard(work)
+        self._poke_if_unused()
+
+    def _poke_if_unused(self) -> None:
+        if self.life is Life.LEAVING and not self._attempts and not self._works:
+            self._poked.set()
+
+    def _move(self, event: Event, problem: RollwireError | None) -> None:
+        life = TRANSITIONS[self.life].get(event)
+        if life is None:
+            return
+        if life is not self.life:
+            logger.info("%s: %s, was %s: %s", self.address, life.value, self.life.value, problem)
+        self.life = life
+        self.problem = problem
+        if problem is None:
+            self._changed()
+
+    def _judge(self, info: ServerInfo) -> tuple[Event, RollwireError | None]:
         if info.state not in _READY:
-            return ServerNotReadyError(
-                f"{self.address}: is {info.state.value}", server=self.address
-            )
+            return Event.RESTS, self._not_ready(f"is {info.state.value}")
         if self._policy is not None and _is_behind(info.weights, self._policy):
-            return ServerNotReadyError(
-                f"{self.address}: serves version {info.weights.version}, the fleet "
-                f"{self._policy.version}: the next publish brings it up, or catch_up()",
-                server=self.address,
+            return Event.LAGS, self._not_ready(
+                f"serves version {info.weights.version}, the fleet {self._policy.version}: "
+                f"the next publish brings it up, or catch_up()"
             )
-        return None
+        return Event.SERVES, None
+
+    def _not_ready(self, why: str) -> ServerNotReadyError:
+        return ServerNotReadyError(f"{self.address}: {why}", server=self.address)
 
 
 def _is_later(known: WeightTag, told: WeightTag) -> bool:

@@ -1,22 +1,29 @@
-"""The servers of a fleet: how each is, and which gets the next sequence."""
+"""The servers of a fleet: who they are, how each is, and which gets the next sequence."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rollwire_client import addresses as sources
+from rollwire_client.channels import Credentials, CredentialsError
 from rollwire_client.client import RolloutClient, Timeouts
 from rollwire_client.data import ServerState
 from rollwire_client.errors import ClosedError, UnavailableError
+from rollwire_client.lifecycle import Life
 from rollwire_client.member import Member
+from rollwire_client.routing import Router
 from rollwire_client.tasks import end
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable
+    from collections.abc import Coroutine, Sequence
 
-    from rollwire_client.channels import Credentials
+    from rollwire.v1 import rollout_pb2
+
+    from rollwire_client.addresses import Addresses
     from rollwire_client.data import WeightTag
 
 T = TypeVar("T")
@@ -30,41 +37,50 @@ class Members:
     """What rollouts and publishes share of a fleet; its methods are the library's own.
 
     Args:
-        addresses: HOST:PORT of each server, at least one.
+        addresses: Of the servers, see ``Fleet``.
         timeouts: How long to wait for a server.
         credentials: TLS and token, for all of them.
         probe_interval: Seconds between two questions to each server how it is.
+        resolve_interval: Seconds between two questions where the servers are.
 
     Attributes:
-        members: The servers, in the order of ``addresses``.
         policy: What was published last, as one of them serves it.
     """
 
     def __init__(
         self,
-        addresses: Iterable[str],
+        addresses: Addresses,
         *,
         timeouts: Timeouts | None,
         credentials: Credentials | None,
         probe_interval: float,
+        resolve_interval: float,
     ) -> None:
-        if isinstance(addresses, str):
-            raise TypeError(f"addresses is the text {addresses!r}: give a list of HOST:PORT")
-        self.members = tuple(
-            Member(
-                RolloutClient(address, timeouts=timeouts, credentials=credentials),
-                changed=self._on_change,
+        if not isinstance(timeouts, Timeouts | None):
+            raise TypeError(
+                f"timeouts is {timeouts!r}: say Timeouts(call={timeouts!r}), or another"
             )
-            for address in dict.fromkeys(addresses)
-        )
-        if not self.members:
-            raise ValueError("a fleet needs at least one server address")
+        self._source = sources.address_source(addresses)
         self.policy: WeightTag | None = None
         self._timeouts = timeouts or Timeouts()
+        self._credentials = credentials or Credentials()
+        if self._credentials.secure and self._credentials.server_name is None:
+            name = self._source.server_name
+            self._credentials = replace(self._credentials, server_name=name)
         self._probe_interval = probe_interval
+        self._resolve_interval = resolve_interval
+        self._all: dict[str, Member] = {}  # those that are leaving too
+        self._listed: tuple[Member, ...] = ()
+        self._router = Router()
         self._change = asyncio.Event()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._works: set[asyncio.Task[Any]] = set()
+        self._tending: set[asyncio.Task[Any]] = set()
         self._closed = True
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The servers of the moment, in the order of their addresses; empty before it is open."""
+        return self._listed
 
     def own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Runs ``work`` as a task that ends with the fleet at the latest.
@@ -77,60 +93,126 @@ class Members:
         except ClosedError:
             work.close()
             raise
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return _keep(work, self._works)
 
     def learn(self, address: str, weights: WeightTag) -> None:
         """The server at ``address`` has committed these weights."""
-        for member in self.members:
-            if member.address == address:
-                member.learn(weights)
+        if (member := self._all.get(address)) is not None:
+            member.learn(weights)
 
     def expect(self, policy: WeightTag) -> None:
         """From now on servers that serve less than this policy get no sequences."""
         self.policy = policy
-        for member in self.members:
+        for member in self._all.values():
             member.expect(policy)
 
     async def behind(self) -> list[Member]:
         """Asks all servers; those that could serve the policy published last, and do not."""
-        infos = await asyncio.gather(*(member.probe() for member in self.members))
+        members = self.members
+        infos = await asyncio.gather(*(member.probe() for member in members))
         return [
             member
-            for member, info in zip(self.members, infos, strict=True)
+            for member, info in zip(members, infos, strict=True)
             if info is not None and member.is_behind(info)
         ]
 
     async def _open(self) -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            for member in self.members:
-                await stack.enter_async_context(member.client)
+        self._all, self._listed = {}, ()
+        try:
             await self._find_a_server()
-            stack.pop_all()
+        except BaseException:
+            await self._close_clients()
+            raise
         self._closed = False
-        for member in self.members:
-            self.own(member.watch(self._probe_interval))
+        for member in self._all.values():
+            _keep(member.tend(self._probe_interval), self._tending)
+        if not self._source.fixed:
+            _keep(self._follow(), self._tending)
 
     async def _close(self) -> None:
         self._closed = True
         self._on_change()
-        await end(self._tasks)
-        await asyncio.gather(*(member.client.close() for member in self.members))
+        await end([*self._works, *self._tending])
+        await self._close_clients()
 
-    async def _pick(self, version: int | None, *, timeout: float) -> Member:
-        """The least busy of the servers that are ready, as ``rollout.Pick`` has it."""
+    async def _close_clients(self) -> None:
+        await asyncio.gather(*(member.client.close() for member in self._all.values()))
+
+    async def _find_a_server(self) -> None:
+        """Asks where they are, and all of them, until one is up."""
+        clock = asyncio.get_running_loop().time
+        give_up = clock() + self._timeouts.start
+        told = False
+        while True:
+            problem = await self._resolve()
+            infos = await asyncio.gather(*(member.probe() for member in self.members))
+            if any(info is not None and info.state is not ServerState.STARTING for info in infos):
+                return
+            problem = problem or self._problems()
+            if clock() >= give_up:
+                raise UnavailableError(f"no server is up: {problem}")
+            if not told:
+                told = True
+                seconds = self._timeouts.start
+                logger.warning("waiting %g s for a server: %s", seconds, problem)
+            await asyncio.sleep(min(_START_POLL, max(give_up - clock(), 0)))
+
+    async def _follow(self) -> None:
+        """Keeps up with the list; without one, the servers stay those of the last."""
+        before: str | None = None
+        while True:
+            await asyncio.sleep(self._resolve_interval)
+            try:
+                problem = await self._resolve()
+            except CredentialsError as error:  # a file of theirs is gone
+                problem = str(error)
+            if problem is not None and problem != before:
+                logger.warning("%s; the fleet keeps its %d servers", problem, len(self.members))
+            before = problem
+
+    async def _resolve(self) -> str | None:
+        """Makes the servers those of the list of now; says why if it cannot."""
+        if self._source.fixed and self._all:
+            return None
+        try:
+            addresses = await sources.ask(self._source, timeout=self._timeouts.call)
+        except LookupError as error:
+            return str(error.args[0])
+        await self._list(addresses)
+        return None
+
+    async def _list(self, addresses: Sequence[str]) -> None:
+        for address in addresses:
+            member = self._all.get(address)
+            if member is None or member.life is Life.GONE:
+                await self._join(address)
+            elif member.life is Life.LEAVING:
+                member.rejoin()
+        for member in self.members:
+            if member.address not in addresses:
+                member.leave(self._works)
+        self._listed = tuple(self._all[address] for address in addresses)
+        self._all = {a: m for a, m in self._all.items() if m.life is not Life.GONE}
+        self._on_change()
+
+    async def _join(self, address: str) -> None:
+        client = RolloutClient(address, timeouts=self._timeouts, credentials=self._credentials)
+        await client.__aenter__()
+        member = Member(client, changed=self._on_change, policy=self.policy)
+        self._all[address] = member
+        if not self._closed:
+            _keep(member.tend(self._probe_interval), self._tending)
+
+    async def _pick(self, request: rollout_pb2.GenerateRequest, *, timeout: float) -> Member:
+        """One of the servers that are ready, as ``rollout.Pick`` has it."""
         clock = asyncio.get_running_loop().time
         give_up = clock() + timeout
         while True:
             self._check_open()
             now = clock()
             ready = [m for m in self.members if m.problem is None]
-            free = [m for m in ready if m.full_until <= now]
-            current = [m for m in free if m.has(version)]
-            if chosen := current or free:  # one that is behind makes the sequence wait
-                return min(chosen, key=lambda m: m.outstanding_tokens)
+            if free := [m for m in ready if m.full_until <= now]:
+                return self._router.choose(free, request)
             if now >= give_up:
                 raise UnavailableError(f"no server is ready: {self._problems()}")
             until = min([give_up, *(m.full_until for m in ready)])
@@ -138,23 +220,6 @@ class Members:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(until - now):
                     await change.wait()
-
-    async def _find_a_server(self) -> None:
-        """Asks all of them until one is up."""
-        clock = asyncio.get_running_loop().time
-        give_up = clock() + self._timeouts.start
-        told = False
-        while True:
-            infos = await asyncio.gather(*(member.probe() for member in self.members))
-            if any(info is not None and info.state is not ServerState.STARTING for info in infos):
-                return
-            if clock() >= give_up:
-                raise UnavailableError(f"no server is up: {self._problems()}")
-            if not told:
-                told = True
-                seconds = self._timeouts.start
-                logger.warning("waiting %g s for a server: %s", seconds, self._problems())
-            await asyncio.sleep(min(_START_POLL, max(give_up - clock(), 0)))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -168,3 +233,10 @@ class Members:
         return "; ".join(
             str(member.problem or f"{member.address}: its queue is full") for member in self.members
         )
+
+
+def _keep(work: Coroutine[Any, Any, T], tasks: set[asyncio.Task[Any]]) -> asyncio.Task[T]:
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task

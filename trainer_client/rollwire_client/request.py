@@ -35,6 +35,8 @@ class RolloutOptions(TypedDict, total=False):
         logprob_basis: Of the log-probabilities. Default: ``LogprobBasis.TEMPERATURE``.
         min_weight_version: Do not sample under older weights: the sequence waits for newer ones.
         max_weight_version: Do not sample under newer weights: their commit ends the sequence.
+        session_id: Names sequences that share a prefix: a fleet sends them to the server that has
+            it, until that is clearly busier than the others. Default: none.
         timeout: Seconds from start to last token, then ``TimedOutError``. Default: no limit.
     """
 
@@ -42,6 +44,7 @@ class RolloutOptions(TypedDict, total=False):
     logprob_basis: LogprobBasis
     min_weight_version: int | None
     max_weight_version: int | None
+    session_id: str
     timeout: float | None
 
 
@@ -83,6 +86,7 @@ def generate_request(
     made.logprob_basis = wire.LOGPROB_BASES[basis]
     put(made, "min_weight_version", options.get("min_weight_version"))
     put(made, "max_weight_version", options.get("max_weight_version"))
+    put(made, "session_id", options.get("session_id"))
     put_seconds(made, "timeout", options.get("timeout"))
     return made
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from rollwire.v1 import rollout_pb2
 
-    from rollwire_client.link import Attempt
     from rollwire_client.member import Member
     from rollwire_client.trajectory import Draft
 
@@ -52,8 +51,8 @@ class Retries:
 class Pick(Protocol):
     """Chooses a server that is ready."""
 
-    async def __call__(self, version: int | None, *, timeout: float) -> Member:
-        """Waits for a server, preferably one with weights of at least ``version``.
+    async def __call__(self, request: rollout_pb2.GenerateRequest, *, timeout: float) -> Member:
+        """Waits for a server, preferably one whose weights the request takes now.
 
         Raises:
             UnavailableError: None was ready within ``timeout`` seconds.
@@ -86,27 +85,24 @@ class Rollout:
         try:
             while True:
                 member = await self._choose()
-                attempt: Attempt | None = None
                 failure: RollwireError | None = None
                 try:
-                    attempt = await member.start(self._request)
-                    while (chunk := await attempt.next(whole=whole)) is not None:
-                        if (finish := chunk.finish) and finish.reason is FinishReason.INTERRUPTED:
-                            failure = ServerNotReadyError(
-                                f"{member.address}: gave the sequence up: {finish.message}",
-                                server=member.address,
-                            )
-                            chunk = replace(chunk, finish=None)
-                        self._draft.add(chunk, member.address)
-                        if chunk.token_ids:
-                            self._failures.clear()
-                        if chunk.token_ids or chunk.finish:
-                            yield chunk
+                    async with member.attempt(self._request) as attempt:
+                        while (chunk := await attempt.next(whole=whole)) is not None:
+                            finish = chunk.finish
+                            if finish and finish.reason is FinishReason.INTERRUPTED:
+                                failure = ServerNotReadyError(
+                                    f"{member.address}: gave the sequence up: {finish.message}",
+                                    server=member.address,
+                                )
+                                chunk = replace(chunk, finish=None)
+                            self._draft.add(chunk, member.address)
+                            if chunk.token_ids:
+                                self._failures.clear()
+                            if chunk.token_ids or chunk.finish:
+                                yield chunk
                 except RollwireError as error:
                     failure = error
-                finally:
-                    if attempt is not None:
-                        attempt.close()
                 if failure is None:
                     return
                 await self._recover(member, failure)
@@ -120,13 +116,8 @@ class Rollout:
         if not self._failures:
             self._failing_since = now
         give_up = self._failing_since + self._retries.seconds
-        version = (
-            self._request.min_weight_version
-            if self._request.HasField("min_weight_version")
-            else None
-        )
         try:
-            return await self._pick(version, timeout=min(give_up, self._deadline) - now)
+            return await self._pick(self._request, timeout=min(give_up, self._deadline) - now)
         except UnavailableError as error:
             if self._clock() >= self._deadline:
                 raise self._timed_out() from error
