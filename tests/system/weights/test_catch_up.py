@@ -1,0 +1,75 @@
+"""A server that died and came back empty is caught up while the other goes on sampling."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import torch
+from rollwire_client import Fleet, Publisher, RolloutClient, Sampling, ServerInfo, ServerState
+from support.calls import connected, until
+from support.publishing import status
+
+if TYPE_CHECKING:
+    from rollwire_client import Chunk
+    from support.servers import StartServer
+    from torch import Tensor
+
+LONG = Sampling(max_new_tokens=4000, seed=1, ignore_eos=True)
+
+
+async def policy(publisher: Publisher) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        spec.name: (torch.randn(spec.shape, generator=generator) * 0.1).to(
+            getattr(torch, spec.dtype)
+        )
+        for spec in await publisher.schema()
+        if spec.alias_of is None
+    }
+
+
+async def test_a_restarted_server_is_caught_up_and_the_other_is_not_disturbed(
+    start_server: StartServer,
+) -> None:
+    steady, victim = start_server(), start_server()
+    async with Fleet([steady.address, victim.address], probe_interval=0.2) as fleet:
+        publisher = Publisher(fleet)
+        tensors = await policy(publisher)
+        published = await (await publisher.publish(7, tensors)).committed
+        assert published.failed == ()
+        assert (await publisher.catch_up(tensors)).servers == ()
+
+        victim.kill()
+        start_server("--listen", victim.address, "--await-weights")
+
+        async def state() -> ServerState | None:
+            info = (await fleet.info())[victim.address]
+            return info.state if isinstance(info, ServerInfo) else None
+
+        async def awaits() -> bool:
+            return await state() is ServerState.AWAITING_WEIGHTS
+
+        await until(awaits, 30)
+        async with RolloutClient(steady.address) as client, connected(steady.address) as api:
+            before = await status(api)
+            stream = client.stream([1, 2, 3], LONG)
+            chunks: list[Chunk] = [await anext(stream)]
+            report = await publisher.catch_up(tensors)
+            chunks += [await anext(stream) for _ in range(2)]  # it goes on
+            await stream.aclose()
+            after = await status(api)
+        assert [told.address for told in report.servers] == [victim.address]
+        assert report.failed == ()
+        assert (report.version, report.digest) == (7, published.digest)
+        assert report.servers[0].weights is not None
+        assert report.servers[0].weights.digest == published.digest
+        # The other was neither announced to, nor has it committed or held anything.
+        assert {chunk.weights for chunk in chunks} == {published.servers[0].weights}
+        assert after.committed_update_id == before.committed_update_id == published.update_id
+        assert after.history == before.history
+
+        # The one that came back serves again, equal to the other.
+        assert await state() is ServerState.SERVING
+        await until(lambda: asyncio.sleep(0, not any(m.problem for m in fleet.members)), 30)
+        assert (await publisher.catch_up(tensors)).servers == ()
