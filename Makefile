@@ -34,11 +34,12 @@ lint: $(VENV)/installed
 protos: $(VENV)/installed ## makes the API's code again after a change of its .proto files
 	PATH=$(VENV)/bin:$$PATH $(RUN)python scripts/generate_protos.py
 
-$(VENV)/installed: requirements/dev.txt pyproject.toml
+$(VENV)/installed: requirements/dev.txt requirements/deploy.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rollwire needs Python 3.11 or newer")'
 	@echo "Installing into $(VENV): a minute or more of silence, 1.5 GB"
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	$(RUN)pip install --quiet --disable-pip-version-check --no-deps -r requirements/deploy.txt
 	$(RUN)pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 

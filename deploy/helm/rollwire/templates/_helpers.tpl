@@ -1,0 +1,88 @@
+{{- define "rollwire.name" -}}
+{{- if contains "rollwire" .Release.Name -}}
+{{ .Release.Name | trunc 63 | trimSuffix "-" }}
+{{- else -}}
+{{ printf "%s-rollwire" .Release.Name | trunc 63 | trimSuffix "-" }}
+{{- end -}}
+{{- end }}
+
+{{- define "rollwire.selector" -}}
+app.kubernetes.io/name: rollwire
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "rollwire.labels" -}}
+{{ include "rollwire.selector" . }}
+app.kubernetes.io/component: {{ .Values.frozen | ternary "judge" "policy" }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end }}
+
+{{- define "rollwire.port.api" -}}50051{{- end }}
+{{- define "rollwire.port.health" -}}50052{{- end }}
+{{- define "rollwire.port.metrics" -}}9464{{- end }}
+
+{{- /* All that has to do with going down follows from drainSeconds. */}}
+{{- define "rollwire.preStopSeconds" -}}5{{- end }}
+{{- define "rollwire.graceSeconds" -}}
+{{- /* 30: the last messages, and letting go of the GPU. */ -}}
+{{ add (.Values.drainSeconds | ceil | int) (include "rollwire.preStopSeconds" .) 30 }}
+{{- end }}
+
+{{- /* A value as the server reads it: large numbers in full. */}}
+{{- define "rollwire.text" -}}
+{{ kindIs "string" . | ternary . (toJson .) }}
+{{- end }}
+
+{{- define "rollwire.flag" -}}
+{{- if kindIs "bool" .value -}}
+--{{ .value | ternary "" "no-" }}{{ .name }}
+{{- else -}}
+--{{ .name }}={{ include "rollwire.text" .value }}
+{{- end -}}
+{{- end }}
+
+{{- define "rollwire.args" -}}
+- {{ printf "--model=%s" .Values.model | quote }}
+- --engine={{ .Values.engine }}
+{{- range $name, $value := .Values.engineArgs }}
+- {{ printf "--engine-arg=%s=%s" $name (include "rollwire.text" $value) | quote }}
+{{- end }}
+- --listen=0.0.0.0:{{ include "rollwire.port.api" . }}
+- --health-listen=0.0.0.0:{{ include "rollwire.port.health" . }}
+- --metrics-listen=0.0.0.0:{{ include "rollwire.port.metrics" . }}
+- --drain-seconds={{ include "rollwire.text" .Values.drainSeconds }}
+{{- if .Values.frozen }}
+- --frozen
+{{- else if .Values.awaitWeights }}
+- --await-weights
+{{- end }}
+{{- if .Values.tls.secret }}
+- --tls-cert=/etc/rollwire/tls/tls.crt
+- --tls-key=/etc/rollwire/tls/tls.key
+{{- if .Values.tls.mutual }}
+- --tls-client-ca=/etc/rollwire/tls/ca.crt
+{{- end }}
+{{- end }}
+{{- if .Values.tokens.secret }}
+- --rollout-token-file=/etc/rollwire/tokens/rollout
+- --control-token-file=/etc/rollwire/tokens/control
+{{- end }}
+{{- range $name, $value := .Values.flags }}
+- {{ include "rollwire.flag" (dict "name" $name "value" $value) | quote }}
+{{- end }}
+{{- end }}
+
+{{- /* What no single value shows to be wrong. */}}
+{{- define "rollwire.check" -}}
+{{- if and .Values.tokens.secret (not .Values.tls.secret) }}
+{{- fail "tokens.secret needs tls.secret: the server refuses tokens that travel in the clear" }}
+{{- end }}
+{{- if and .Values.tls.mutual (not .Values.tls.secret) }}
+{{- fail "tls.mutual needs tls.secret" }}
+{{- end }}
+{{- if and (hasPrefix "/models" .Values.model) (not .Values.modelVolume) }}
+{{- fail (printf "model %s lies under /models: name the volume that holds it as modelVolume" .Values.model) }}
+{{- end }}
+{{- end }}
