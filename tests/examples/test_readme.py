@@ -17,13 +17,19 @@ README = Path(__file__).parents[2] / "README.md"
 SECONDS = 120
 
 
+def blocks(addresses: list[str]) -> list[str]:
+    """The README's Python, with the addresses of real servers."""
+    found = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    for told, real in zip(("127.0.0.1:50051", "127.0.0.1:50052"), addresses, strict=True):
+        assert [code.count(told) for code in found] == [1] * len(found)
+        found = [code.replace(told, real) for code in found]
+    return found
+
+
 @pytest.mark.slow
 def test_what_a_trainer_says_to_servers(start_server: StartServer, tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     addresses = [start_server().address, start_server().address]
-    for told, real in zip(("127.0.0.1:50051", "127.0.0.1:50052"), addresses, strict=True):
-        assert code.count(told) == 1
-        code = code.replace(told, real)
+    code, _ = blocks(addresses)
     for version in (1, 2):  # it can be run again
         done = subprocess.run(
             [sys.executable, "-c", code],
@@ -39,3 +45,24 @@ def test_what_a_trainer_says_to_servers(start_server: StartServer, tmp_path: Pat
             assert line.startswith(f"{address} WeightTag(version={version}, ")
         # The rollout is done, under the new policy if it was not faster than the publish.
         assert re.search(rf" 2000 ({version}|{version - 1 or None})$", last)
+
+
+@pytest.mark.slow
+def test_a_sharded_trainer(start_server: StartServer, tmp_path: Path) -> None:
+    addresses = [start_server().address, start_server().address]
+    _, code = blocks(addresses)
+    (tmp_path / "sharded.py").write_text(code)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", "sharded.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (report,) = done.stdout.splitlines()
+    for address in addresses:
+        assert f"address='{address}', weights=WeightTag(version=1, revision=1, " in report
+    assert report.count("error=None") == 2
