@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ROLLOUT_SERVICE: str = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
 WEIGHT_SERVICE: str = weights_pb2.DESCRIPTOR.services_by_name["WeightService"].full_name
-MANIFEST_BYTES = 64 << 20  # the only large message: 10 MiB for 100,000 tensors
+MANIFEST_BYTES = 32 << 20  # the only large message: 10 MiB for 100,000 tensors
 FLUSH_SECONDS = 2.0  # for streams to deliver their last messages
 CHANNEL_OPTIONS = [
     ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server on it

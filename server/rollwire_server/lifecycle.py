@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from rollwire_server.engines.base import EngineError
 from rollwire_server.errors import Reason, ServiceError
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 COMMIT = "commit"
+MOST_HOLDS = 1000
 
 
 class State(enum.Enum):
@@ -64,6 +66,7 @@ class Rpc(enum.Enum):
     """The calls that ask before they act."""
 
     GENERATE = "Generate"
+    PICK_UP = "a pick-up"
     ABORT = "Abort"
     PAUSE = "Pause"
     RESUME = "Resume"
@@ -139,11 +142,10 @@ class Lifecycle:
         self._holds: dict[str, Hold] = {}
         self._default_pause_lease = default_pause_lease
         self._engine: Engine | None = None
-        self._engine_held = False
+        self._engine_held: bool | None = False  # None: it is being told
         self._held_since = 0.0
         self._held_before = 0.0
-        self._settling = asyncio.Condition()
-        self._changed = asyncio.Event()
+        self._change = asyncio.Event()  # set, and replaced, at every change of holds or engine
         self._observers: list[Callable[[State], None]] = []
 
     @property
@@ -162,7 +164,7 @@ class Lifecycle:
     def held_seconds(self) -> float:
         """For how long the engine was held, in sum."""
         now = time.monotonic()
-        return self._held_before + (now - self._held_since if self._engine_held else 0.0)
+        return self._held_before + (now - self._held_since if self._held_since else 0.0)
 
     @property
     def pauses(self) -> list[str]:
@@ -187,7 +189,7 @@ class Lifecycle:
     def attach(self, engine: Engine) -> None:
         """Names the engine that holds act on, once it is started."""
         self._engine = engine
-        self._changed.set()
+        self._changed()
 
     def happened(self, event: Event) -> None:
         """Moves to the mode that an event leads to."""
@@ -204,6 +206,12 @@ class Lifecycle:
         if pause_id == COMMIT:
             raise ServiceError(Reason.BAD_REQUEST, f"{COMMIT!r} names the server's own hold: "
                                "choose another pause_id", field="pause_id")  # fmt: skip
+        if len(self._holds) >= MOST_HOLDS and pause_id not in self._holds:
+            raise ServiceError(
+                Reason.BAD_REQUEST,
+                f"{len(self.pauses)} pauses hold this server, the most there may be: resume some",
+                field="pause_id",
+            )
         seconds = self._default_pause_lease if lease is None else lease
         await self._hold(Hold(pause_id, time.monotonic() + seconds if seconds else None))
         return pause_id
@@ -228,36 +236,40 @@ class Lifecycle:
         The one place that holds and releases the engine: a caller that is cancelled half way leaves
         nothing undone.
         """
+        try:
+            await self._keep_in_step()
+        finally:
+            self._engine = None  # it goes down: nobody waits for it any more
+            self._changed()
+
+    async def _keep_in_step(self) -> None:
         while True:
-            self._changed.clear()
+            change = self._change
             self._expire(time.monotonic())
-            if self._engine is not None and not self._settled:
-                await self._settle(self._engine)
+            if self._engine is not None and self._engine_held is not self.held:
+                await self._tell_engine(self._engine)
+                continue
+            if change is not self._change:
                 continue
             expiries = [hold.expires for hold in self._holds.values() if hold.expires is not None]
             until_next = min(expiries) - time.monotonic() if expiries else None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(until_next):
-                    await self._changed.wait()
+                    await change.wait()
 
-    @property
-    def _settled(self) -> bool:
-        return self._engine is None or self._engine_held == self.held
-
-    async def _settle(self, engine: Engine) -> None:
+    async def _tell_engine(self, engine: Engine) -> None:
         held = self.held
-        if held:
-            await engine.hold()
-        else:
-            await engine.release()
+        self._engine_held = None
+        with contextlib.suppress(EngineError):  # a dead one samples nothing either
+            await (engine.hold() if held else engine.release())
         now = time.monotonic()
-        if held and not self._engine_held:
+        if held:
             self._held_since = now
-        elif not held and self._engine_held:
+        elif self._held_since:
             self._held_before += now - self._held_since
-        async with self._settling:
-            self._engine_held = held
-            self._settling.notify_all()
+            self._held_since = 0.0
+        self._engine_held = held
+        self._changed()
 
     def _expire(self, now: float) -> None:
         over = [h.name for h in self._holds.values() if h.expires is not None and h.expires <= now]
@@ -266,25 +278,32 @@ class Lifecycle:
             self._drop(over)
 
     async def _hold(self, hold: Hold) -> None:
+        """Returns once no step is in flight, or the hold is lifted again."""
         before = self.state
         self._holds[hold.name] = hold
         self._tell(before, f"hold {hold.name}")
-        await self._until_settled()
+        self._changed()
+        await self._until(lambda: self._engine_held is True or hold.name not in self._holds)
 
     async def _lift(self, names: list[str]) -> None:
+        """Returns once the engine goes on, or something else holds it."""
         self._drop(names)
-        await self._until_settled()
+        await self._until(lambda: self._engine_held is False or self.held)
 
     def _drop(self, names: list[str]) -> None:
         before = self.state
         for name in names:
             self._holds.pop(name, None)
         self._tell(before, f"lift {', '.join(names)}")
+        self._changed()
 
-    async def _until_settled(self) -> None:
-        self._changed.set()
-        async with self._settling:
-            await self._settling.wait_for(lambda: self._settled)
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        while self._engine is not None and not is_so():
+            await self._change.wait()
+
+    def _changed(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
 
     def _tell(self, before: State, why: str) -> None:
         if (after := self.state) is before:

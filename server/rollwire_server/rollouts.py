@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 ATTEMPTS_REMEMBERED = 100_000
+MOST_KEPT = 10_000
 
 
 class Rollouts:
@@ -64,6 +65,7 @@ class Rollouts:
         self._records: dict[str, Sequence] = {}
         self._sampling: dict[int, Sequence] = {}
         self._awaiting_version: dict[Sequence, None] = {}
+        self._kept: dict[Sequence, None] = {}  # ended, to be picked up; oldest first
         self._attempts: OrderedDict[str, int] = OrderedDict()
         self._dropped: list[int] = []
         self._drops = asyncio.Event()
@@ -95,11 +97,14 @@ class Rollouts:
         Returns the stream's reader, which begins right after the given prefix. Raises ServiceError,
         and then nothing has changed.
         """
-        self._lifecycle.check(Rpc.GENERATE)
-        self._refuse_stale(request)
+        if request.detach_grace > (most := self._max_sequence_seconds):
+            request = dataclasses.replace(request, detach_grace=most)
         record = self._records.get(request.request_id)
+        self._refuse_stale(request, record)
         if record is not None and record.request.attempt == request.attempt:
+            self._lifecycle.check(Rpc.PICK_UP)
             return self._pick_up(record, request, outbox, handle)
+        self._lifecycle.check(Rpc.GENERATE)
         sequence = new_sequence(request)
         complete = sequence.complete()
         if complete is None:
@@ -130,6 +135,8 @@ class Rollouts:
             return
         sequence.reader = None
         grace = sequence.request.detach_grace
+        if self._records.get(sequence.request.request_id) is not sequence:
+            return  # it has ended, and was forgotten
         if grace > 0:
             self._arm(sequence, "grace", grace, self._grace_over)
         else:
@@ -173,8 +180,10 @@ class Rollouts:
 
     # What commits do.
 
-    async def before_commit(self, version: int | None) -> None:
-        """Interrupts what must not go on under ``version``; called while held."""
+    async def keep_bounds(self, version: int | None) -> None:
+        """Interrupts what must not go on under ``version``; called while held, before a commit,
+        and after it for what came meanwhile.
+        """
         for record in list(self._sampling.values()):
             request = record.request
             if is_too_new(version, request):
@@ -241,8 +250,10 @@ class Rollouts:
 
     # Refusals.
 
-    def _refuse_stale(self, request: Request) -> None:
+    def _refuse_stale(self, request: Request, record: Sequence | None) -> None:
         seen = self._attempts.get(request.request_id, 0)
+        if record is not None:
+            seen = max(seen, record.request.attempt)
         if request.attempt < seen:
             raise ServiceError(
                 Reason.STALE_ATTEMPT,
@@ -338,7 +349,11 @@ class Rollouts:
         grace = sequence.request.detach_grace
         if grace <= 0:
             self._forget(sequence)
-        elif "grace" not in sequence.timers:
+            return
+        self._kept[sequence] = None
+        if len(self._kept) > MOST_KEPT:
+            self._forget(next(iter(self._kept)))
+        if "grace" not in sequence.timers:
             self._arm(sequence, "grace", grace, self._forget)
 
     def _grace_over(self, sequence: Sequence) -> None:
@@ -365,6 +380,7 @@ class Rollouts:
         self._end(sequence, error)
 
     def _forget(self, sequence: Sequence) -> None:
+        self._kept.pop(sequence, None)
         for name in list(sequence.timers):
             self._disarm(sequence, name)
         if self._records.get(sequence.request.request_id) is sequence:

@@ -74,6 +74,7 @@ class PromptPart:
     """Prompt log-probabilities, cut to what one message takes; ``size`` in bytes."""
 
     logprobs: PromptLogprobs
+    weights: WeightTag
     size: int
 
 
@@ -130,7 +131,7 @@ class Sequence:
             for i in range(0, len(top.token_ids), top.k):
                 self.tops.append((top.token_ids[i : i + top.k], top.logprobs[i : i + top.k]))
         for told in extras.prompt_logprobs:
-            self.extras += _prompt_parts(told)
+            self.extras += _prompt_parts(told, weights)
         for rows in extras.routed_experts:
             self.extras += _routed_parts(rows, weights)
         if extras.cached_prompt_tokens is not None:
@@ -161,6 +162,7 @@ class Sequence:
 class Chunk:
     """What a reader takes at once: tokens of one run, and what belongs to them.
 
+    ``weights`` computed all of it but the routing; None where there is neither token nor prompt.
     ``end`` comes with the last chunk of a reader, which may bring no tokens.
     """
 
@@ -168,6 +170,7 @@ class Chunk:
     token_ids: Ints[int]
     logprobs: Ints[float]
     run: Run | None
+    weights: WeightTag | None
     tops: list[tuple[list[int], list[float]]]
     prompt_logprobs: list[PromptLogprobs]
     routed_experts: list[tuple[RoutedExperts, WeightTag]]
@@ -278,10 +281,10 @@ class Reader:
             return None
         runs, length = sequence.runs, len(sequence.tokens)
         stop, run, top_bytes = start, None, 0
-        if start < length:
-            while self._run + 1 < len(runs) and runs[self._run + 1].start <= start:
-                self._run += 1
-            run = runs[self._run]
+        weights = self._prompt_weights()
+        if start < length and weights in (None, self._next_run().weights):
+            run = self._next_run()
+            weights = run.weights
             stop = runs[self._run + 1].start if self._run + 1 < len(runs) else length
             if sequence.tops:
                 k = len(sequence.tops[0][0])
@@ -289,7 +292,7 @@ class Reader:
                 top_bytes = BYTES_A_TOP * k * min(stop - start, most)
             self.cursor = stop = min(stop, start + most)
         first, beyond = start - sequence.prefix_length, stop - sequence.prefix_length
-        prompt_logprobs, routed_experts, extra_bytes = self._take_extras()
+        prompt_logprobs, routed_experts, extra_bytes = self._take_extras(weights)
         end = None
         if stop == length and self._extra == len(sequence.extras):
             end = sequence.end
@@ -299,6 +302,7 @@ class Reader:
             token_ids=sequence.tokens[start:stop],
             logprobs=sequence.logprobs[first:beyond],
             run=run,
+            weights=weights,
             tops=sequence.tops[first:beyond] if top_bytes else [],
             prompt_logprobs=prompt_logprobs,
             routed_experts=routed_experts,
@@ -310,10 +314,23 @@ class Reader:
         if self.done:
             return None
         self.done = True
-        return Chunk(self.cursor, (), (), None, [], [], [], 0, self._superseded)
+        return Chunk(self.cursor, (), (), None, None, [], [], [], 0, self._superseded)
+
+    def _next_run(self) -> Run:
+        """The run of the token at the cursor, which is there."""
+        runs = self.sequence.runs
+        while self._run + 1 < len(runs) and runs[self._run + 1].start <= self.cursor:
+            self._run += 1
+        return runs[self._run]
+
+    def _prompt_weights(self) -> WeightTag | None:
+        """What computed the prompt log-probabilities that come next, if they do."""
+        extras = self.sequence.extras
+        extra = extras[self._extra] if self._extra < len(extras) else None
+        return extra.weights if isinstance(extra, PromptPart) else None
 
     def _take_extras(
-        self,
+        self, weights: WeightTag | None
     ) -> tuple[list[PromptLogprobs], list[tuple[RoutedExperts, WeightTag]], int]:
         prompt_logprobs: list[PromptLogprobs] = []
         routed_experts: list[tuple[RoutedExperts, WeightTag]] = []
@@ -321,6 +338,8 @@ class Reader:
         while self._extra < len(extras):
             extra = extras[self._extra]
             if size and size + extra.size > EXTRA_BYTES:
+                break
+            if isinstance(extra, PromptPart) and extra.weights is not weights:
                 break
             size += extra.size
             if isinstance(extra, RoutedPart):
@@ -331,11 +350,12 @@ class Reader:
         return prompt_logprobs, routed_experts, size
 
 
-def _prompt_parts(told: PromptLogprobs) -> Iterator[PromptPart]:
+def _prompt_parts(told: PromptLogprobs, weights: WeightTag) -> Iterator[PromptPart]:
     most = EXTRA_BYTES // 4
     for i in range(0, len(told.logprobs), most):
         part = told.logprobs[i : i + most]
-        yield PromptPart(PromptLogprobs(told.start_position + i, part), 4 * len(part))
+        logprobs = PromptLogprobs(told.start_position + i, part)
+        yield PromptPart(logprobs, weights, 4 * len(part))
 
 
 def _routed_parts(rows: RoutedExperts, weights: WeightTag) -> Iterator[RoutedPart]:

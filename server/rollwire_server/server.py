@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from rollwire.v1 import rollout_pb2_grpc, weights_pb2_grpc
@@ -234,17 +234,19 @@ class RolloutServer:
         """Lets sequences run to their end, as long as it may take; then they go on elsewhere."""
         log.info("draining", live=self._rollouts.live, seconds=self._settings.drain_seconds)
         self._lifecycle.happened(Event.DRAIN)
-        await updates.drop(Reason.DRAINING, "the server goes down")
-        idle = asyncio.create_task(self._rollouts.idle())
+        dropping = updates.drop(Reason.DRAINING, "the server goes down")
+        over = asyncio.gather(dropping, self._rollouts.idle())
         hurry = asyncio.create_task(self._hurry.wait())
+        either: list[asyncio.Future[Any]] = [over, hurry]
         try:
             await asyncio.wait(
-                [idle, hurry],
+                either,
                 timeout=self._settings.drain_seconds,
                 return_when=asyncio.FIRST_COMPLETED,
             )
         finally:
-            idle.cancel()
-            hurry.cancel()
+            for one in either:
+                one.cancel()
+            await asyncio.gather(*either, return_exceptions=True)
         interrupted = await self._rollouts.interrupt_all("the server goes down")
         log.info("drained", interrupted=interrupted)

@@ -106,6 +106,7 @@ class Updates:
         async with self._lifecycle.committing():
             await self._engine.commit({}, weights, KvPolicy.RECOMPUTE)
             self._digests = digests
+            self.committed_update_id = ""
             self.history.appendleft(weights)
             self._rollouts.committed(weights)
 
@@ -118,6 +119,11 @@ class Updates:
                 await self._drop(update, reason, why)
 
     # The steps of an update.
+
+    def check_announcer(self, publisher: Publisher) -> None:
+        """Raises ServiceError when whatever ``publisher`` announces is refused."""
+        self._check(Rpc.UPDATE_WEIGHTS)
+        self._check_publisher(publisher)
 
     async def announce(self, announcement: Announcement) -> AsyncGenerator[Progress, None]:
         """Announces an update and reports on it until it is staged, at least every 500 ms.
@@ -302,8 +308,7 @@ class Updates:
 
     async def _admit(self, announcement: Announcement) -> Update:
         async with self._admission:
-            self._check(Rpc.UPDATE_WEIGHTS)
-            self._check_publisher(announcement.publisher)
+            self.check_announcer(announcement.publisher)
             if announcement.update_id in self._commits:
                 raise ServiceError(
                     Reason.BAD_REQUEST,
@@ -336,6 +341,7 @@ class Updates:
 
     async def _join(self, update: Update, membership: Membership, timeout: float) -> None:
         await self._leave_group(update)
+        _check_still_wanted(update, membership)
         update.left = threading.Event()
         try:
             link = await asyncio.to_thread(
@@ -438,7 +444,7 @@ class Updates:
         async with self._lifecycle.committing():
             held_at = time.monotonic_ns()
             held = self._rollouts.live
-            await self._rollouts.before_commit(version)
+            await self._rollouts.keep_bounds(version)
             applied = await self._put_in_place(update, weights, policy)
             self._digests = digests
             if version is not None:
@@ -446,6 +452,7 @@ class Updates:
             self.history.appendleft(weights)
             self._lifecycle.happened(Event.COMMITTED)
             self._rollouts.committed(weights)
+            await self._rollouts.keep_bounds(version)
         paused_ns = time.monotonic_ns() - held_at
         log.info(
             "committed",

@@ -9,8 +9,8 @@ import uuid
 import grpc
 import pytest
 from rollwire.v1 import common_pb2, rollout_pb2
-from support.calls import Api, Generation, generate, reason_of, request
-from support.publishing import TERMS, Update, random_weights, status
+from support.calls import Api, Generation, Output, generate, reason_of, request
+from support.publishing import TERMS, Update, next_version, publish, random_weights, status
 
 LONG = 3000
 
@@ -18,10 +18,6 @@ LONG = 3000
 async def update(api: Api, seed: int, version: int | None, **fields: object) -> Update:
     fields = {"term": next(TERMS), **fields}
     return Update(api, await random_weights(api, seed), version, **fields)  # type: ignore[arg-type]
-
-
-async def next_version(api: Api) -> int:
-    return max((tag.version for tag in (await status(api)).history), default=0) + 1
 
 
 async def refusal(step: object) -> str:
@@ -55,6 +51,32 @@ async def test_a_commit_below_the_lowest_version_interrupts(api: Api, how: str) 
     output = await bound.all()
     assert output.reason == "INTERRUPTED"
     assert {tag.version for tag in output.tags} == {version}
+
+
+async def test_no_commit_is_slipped_past(api: Api) -> None:
+    """Requests that arrive while a commit is under way sample under nothing newer than asked."""
+    for number in range(8):
+        version = await next_version(api)
+        await publish(api, await random_weights(api, number))
+        change = Update(api, await random_weights(api, 50 + number), version + 1, term=next(TERMS))
+        await change.stage()
+        asked = [request((i,), 30, max_weight_version=version) for i in range(1, 60)]
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(change.commit())
+            running = [tasks.create_task(_ended(api, message)) for message in asked]
+        for task in running:
+            output, reason = task.result()
+            assert {tag.version for tag in output.tags} <= {version}
+            assert reason in ("LENGTH", "INTERRUPTED", "WEIGHTS_TOO_NEW")
+
+
+async def _ended(api: Api, message: rollout_pb2.GenerateRequest) -> tuple[Output, str]:
+    generation = Generation(api, message)
+    try:
+        await generation.all()
+    except grpc.aio.AioRpcError as error:
+        return generation.output, reason_of(error)
+    return generation.output, generation.output.reason
 
 
 async def test_versions_are_remembered_across_an_untagged_update(api: Api) -> None:

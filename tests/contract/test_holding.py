@@ -80,6 +80,13 @@ async def test_a_forgotten_pause_is_lifted_by_its_lease(api: Api) -> None:
     assert output.reason == "LENGTH"
 
 
+@pytest.mark.parametrize("nanos", [1, 1000, 100_000])
+async def test_a_pause_whose_lease_is_over_at_once_is_answered(api: Api, nanos: int) -> None:
+    lease = Duration(nanos=nanos)
+    await api.rollouts.Pause(rollout_pb2.PauseRequest(lease=lease), timeout=10)
+    assert (await generate(api, request((1,), 3))).reason == "LENGTH"
+
+
 async def test_an_unnamed_pause_gets_a_name(api: Api) -> None:
     first, second = await api.pause(), await api.pause()
     assert first.pause_id != second.pause_id != ""

@@ -88,6 +88,24 @@ async def test_a_drain_discards_an_update_and_the_server_goes(start_server: Star
     assert await asyncio.to_thread(server.stop) == 0
 
 
+async def test_a_cut_stream_is_picked_up_while_the_server_drains(
+    start_server: StartServer,
+) -> None:
+    server = start_server("--engine", "synthetic", "--engine-arg", "tokens-per-second=200")
+    async with connected(server.address) as api:
+        message = request((1,), 200, request_id="mine", grace=20.0)
+        first = Generation(api, message)
+        got = list((await first.some(5)).tokens)
+        server.process.send_signal(signal.SIGTERM)
+        await api.reaches(common_pb2.SERVER_STATE_DRAINING)
+        first.call.cancel()
+        message.output_token_ids.extend(got)
+        rest = await generate(api, message)
+        assert len(got) + len(rest.tokens) == 200
+        assert rest.reason == "LENGTH"
+    assert await asyncio.to_thread(server.stop) == 0
+
+
 async def _ended(call: Awaitable[object]) -> str:
     """How a call ended: a sequence's finish, an error's reason, "done" or "gone"."""
     try:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 GRID = """
                    starting awaiting_weights serving sleeping quarantined draining
 Generate              x            x            .       x          x          x
+a_pick-up             x            .            .       .          .          .
 Abort                 .            .            .       .          .          .
 Pause                 x            .            .       .          .          x
 Resume                x            .            .       .          .          .
@@ -81,7 +83,7 @@ def _cells() -> list[tuple[str, str, bool]]:
     header, *rows = GRID.strip().splitlines()
     states = header.split()
     return [
-        (row.split()[0], state, cell == "x")
+        (row.split()[0].replace("_", " "), state, cell == "x")
         for row in rows
         for state, cell in zip(states, row.split()[1:], strict=True)
     ]
@@ -182,6 +184,106 @@ async def test_a_cancelled_pause_leaves_nothing_half_done() -> None:
         gate.blocked.set()
         await lifecycle.resume("a")
         assert not gate.held
+
+
+async def test_a_lease_that_is_over_at_once() -> None:
+    async with serving() as (lifecycle, gate), asyncio.timeout(5):
+        assert await lifecycle.pause("a", 1e-9) == "a"
+        await lifecycle.pause("b", None)
+        assert gate.held
+        assert lifecycle.pauses == ["b"]
+
+
+async def test_a_resume_beside_another_pause_returns() -> None:
+    async with serving() as (lifecycle, gate), asyncio.timeout(5):
+        await lifecycle.pause("a", None)
+        resuming = asyncio.create_task(lifecycle.resume("a"))
+        pausing = asyncio.create_task(lifecycle.pause("b", None))
+        await asyncio.gather(resuming, pausing)
+        assert gate.held
+
+
+async def test_a_commit_ends_though_a_pause_comes_as_it_lifts_its_hold() -> None:
+    async with serving() as (lifecycle, gate), asyncio.timeout(5):
+
+        async def commit() -> None:
+            async with lifecycle.committing():
+                asyncio.get_running_loop().call_soon(pause)
+
+        pausing: list[asyncio.Task[str]] = []
+
+        def pause() -> None:
+            pausing.append(asyncio.create_task(lifecycle.pause("a", None)))
+
+        await commit()
+        await asyncio.gather(*pausing)
+        assert gate.held
+
+
+async def test_a_hold_during_a_release_waits_for_the_engine() -> None:
+    async with serving() as (lifecycle, gate), asyncio.timeout(5):
+        await lifecycle.pause("a", None)
+        gate.blocked.clear()
+        resuming = asyncio.create_task(lifecycle.resume("a"))
+        while gate.calls[-1] != "release":  # noqa: ASYNC110  tells nobody
+            await asyncio.sleep(0)
+        pausing = asyncio.create_task(lifecycle.pause("b", None))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not pausing.done(), "the engine may be sampling"
+        gate.blocked.set()
+        await asyncio.gather(resuming, pausing)
+        assert gate.held
+        assert gate.calls == ["hold", "release", "hold"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_holds_in_any_interleaving_all_return(seed: int) -> None:
+    choose = random.Random(seed)
+    async with serving() as (lifecycle, gate), asyncio.timeout(20):
+
+        async def pause() -> None:
+            await lifecycle.pause(choose.choice("abc"), choose.choice([None, 1e-9, 0.002]))
+
+        async def resume() -> None:
+            await lifecycle.resume(choose.choice(["a", "b", "c", ""]))
+
+        async def commit() -> None:
+            async with lifecycle.committing():
+                assert gate.held
+                for _ in range(choose.randrange(4)):
+                    await asyncio.sleep(0)
+                assert gate.held
+
+        committing = asyncio.Lock()  # one at a time, as updates are
+
+        async def one() -> None:
+            for _ in range(choose.randrange(6)):
+                await asyncio.sleep(0)
+            kind = choose.choice([pause, resume, resume, commit])
+            async with committing if kind is commit else contextlib.nullcontext():
+                await kind()
+
+        await asyncio.gather(*(one() for _ in range(200)))
+        await lifecycle.resume("")
+        assert not gate.held
+
+
+async def test_who_waits_when_it_all_ends_is_let_go() -> None:
+    async with serving() as (lifecycle, gate), asyncio.timeout(5):
+        gate.blocked.clear()
+        pausing = asyncio.create_task(lifecycle.pause("a", None))
+        await gate.called.wait()
+    await asyncio.wait_for(pausing, 5)
+
+
+async def test_pauses_have_a_limit() -> None:
+    async with serving() as (lifecycle, _), asyncio.timeout(20):
+        for number in range(1000):
+            await lifecycle.pause(str(number), None)
+        with pytest.raises(ServiceError, match="1000 pauses"):
+            await lifecycle.pause("one more", None)
+        await lifecycle.pause("7", None)
 
 
 async def test_a_pause_may_not_be_named_as_the_commit() -> None:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 MESSAGE_BYTES = 1 << 20
 TOKENS_A_CHUNK = 49_152
 TOKEN_BYTES = 9  # the most that an id and a log-probability take
+REFUSALS_A_MESSAGE = 200  # each has at most some 2 KB of message and facts
+REFUSALS_PENDING = 1000
 ROW_BYTES = 24  # handle, count, offset, oldest revision
 
 
@@ -50,8 +52,8 @@ class Columns:
         self.events: list[rollout_pb2.SequenceEvent] = []
         self.size = 0
 
-    def add(self, handle: int, chunk: Chunk) -> None:
-        """Adds what a sequence has."""
+    def add(self, handle: int, chunk: Chunk, event: rollout_pb2.SequenceEvent | None) -> None:
+        """Adds what a sequence has; ``event`` is what is more than its tokens."""
         count = len(chunk.token_ids)
         if count and chunk.run is not None:
             self.handles.append(handle)
@@ -60,8 +62,8 @@ class Columns:
             self.oldest.append(chunk.run.oldest_kv_revision)
             self.token_ids += chunk.token_ids
             self.logprobs += chunk.logprobs
-        if chunk.has_event:
-            self.events.append(_event(handle, chunk))
+        if event is not None:
+            self.events.append(event)
 
     def add_token(self, reader: Reader, run: Run) -> None:
         """Adds the token that a reader has just taken."""
@@ -107,6 +109,7 @@ class RolloutStream:
         self._outbox = Outbox()
         self._readers: dict[int, Reader] = {}
         self._refused: list[rollout_pb2.SequenceEvent] = []
+        self._told = asyncio.Event()  # what was refused
 
     async def run(self) -> None:
         """Serves the call until the client has half-closed and every sequence has ended."""
@@ -131,6 +134,9 @@ class RolloutStream:
         """Takes commands until the client half-closes."""
         while (command := await self._context.read()) is not grpc.aio.EOF:
             self._obey(command)
+            while len(self._refused) >= REFUSALS_PENDING:  # until the client reads
+                self._told.clear()
+                await self._told.wait()
 
     def _obey(self, command: rollout_pb2.StreamRolloutsRequest) -> None:
         handle = command.handle
@@ -144,7 +150,8 @@ class RolloutStream:
                     )
                 self._start(handle, command.start)
             case "abort":
-                if (reader := self._readers.get(handle)) is not None:
+                reader = self._readers.get(handle)
+                if reader is not None and reader.sequence.reader is reader:  # not superseded
                     self._rollouts.abort_now(reader.sequence)
             case _:
                 raise ServiceError(
@@ -154,7 +161,7 @@ class RolloutStream:
 
     def _start(self, handle: int, request: rollout_pb2.GenerateRequest) -> None:
         try:
-            self._lifecycle.check(Rpc.GENERATE)
+            self._lifecycle.check(Rpc.PICK_UP)
             _check_named(request)
             checked = read_request(request, self._engine.describe(), self._rollouts.next_key())
             self._readers[handle] = self._rollouts.start(checked, self._outbox, handle)
@@ -172,7 +179,10 @@ class RolloutStream:
         readers = self._outbox.take()
         if self._refused:
             refused, self._refused = self._refused, []
-            yield rollout_pb2.StreamRolloutsResponse(events=refused)
+            self._told.set()
+            for i in range(0, len(refused), REFUSALS_A_MESSAGE):
+                part = refused[i : i + REFUSALS_A_MESSAGE]
+                yield rollout_pb2.StreamRolloutsResponse(events=part)
         while readers:
             behind: list[Reader] = []
             for columns in self._round(readers, behind):
@@ -184,10 +194,13 @@ class RolloutStream:
         open_columns: dict[int, Columns] = {}  # by the identity of their weights
         for reader in readers:
             if (run := reader.next_token()) is not None:  # nearly always
-                chunk, weights, size = None, run.weights, ROW_BYTES + TOKEN_BYTES
+                chunk, event, weights = None, None, run.weights
+                size = ROW_BYTES + TOKEN_BYTES
             elif (chunk := reader.next_chunk(TOKENS_A_CHUNK)) is not None:
-                weights = chunk.run.weights if chunk.run is not None else self._rollouts.tag
-                size = ROW_BYTES + TOKEN_BYTES * len(chunk.token_ids) + chunk.extra_bytes
+                weights = chunk.weights or self._rollouts.tag
+                event = _event(reader.handle, chunk) if chunk.has_event else None
+                size = ROW_BYTES + TOKEN_BYTES * len(chunk.token_ids)
+                size += event.ByteSize() if event is not None else 0
             else:
                 continue
             columns = open_columns.get(id(weights))
@@ -199,7 +212,7 @@ class RolloutStream:
             if run is not None:
                 columns.add_token(reader, run)
             elif chunk is not None:
-                columns.add(reader.handle, chunk)
+                columns.add(reader.handle, chunk, event)
                 if reader.done:
                     self._finished(reader)
                 elif reader.behind:

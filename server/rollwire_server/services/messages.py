@@ -119,15 +119,15 @@ def routed_experts(
 def generate_response(
     chunk: Chunk, request_id: str, attempt: int, weights: WeightTag
 ) -> rollout_pb2.GenerateResponse:
-    """A chunk as a message of Generate; ``weights`` is told where it brings no tokens."""
-    run = chunk.run
+    """A chunk as a message of Generate; ``weights`` are told where nothing was computed."""
+    run, weights = chunk.run, chunk.weights or weights
     message = rollout_pb2.GenerateResponse(
         request_id=request_id,
         attempt=attempt,
         offset=chunk.offset,
         token_ids=chunk.token_ids,
         logprobs=chunk.logprobs,
-        weights=weight_tag(run.weights if run is not None else weights),
+        weights=weight_tag(weights),
         oldest_kv_revision=run.oldest_kv_revision if run is not None else weights.revision,
         top_logprobs=top_logprobs(chunk.tops),
         prompt_logprobs=prompt_logprobs(chunk.prompt_logprobs),

@@ -74,7 +74,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.GenerateRequest, context: Context
     ) -> None:
         """One sequence."""
-        self._lifecycle.check(Rpc.GENERATE)
+        self._lifecycle.check(Rpc.PICK_UP)  # else see Rollouts.start
         outbox = Outbox()
         checked = read_request(request, self._engine.describe(), self._rollouts.next_key())
         reader = self._rollouts.start(checked, outbox)

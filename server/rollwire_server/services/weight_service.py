@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from typing import TYPE_CHECKING, Any
@@ -57,12 +58,15 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
     ) -> None:
         """Announces an update and reports on it until it is staged."""
         lease = read_duration(request, "stage_lease")
+        publisher, update_id = _publisher(request.publisher), _update_id(request.update_id)
+        self._updates.check_announcer(publisher)
         announcement = Announcement(
-            publisher=_publisher(request.publisher),
-            update_id=_update_id(request.update_id),
+            publisher=publisher,
+            update_id=update_id,
             version=request.version if request.HasField("version") else None,
             allow_version_rollback=request.allow_version_rollback,
-            manifest=messages.manifest(request.manifest),
+            # Beside the event loop: it may name a hundred thousand tensors.
+            manifest=await asyncio.to_thread(messages.manifest, request.manifest),
             stage_lease=STAGE_LEASE_SECONDS if lease is None else lease,
         )
         async with contextlib.aclosing(self._updates.announce(announcement)) as reports:

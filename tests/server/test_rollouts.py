@@ -1,0 +1,56 @@
+"""What the server remembers of requests, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+from rollwire_server import rollouts as module
+from rollwire_server.engines.base import SamplingParams, SequenceSpec
+from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.sequences import Outbox, Request
+from support.engine_room import serving
+
+if TYPE_CHECKING:
+    from rollwire_server.rollouts import Rollouts
+
+
+def asked(
+    rollouts: Rollouts, name: str, *, attempt: int = 0, tokens: int = 1, grace: float = 0.0
+) -> Request:
+    spec = SequenceSpec(rollouts.next_key(), (1,), SamplingParams(tokens))
+    return Request(name, attempt, spec, detach_grace=grace)
+
+
+async def test_a_lower_attempt_is_stale_however_many_others_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "ATTEMPTS_REMEMBERED", 10)
+    async with serving() as (rollouts, _, _):
+        live = rollouts.start(asked(rollouts, "mine", attempt=5, tokens=4000), Outbox())
+        for number in range(30):
+            rollouts.start(asked(rollouts, f"other {number}"), Outbox())
+        with pytest.raises(ServiceError) as caught:
+            rollouts.start(asked(rollouts, "mine", attempt=1), Outbox())
+        assert caught.value.reason is Reason.STALE_ATTEMPT
+        assert live.sequence.end is None
+
+
+async def test_of_what_has_finished_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_KEPT", 3)
+    async with serving() as (rollouts, _, _), asyncio.timeout(10):
+        for number in range(6):
+            rollouts.start(asked(rollouts, f"request {number}", grace=60), Outbox())
+            await rollouts.idle()
+        for number in (5, 4, 3):  # picked up
+            reader = rollouts.start(asked(rollouts, f"request {number}", grace=60), Outbox())
+            assert reader.sequence.end is not None
+        anew = rollouts.start(asked(rollouts, "request 2", grace=60), Outbox())
+        assert anew.sequence.end is None
+
+
+async def test_a_grace_is_no_longer_than_a_sequence() -> None:
+    async with serving() as (rollouts, _, _):
+        reader = rollouts.start(asked(rollouts, "a", grace=1e9), Outbox())
+        assert reader.sequence.request.detach_grace == 60
