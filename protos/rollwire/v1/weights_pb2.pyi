@@ -287,7 +287,6 @@ class UpdateWeightsResponse(_message.Message):
     NEXT_BUCKET_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
-    LISTEN_ADDRESS_FIELD_NUMBER: _builtins.int
     phase: Global___UpdatePhase.ValueType
     received_bytes: _builtins.int
     forwarded_bytes: _builtins.int
@@ -300,10 +299,6 @@ class UpdateWeightsResponse(_message.Message):
     """
     detail: _builtins.str
     """with STALLED: which peer, and how it failed"""
-    listen_address: _builtins.str
-    """With READY: where the next member of a relay chain connects, for backends that relay. So all members can be told
-    of their peers at once, and join side by side.
-    """
     def __init__(
         self,
         *,
@@ -313,11 +308,10 @@ class UpdateWeightsResponse(_message.Message):
         next_bucket: _builtins.int = ...,
         digest: _builtins.int = ...,
         detail: _builtins.str = ...,
-        listen_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "digest", b"digest", "forwarded_bytes", b"forwarded_bytes", "listen_address", b"listen_address", "next_bucket", b"next_bucket", "phase", b"phase", "received_bytes", b"received_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "digest", b"digest", "forwarded_bytes", b"forwarded_bytes", "next_bucket", b"next_bucket", "phase", b"phase", "received_bytes", b"received_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
