@@ -23,7 +23,7 @@ from support.calls import Generation, connected, generate, reason_of, request
 from support.contract import flags
 from support.executed import ExecutedCommand
 from support.reference import logits, of_tokens
-from support.servers import servers
+from support.servers import EXECUTED_START_SECONDS, servers
 from torch import nn
 
 if TYPE_CHECKING:
@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from support.servers import ServerProcess, StartServer
     from torch import Tensor
 
+pytestmark = pytest.mark.timeout(600)
+
 LONG = 3000
-NOTICED_SECONDS = 30
+NOTICED_SECONDS = 60
 
 
 def running(*, of: int) -> list[int]:
@@ -174,16 +176,23 @@ class TestServers:
         server = ExecutedCommand(
             [*command, "--engine-arg", "no-such-thing=1"], log, dict(os.environ)
         )
-        assert server.wait(NOTICED_SECONDS * 2) == 1
+        assert server.wait(EXECUTED_START_SECONDS) == 1
         last = log.read_text().splitlines()[-1]
         assert last.startswith("rollwire-server: SGLang did not start: ")
         assert "no_such_thing" in last
 
 
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def assert_ended(pids: Iterable[int]) -> None:
     deadline = time.monotonic() + NOTICED_SECONDS
     for pid in pids:
-        while Path(f"/proc/{pid}").exists():
+        while runs(pid):
             assert time.monotonic() < deadline, f"process {pid} still runs"
             time.sleep(0.05)
 

@@ -19,115 +19,27 @@ import contextlib
 import inspect
 import logging
 import os
-import queue
 import signal
-import threading
-from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from multiprocessing import resource_tracker
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollwire_server.engines.base import EngineError
+
+from .caller import Caller
+from .messages import Chunk, Facts
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-    import torch
-
     from .config import SglangConfig
+    from .messages import Receiver, Request
 
 LOADER = "rollwire_server.engines.sglang.loader.load"
 UPDATE_SECONDS = 600.0
 """For one weight command: reading a large checkpoint takes minutes."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One sequence for the scheduler.
-
-    Attributes:
-        rid: Its id, of the same length as all others.
-        input_ids: Prompt and prefix.
-        max_new_tokens, temperature, top_p, top_k, min_p, seed: As ``SamplingParams``; counted from
-            the end of ``input_ids``.
-        stop_token_ids: Where the scheduler stops by itself; empty: nowhere.
-        cache_key: Only sequences of the same key share prefixes.
-        top_logprobs: How many likeliest tokens to report.
-        prompt_logprobs: Report those of ``input_ids``.
-    """
-
-    rid: str
-    input_ids: list[int]
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int
-    stop_token_ids: frozenset[int]
-    cache_key: str
-    top_logprobs: int
-    prompt_logprobs: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """What one step says of one sequence.
-
-    Attributes:
-        rid: Its id.
-        token_ids, logprobs: New ones.
-        top: (token ids, log-probabilities) for each new token, if asked for.
-        prompt_logprobs: Of input tokens 1, 2, …; once.
-        cached_tokens: Input tokens whose keys and values were there already.
-        ended: Why the scheduler has ended it, or None; nothing comes for it afterwards.
-    """
-
-    rid: str
-    token_ids: list[int]
-    logprobs: list[float]
-    top: list[tuple[list[int], list[float]]]
-    prompt_logprobs: list[float]
-    cached_tokens: int
-    ended: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What a started SGLang is.
-
-    Attributes:
-        context_length: Longest prompt and output that it takes.
-        kv_tokens: Entries of its KV cache.
-        processes: Ids of its processes.
-        unsupported_sampling: What would end it, or be ignored.
-        ranks: Scheduler processes, each with its part of the weights.
-    """
-
-    vocab_size: int
-    context_length: int
-    eos_token_ids: tuple[int, ...]
-    dtype: torch.dtype
-    kv_tokens: int
-    deterministic: bool
-    logprobs_before_temperature: bool
-    can_release_memory: bool
-    keeps_weights_on_release: bool
-    unsupported_sampling: frozenset[str]
-    processes: list[int]
-    ranks: int
-
-
-class Receiver(Protocol):
-    """Where a bridge reports, on the event loop, in order."""
-
-    def on_chunks(self, chunks: Sequence[Chunk]) -> None:
-        """Takes what one step says."""
-
-    def on_death(self, error: EngineError) -> None:
-        """Learns that SGLang is dead or does not answer."""
 
 
 class Bridge:
@@ -139,7 +51,7 @@ class Bridge:
     def __init__(self, config: SglangConfig, receiver: Receiver) -> None:
         self._config = config
         self._receiver = receiver
-        self._launcher = _Thread("rollwire-sglang")
+        self._launcher = Caller("rollwire-sglang")
         self._engine: Any = None
         self._manager: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -191,7 +103,9 @@ class Bridge:
 
     def _launch(self) -> Any:
         """On the launcher's thread; its import takes seconds too."""
-        # SGLang's processes inherit it: Ctrl-C reaches them too, and is the server's to answer.
+        # SGLang's processes inherit the mask: Ctrl-C reaches them too, and is the server's to
+        # answer. The resource tracker's start would unblock it, so that comes first.
+        resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         if self._config.on_cpu:
             os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -523,39 +437,3 @@ def _own_logging() -> Iterator[None]:
 
 def _is_set(variable: str) -> bool:
     return os.environ.get(variable, "").lower() in ("1", "true", "yes", "y")
-
-
-class _Thread:
-    """One thread that runs calls one by one, and lives until it is told to stop."""
-
-    def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    @property
-    def runs(self) -> bool:
-        return self._thread.is_alive()
-
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        """What ``function`` returns or raises there."""
-        result: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                result.set_result(function())
-            except BaseException as error:
-                result.set_exception(error)
-
-        if not self.runs:
-            self._thread.start()
-        self._calls.put(run)
-        return result
-
-    def stop(self) -> None:
-        if self.runs:
-            self._calls.put(None)
-            self._thread.join()
-
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
     from rollwire_server.engines.base import Sink
 
-    from .bridge import Chunk, Facts
     from .config import SglangConfig
+    from .messages import Chunk, Facts
 
 MAX_TOP_LOGPROBS = 64
 AHEAD = 1.25

@@ -17,12 +17,12 @@ from rollwire_server.engines.base import (
     WeightTag,
 )
 
-from .bridge import Request
+from .messages import Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from .bridge import Chunk
+    from .messages import Chunk
 
 
 @dataclass(slots=True, eq=False)

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from rollwire_transport import TensorSpec
     from torch import Tensor
 
-    from .bridge import Bridge, Facts
+    from .bridge import Bridge
+    from .messages import Facts
 
 
 class Weights:
