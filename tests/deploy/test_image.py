@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import pytest
-from deploy.chart import DEPLOY, ROOT
+import yaml
+from deploy.chart import CHART, DEPLOY, ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -115,6 +116,13 @@ def test_what_is_installed_is_what_the_project_offers() -> None:
     assert told.rpartition("==")[2] == ucx.rpartition("==")[2]
     installing = [step for step in steps if "pip install" in step]
     assert all("--constraint requirements/dev.txt" in step for step in installing)
+
+
+def test_the_chart_runs_the_version_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert project["version"].split(".dev")[0] == chart["appVersion"]
+    assert f"rollwire:{chart['appVersion']}" in RECIPE.read_text()
 
 
 @pytest.mark.parametrize("image", IMAGES)
