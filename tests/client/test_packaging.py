@@ -76,7 +76,7 @@ def test_timeouts_and_retries_are_no_numbers() -> None:
 
 def test_a_fleet_s_own_methods_are_its_users() -> None:
     shown = {name for name in vars(Fleet) if not name.startswith("_")}
-    assert shown == {"stream", "generate", "info", "newest_version", "close"}
+    assert shown == {"stream", "generate", "session", "info", "newest_version", "close"}
 
 
 @pytest.mark.parametrize(

@@ -63,12 +63,14 @@ from rollwire_client.recipient import PublishTimeouts
 from rollwire_client.reports import PublishReport, ServerReport
 from rollwire_client.request import RolloutOptions
 from rollwire_client.rollout import Retries
+from rollwire_client.session import Conversation, Session
 from rollwire_client.trajectory import Segment, Trajectory, TrajectoryTensors
 
 __all__ = [
     "Aborted",
     "Chunk",
     "ClosedError",
+    "Conversation",
     "Credentials",
     "DigestMismatchError",
     "Finish",
@@ -108,6 +110,7 @@ __all__ = [
     "ServerReport",
     "ServerState",
     "ServerUnreachableError",
+    "Session",
     "SourceError",
     "StaleAttemptError",
     "StalePublisherError",

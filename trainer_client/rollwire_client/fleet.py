@@ -10,10 +10,13 @@ from rollwire_client.errors import RollwireError, UnavailableError
 from rollwire_client.members import Members
 from rollwire_client.request import DEFAULT_SAMPLING, RolloutOptions, generate_request
 from rollwire_client.rollout import Retries, Rollout
+from rollwire_client.session import Session
 from rollwire_client.trajectory import Draft, Trajectory
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
+
+    from rollwire.v1 import rollout_pb2
 
     from rollwire_client.addresses import Addresses
     from rollwire_client.channels import Credentials
@@ -122,6 +125,14 @@ class Fleet(Members):
             pass
         return draft.trajectory()
 
+    def session(self, prompt_ids: Sequence[int] = ()) -> Session:
+        """A conversation that begins with these tokens; see ``Session``.
+
+        Raises:
+            InvalidRequestError: They are no token ids.
+        """
+        return Session(prompt_ids, self._start)
+
     async def info(self) -> dict[str, ServerInfo | RollwireError]:
         """What each server is and does, or why it does not say so, by address.
 
@@ -161,4 +172,7 @@ class Fleet(Members):
     ) -> tuple[Draft, Rollout]:
         request = generate_request(prompt_ids, sampling, options)
         draft = Draft(request.request_id, request.prompt_token_ids)
-        return draft, Rollout(request, draft, pick=self._pick, retries=self._retries)
+        return draft, self._start(request, draft)
+
+    def _start(self, request: rollout_pb2.GenerateRequest, draft: Draft) -> Rollout:
+        return Rollout(request, draft, pick=self._pick, retries=self._retries)

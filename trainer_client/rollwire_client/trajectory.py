@@ -34,14 +34,15 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryTensors:
-    """A trajectory as a loss takes it; every tensor has the shape [prompt + output].
+    """A trajectory or conversation as a loss takes it; every tensor has the shape [tokens], which
+    is [prompt + output] of a trajectory.
 
     Attributes:
-        token_ids: int64; the prompt, then the output.
-        logprobs: float32; of each token as its policy gave it, 0 on the prompt.
-        versions: int64; the weight version that sampled each token, -1 where there is none (on the
-            prompt, and under weights without a version).
-        mask: bool; true where a token was sampled, false on the prompt.
+        token_ids: int64; what was given and what was sampled, in order.
+        logprobs: float32; of each token as its policy gave it, 0 where it was given.
+        versions: int64; the weight version that sampled each token, -1 where there is none (where
+            it was given, and under weights without a version).
+        mask: bool; true where a token was sampled, false where it was given.
     """
 
     token_ids: Tensor
@@ -95,20 +96,38 @@ class Trajectory:
         Raises:
             MissingDependencyError: torch is not installed.
         """
-        try:
-            import torch
-        except ImportError as error:
-            raise MissingDependencyError(
-                "tensors need torch: pip install 'rollwire[transport]'"
-            ) from error
         prompt = len(self.prompt_ids)
-        versions = [-1 if version is None else version for version in self.versions]
-        return TrajectoryTensors(
-            token_ids=torch.tensor(self.prompt_ids + self.token_ids, dtype=torch.int64),
-            logprobs=torch.tensor((0.0,) * prompt + self.logprobs, dtype=torch.float32),
-            versions=torch.tensor([-1] * prompt + versions, dtype=torch.int64),
-            mask=torch.arange(prompt + len(self.token_ids)) >= prompt,
+        return tensors(
+            self.prompt_ids + self.token_ids,
+            (0.0,) * prompt + self.logprobs,
+            (None,) * prompt + self.versions,
+            (False,) * prompt + (True,) * len(self.token_ids),
         )
+
+
+def tensors(
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    versions: Sequence[int | None],
+    mask: Sequence[bool],
+) -> TrajectoryTensors:
+    """What a loss takes, on the CPU; each argument has an entry for every token.
+
+    Raises:
+        MissingDependencyError: torch is not installed.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise MissingDependencyError(
+            "tensors need torch: pip install 'rollwire[transport]'"
+        ) from error
+    return TrajectoryTensors(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        versions=torch.tensor([-1 if v is None else v for v in versions], dtype=torch.int64),
+        mask=torch.tensor(mask, dtype=torch.bool),
+    )
 
 
 @dataclass(slots=True)
