@@ -39,27 +39,19 @@ BUCKET_BYTES = 1 << 14  # some thirty buckets
 
 
 class Servers:
-    """Servers with one address each for all of a test run.
+    """Servers that serve the same policy.
 
     Attributes:
         all: As they run now.
     """
 
-    def __init__(self, start: StartServer, count: int, *flags: str) -> None:
-        self._start = start
-        self._flags = flags
-        self.all = [start(*flags) for _ in range(count)]
+    def __init__(self, running: list[ServerProcess]) -> None:
+        self.all = running
         self._version = 0
 
     @property
     def addresses(self) -> list[str]:
         return [server.address for server in self.all]
-
-    def restart(self, server: ServerProcess) -> ServerProcess:
-        """Starts a server that is dead again, where it was; it awaits weights."""
-        again = self._start("--listen", server.address, "--await-weights", *self._flags)
-        self.all[self.all.index(server)] = again
-        return again
 
     def next_version(self) -> int:
         """Above all that were given before."""
@@ -68,6 +60,21 @@ class Servers:
 
     def fleet(self, steps: Steps | None = None) -> contextlib.AbstractAsyncContextManager[Fleet]:
         return open_fleet(self.addresses, steps)
+
+
+class RestartableServers(Servers):
+    """Servers of which a test may kill any."""
+
+    def __init__(self, start: StartServer, count: int, *flags: str) -> None:
+        super().__init__([start(*flags) for _ in range(count)])
+        self._start = start
+        self._flags = flags
+
+    def restart(self, server: ServerProcess) -> ServerProcess:
+        """Starts a server that is dead again, where it was; it awaits weights."""
+        again = self._start("--listen", server.address, "--await-weights", *self._flags)
+        self.all[self.all.index(server)] = again
+        return again
 
 
 @contextlib.asynccontextmanager
@@ -87,9 +94,9 @@ def publisher(fleet: Fleet, backend: str = "gloo", **options: object) -> Publish
 
 
 @contextlib.contextmanager
-def shared_servers(folder: Path, count: int, *flags: str) -> Iterator[Servers]:
+def shared_servers(folder: Path, count: int, *flags: str) -> Iterator[RestartableServers]:
     with servers(folder) as start:
-        yield Servers(start, count, *flags)
+        yield RestartableServers(start, count, *flags)
 
 
 async def policy(publisher: Publisher, seed: int) -> dict[str, Tensor]:

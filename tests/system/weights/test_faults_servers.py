@@ -29,7 +29,7 @@ from support.steps import Steps
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from support.fleets import Servers
+    from support.fleets import RestartableServers
     from support.servers import ServerProcess
 
 # A server is found by its silence, or because it does not answer; then the others get a new group.
@@ -52,7 +52,7 @@ def thaw(server: ServerProcess) -> None:
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("fault", [kill, freeze])
 async def test_a_fault_costs_one_server(
-    three: Servers, fault: Callable[[ServerProcess], None], phase: str
+    three: RestartableServers, fault: Callable[[ServerProcess], None], phase: str
 ) -> None:
     first, victim, last = three.all
     old, new, newer = (three.next_version() for _ in range(3))

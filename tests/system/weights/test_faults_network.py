@@ -1,0 +1,90 @@
+"""Machines whose cable is pulled, or takes bytes at a trickle: network namespaces, no RST."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from rollwire_client import ServerInfo, ServerUnreachableError
+from support.calls import connected, until
+from support.crossing import assert_equal_under, crossing
+from support.fleets import TIMEOUTS, Servers, policy, published, publisher
+from support.footprint import Footprint, nothing_is_left
+from support.namespaces import Network, network, servers_on, unavailable
+from support.phases import PHASES, Strike, Victim
+from support.publishing import status
+from support.steps import Steps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rollwire_client import Fleet
+
+pytestmark = pytest.mark.skipif(bool(why := unavailable()), reason=why)
+
+# As for a server that is frozen; the group may wait for one that is gone as long as it forms.
+BOUND = TIMEOUTS.silence + TIMEOUTS.join + TIMEOUTS.stalled + TIMEOUTS.commit_silence + 20
+SECONDS = 60  # for TCP and gRPC to find out that a cable is back
+
+
+@pytest.fixture(scope="module")
+def lan() -> Iterator[Network]:
+    with network(3) as lan:
+        yield lan
+
+
+@pytest.fixture(scope="module")
+def far(lan: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    folder = tmp_path_factory.mktemp("network")
+    with servers_on(lan.machines, folder, "--bucket-timeout-seconds", "4") as far:
+        yield far
+
+
+async def all_answer(fleet: Fleet) -> None:
+    async def so() -> bool:
+        return all(isinstance(info, ServerInfo) for info in (await fleet.info()).values())
+
+    await until(so, SECONDS)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+async def test_a_pulled_cable_costs_one_server(lan: Network, far: Servers, phase: str) -> None:
+    first, victim, last = far.all
+    cable = lan.machines[1]
+    old, new, newer = (far.next_version() for _ in range(3))
+    steps = Steps()
+    async with far.fleet(steps) as fleet:
+        trainer = publisher(fleet, host=lan.address)
+        await published(trainer, old)
+        before = [Footprint.of(server.process.pid) for server in far.all]
+        strike = Strike(phase, steps, Victim.of(victim), cable.pull)
+        try:
+            async with crossing(first.address, last.address) as sequences:
+                began = time.monotonic()
+                source = strike.source(await policy(trainer, new))
+                report = await (await trainer.publish(new, source)).committed
+                assert time.monotonic() - began < BOUND
+                assert strike.done
+                (failed,) = report.failed
+                assert failed.address == victim.address
+                assert isinstance(failed.error, ServerUnreachableError)
+                for sequence in sequences:
+                    await sequence.reaches(new)
+                    assert sequence.versions == [old, new]
+                    assert sequence.digests[new] == {report.digest}
+            assert_equal_under(old, sequences)
+        finally:
+            cable.plug()
+        await all_answer(fleet)
+        async with connected(victim.address) as api:
+            told = await status(api, verify=True)
+        assert told.intact
+        assert told.weights.version in (old, new)
+        report = await published(trainer, newer)
+        async with crossing(victim.address) as (sequence,):
+            await sequence.reaches(newer)
+            assert sequence.versions == [newer]
+            assert sequence.digests[newer] == {report.digest}
+        for server, footprint in zip(far.all, before, strict=True):
+            await nothing_is_left(server, footprint)
