@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -19,18 +20,21 @@ from rollwire_server.engines.sglang import loader
 from rollwire_server.engines.sglang.checkpoint import describe_checkpoint
 from rollwire_server.engines.sglang.shared_memory import allocate, views
 from rollwire_transport import TensorSpec
-from support.calls import Generation, connected, generate, reason_of, request
+from support.calls import Generation, connected, generate, reason_of, request, until
 from support.contract import flags
 from support.executed import ExecutedCommand
-from support.reference import logits, of_tokens
+from support.publishing import publish
+from support.reference import changed, logits, logprobs, of_tokens, with_tensors
 from support.servers import EXECUTED_START_SECONDS, servers
 from torch import nn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from support.calls import Output
     from support.servers import ServerProcess, StartServer
     from torch import Tensor
+    from transformers import PreTrainedModel
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -122,9 +126,46 @@ class TestServers:
         expected = whole.log_softmax(-1)
         own = of_tokens(expected, output.tokens).tolist()
         assert output.logprobs == pytest.approx(own, abs=1e-4)
-        for row, (ids, logprobs) in zip(expected, output.top, strict=True):
-            assert logprobs == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
-            assert logprobs == pytest.approx(row[ids].tolist(), abs=1e-4)
+        for row, (ids, told) in zip(expected, output.top, strict=True):
+            assert told == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
+            assert told == pytest.approx(row[ids].tolist(), abs=1e-4)
+
+    async def test_under_load_every_token_is_labelled_with_the_policy_that_sampled_it(
+        self, server: ServerProcess
+    ) -> None:
+        """Pauses, aborts and commits among 24 sequences; each token is then computed by itself."""
+        shared = tuple(range(100, 140))
+        base = build("builtin:tiny")
+        policies: dict[int, PreTrainedModel] = {}
+        async with connected(server.address) as api:
+            first = changed(base, by=0.1, seed=100)
+            answer = await publish(api, first)
+            policies[answer.weights.revision] = with_tensors(base, first)
+            generations = [
+                Generation(api, request((*shared, i), 400, seed=i, request_id=f"load-{i}"))
+                for i in range(24)
+            ]
+            reading = [asyncio.create_task(generation.all()) for generation in generations]
+            for seed in range(101, 105):
+                await grown(generations[5].output, 5)
+                tensors = changed(base, by=0.1, seed=seed)
+                await api.pause("p")
+                await api.abort(f"load-{seed - 101}")
+                await api.resume("p")
+                answer = await publish(api, tensors)
+                policies[answer.weights.revision] = with_tensors(base, tensors)
+            outputs = [await task for task in reading]
+            await api.idle()
+        assert [output.reason for output in outputs] == ["ABORTED"] * 4 + ["LENGTH"] * 20
+        assert all(len(set(output.revisions)) == 5 for output in outputs[4:])
+        for i, output in enumerate(outputs):
+            assert output.oldest == output.revisions
+            for revision in set(output.revisions):
+                own = logprobs(policies[revision], (*shared, i), output.tokens)
+                for told, computed, by in zip(
+                    output.logprobs, own.tolist(), output.revisions, strict=True
+                ):
+                    assert by != revision or told == pytest.approx(computed, abs=1e-4)
 
     async def test_an_interrupt_from_the_terminal_is_the_servers_to_answer(
         self, server: ServerProcess
@@ -187,6 +228,16 @@ def runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+async def grown(output: Output, by: int) -> None:
+    """Returns when so many more tokens have come."""
+    before = len(output.tokens)
+
+    async def has_grown() -> bool:
+        return len(output.tokens) >= before + by
+
+    await until(has_grown, NOTICED_SECONDS)
 
 
 def assert_ended(pids: Iterable[int]) -> None:
