@@ -52,7 +52,7 @@ async def test_sigterm_drains(start_server: StartServer) -> None:
         output = await generation.all()
         assert output.reason == "LENGTH"
         assert len(output.tokens) == 1500
-    assert await asyncio.to_thread(server.stop) == 0
+    assert await asyncio.to_thread(server.ended) == 0
 
 
 @pytest.mark.parametrize("how", ["limit", "second signal"])
@@ -73,7 +73,7 @@ async def test_a_drain_ends_what_takes_too_long(start_server: StartServer, how: 
             assert output.reason == "INTERRUPTED"
             assert output.finish is not None
             assert output.finish.output_tokens == len(output.tokens) > 0
-    assert await asyncio.to_thread(server.stop) == 0
+    assert await asyncio.to_thread(server.ended) == 0
 
 
 async def test_a_drain_discards_an_update_and_the_server_goes(start_server: StartServer) -> None:
@@ -85,7 +85,7 @@ async def test_a_drain_discards_an_update_and_the_server_goes(start_server: Star
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await change.until(0)
         assert reason_of(caught.value) == "DRAINING"
-    assert await asyncio.to_thread(server.stop) == 0
+    assert await asyncio.to_thread(server.ended) == 0
 
 
 async def test_a_cut_stream_is_picked_up_while_the_server_drains(
@@ -103,7 +103,7 @@ async def test_a_cut_stream_is_picked_up_while_the_server_drains(
         rest = await generate(api, message)
         assert len(got) + len(rest.tokens) == 200
         assert rest.reason == "LENGTH"
-    assert await asyncio.to_thread(server.stop) == 0
+    assert await asyncio.to_thread(server.ended) == 0
 
 
 async def _ended(call: Awaitable[object]) -> str:
@@ -213,6 +213,6 @@ async def test_sigterm_in_any_state(start_server: StartServer, state: str) -> No
         server.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(20):
             assert {await _ended(call) for call in calls} <= ends
-            assert await asyncio.to_thread(server.stop) == 0
+            assert await asyncio.to_thread(server.ended) == 0
         # Beside the drain: messages get two seconds to leave, and the process ends.
         assert time.monotonic() - began < drain_seconds + 2 + 7

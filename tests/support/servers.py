@@ -45,6 +45,10 @@ class ServerProcess:
         """SIGTERM; returns the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
+        return self.ended()
+
+    def ended(self) -> int:
+        """Waits for its end; returns the exit code."""
         return self.process.wait(STOP_SECONDS)
 
 
