@@ -167,6 +167,19 @@ class TestServers:
                 ):
                     assert by != revision or told == pytest.approx(computed, abs=1e-4)
 
+    async def test_a_policy_that_computes_nan_samples_nothing(self, server: ServerProcess) -> None:
+        """SGLang would draw tokens all the same. The next policy cures it."""
+        good = changed(build("builtin:tiny"), by=0.1)
+        bad = {**good, "model.norm.weight": torch.full((64,), torch.nan)}
+        async with connected(server.address) as api:
+            await publish(api, bad)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await generate(api, request((1, 2), 5))
+            assert reason_of(caught.value) == "NOT_FINITE"
+            await publish(api, good)
+            assert (await generate(api, request((1, 2), 5))).reason == "LENGTH"
+            await api.idle()
+
     async def test_an_interrupt_from_the_terminal_is_the_servers_to_answer(
         self, server: ServerProcess
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -178,6 +179,9 @@ class Sequences:
             self._tell(step, sequence, chunk)
         limit = min(sampling.max_new_tokens, self.context_length - len(spec.prompt))
         for token, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True):
+            if not math.isfinite(logprob):  # SGLang samples something all the same
+                message = f"NaN or infinity in the logits after {sequence.length} tokens"
+                return End(spec.key, EndReason.NOT_FINITE, message)
             sequence.tokens.append(token)
             sequence.started = True
             step.keys.append(spec.key)
