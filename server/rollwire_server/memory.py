@@ -74,6 +74,6 @@ class Memory:
             except EngineError as error:
                 raise ServiceError(Reason.STAGING_FAILED, str(error)) from error
             if reload_checkpoint:
-                await self._updates.reloaded()
+                await self._updates.served.reloaded()
             empty = discarded and not reload_checkpoint
             self._lifecycle.happened(Event.WOKE_EMPTY if empty else Event.WOKE)

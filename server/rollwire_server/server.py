@@ -23,6 +23,7 @@ from rollwire_server.memory import Memory
 from rollwire_server.metrics import Metrics
 from rollwire_server.rollouts import Rollouts
 from rollwire_server.security import Access, SecurityError
+from rollwire_server.served import ServedWeights
 from rollwire_server.services.info import ServerInfo
 from rollwire_server.services.rollout_service import RolloutService
 from rollwire_server.services.weight_service import WeightService
@@ -87,7 +88,7 @@ class RolloutServer:
                 updates = Updates(
                     self._engine,
                     self._lifecycle,
-                    self._rollouts,
+                    ServedWeights(self._engine, self._lifecycle, self._rollouts, self._counts),
                     self._counts,
                     tasks,
                     frozen=self._settings.frozen,
@@ -161,7 +162,7 @@ class RolloutServer:
         """Loads the model; calls are answered meanwhile, with STARTING where they need it."""
         log.info("loading", model=self._settings.model)
         weights = await self._engine.start(self._server_id, self._rollouts)
-        await updates.loaded(weights)
+        await updates.served.loaded(weights)
         self._lifecycle.attach(self._engine)
         awaiting = self._settings.await_weights
         self._lifecycle.happened(Event.LOADED_AWAITING if awaiting else Event.LOADED)

@@ -1,4 +1,4 @@
-"""The weight state of one server: updates announced, received, verified, committed or discarded.
+"""Weight updates of one server: announced, received, verified, committed or discarded.
 
 One update at a time. Nothing that serves is touched before its commit.
 """
@@ -9,15 +9,15 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
 import structlog
 
-from rollwire_server.engines.base import EngineError, KvPolicy, TornWeightsError, WeightTag
+from rollwire_server.engines.base import EngineError
 from rollwire_server.errors import Reason, ServiceError
-from rollwire_server.lifecycle import Event, Rpc, State
+from rollwire_server.lifecycle import Rpc, State
 from rollwire_server.outcomes import outcome, result
 from rollwire_server.update import (
     WAITING,
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from rollwire_server.counts import Counts
-    from rollwire_server.engines.base import Applied, Engine
+    from rollwire_server.engines.base import Engine, KvPolicy, WeightTag
     from rollwire_server.lifecycle import Lifecycle
-    from rollwire_server.rollouts import Rollouts
+    from rollwire_server.served import ServedWeights
     from rollwire_server.update import Announcement, Membership, Progress, Publisher
 
 log = structlog.get_logger()
@@ -46,14 +46,14 @@ REPORT_SECONDS = 0.25  # the API promises a message every 500 ms
 
 
 class Updates:
-    """The weight state of one server.
+    """The weight updates of one server.
 
-    Life: construct → ``loaded`` → RPCs, with ``tasks`` (owned by the server) alive → ``drop``.
+    Life: construct → RPCs, with ``tasks`` (owned by the server) alive → ``drop``.
 
     Args:
-        engine: Holds the weights.
-        lifecycle: Is asked before each step, holds for the commit.
-        rollouts: Learn of each commit.
+        engine: Gives the memory for an update.
+        lifecycle: Is asked before each step.
+        served: What a commit changes.
         counts: Are kept up to date.
         tasks: Owns receiving and committing.
         frozen: Takes no updates.
@@ -64,7 +64,7 @@ class Updates:
         self,
         engine: Engine,
         lifecycle: Lifecycle,
-        rollouts: Rollouts,
+        served: ServedWeights,
         counts: Counts,
         tasks: asyncio.TaskGroup,
         *,
@@ -73,7 +73,7 @@ class Updates:
     ) -> None:
         self._engine = engine
         self._lifecycle = lifecycle
-        self._rollouts = rollouts
+        self.served = served
         self._counts = counts
         self._tasks = tasks
         self._bucket_timeout = bucket_timeout
@@ -81,34 +81,12 @@ class Updates:
         self.frozen = frozen
         self.update: Update | None = None
         self.publisher: Publisher | None = None
-        self.committed_update_id = ""
-        self.history: deque[WeightTag] = deque(maxlen=COMMITS_REMEMBERED)
         self._commits: OrderedDict[str, Commit] = OrderedDict()
-        self._digests: dict[str, int] = {}
-        self._highest: WeightTag | None = None  # of the versions; after a rollback: since then
 
     @property
     def weights(self) -> WeightTag:
         """What serves now."""
-        return self.history[0]
-
-    async def loaded(self, weights: WeightTag) -> None:
-        """Learns the initial checkpoint."""
-        self.history.appendleft(weights)
-        self._digests = await self._engine.digests()
-        self._rollouts.committed(weights)
-
-    async def reloaded(self) -> None:
-        """The engine holds its first checkpoint again: the same content under a new revision."""
-        digests = await self._engine.digests()
-        digest = transport.sum_digests(digests.values())
-        weights = WeightTag(None, self.weights.revision + 1, self.weights.server_id, digest)
-        async with self._lifecycle.committing():
-            await self._engine.commit({}, weights, KvPolicy.RECOMPUTE)
-            self._digests = digests
-            self.committed_update_id = ""
-            self.history.appendleft(weights)
-            self._rollouts.committed(weights)
+        return self.served.weights
 
     async def drop(self, reason: Reason, why: str) -> None:
         """Drops what is under way; a commit that has begun goes through first."""
@@ -197,17 +175,6 @@ class Updates:
         else:
             await self._drop(update, Reason.NOT_STAGED, f"update {update_id} was discarded")
 
-    async def intact(self) -> bool:
-        """Whether the memory still holds what was committed."""
-        while True:
-            committed = self._digests
-            try:
-                digests = await self._engine.digests()
-            except EngineError:  # the memory was given back
-                return False
-            if committed is self._digests:  # else a commit came between
-                return digests == committed
-
     # Checks: nothing is touched by them.
 
     def _check(self, rpc: Rpc) -> None:
@@ -239,7 +206,7 @@ class Updates:
                 "deltas are not supported: publish a full update",
                 field="manifest.encoding",
             )
-        self._check_version(announcement)
+        self.served.check_version(announcement)
         if manifest.partial and self._lifecycle.state in (
             State.QUARANTINED,
             State.AWAITING_WEIGHTS,
@@ -248,18 +215,6 @@ class Updates:
                 Reason.BASE_MISMATCH,
                 f"a partial update cannot stand on what a server holds that is "
                 f"{self._lifecycle.state.value}: publish a full one",
-            )
-
-    def _check_version(self, announcement: Announcement) -> None:
-        version, highest = announcement.version, self._highest
-        if version is None or highest is None or highest.version is None:
-            return
-        if version < highest.version and not announcement.allow_version_rollback:
-            raise ServiceError(
-                Reason.VERSION_NOT_NEWER,
-                f"version {version} is below {highest.version}, which was committed: publish a "
-                "higher one, or allow_version_rollback",
-                metadata={"version": str(highest.version)},
             )
 
     def _check_manifest(self, manifest: transport.Manifest) -> None:
@@ -284,16 +239,6 @@ class Updates:
                 f"the trainer: discard it and publish again; the server serves "
                 f"{told(self.weights)}",
             )
-
-    def _check_conflict(self, announcement: Announcement, digest: int) -> None:
-        highest = self._highest
-        if highest is None or announcement.version != highest.version or digest == highest.digest:
-            return
-        raise ServiceError(
-            Reason.VERSION_CONFLICT,
-            f"version {highest.version} was committed with other content (digest "
-            f"{highest.digest:016x}, this update has {digest:016x}): publish a higher one",
-        )
 
     def _expect(self, update_id: str) -> Update:
         if self.update is None or self.update.announcement.update_id != update_id:
@@ -418,85 +363,15 @@ class Updates:
 
     async def _commit(self, update: Update, policy: KvPolicy) -> Commit:
         update.end_lease()
-        announcement, now = update.announcement, self.weights
-        digests = {**self._digests, **update.receiver.digests}
-        digest = transport.sum_digests(digests.values())
         try:
-            self._check_version(announcement)  # another may have been committed meanwhile
-            self._check_conflict(announcement, digest)
-            same = announcement.version == now.version and digest == now.digest
-            if same and self._lifecycle.state in (State.SERVING, State.PAUSED):
-                commit = Commit(now, receive_ns=update.receive_ns, already_current=True)
-            else:
-                commit = await self._apply(update, digests, policy)
+            commit = await self.served.commit(update, policy)
         finally:
             self.update = None
         self._counts.updates["already_current" if commit.already_current else "committed"] += 1
-        self.committed_update_id = announcement.update_id
-        self._commits[announcement.update_id] = commit
+        self._commits[update.announcement.update_id] = commit
         if len(self._commits) > COMMITS_REMEMBERED:
             self._commits.popitem(last=False)
         return commit
-
-    async def _apply(self, update: Update, digests: dict[str, int], policy: KvPolicy) -> Commit:
-        version, digest = update.announcement.version, transport.sum_digests(digests.values())
-        weights = WeightTag(version, self.weights.revision + 1, self.weights.server_id, digest)
-        async with self._lifecycle.committing():
-            held_at = time.monotonic_ns()
-            held = self._rollouts.live
-            await self._rollouts.keep_bounds(version)
-            applied = await self._put_in_place(update, weights, policy)
-            self._digests = digests
-            if version is not None:
-                self._highest = weights
-            self.history.appendleft(weights)
-            self._lifecycle.happened(Event.COMMITTED)
-            self._rollouts.committed(weights)
-            await self._rollouts.keep_bounds(version)
-        paused_ns = time.monotonic_ns() - held_at
-        log.info(
-            "committed",
-            version=version,
-            revision=weights.revision,
-            digest=f"{digest:016x}",
-            held_sequences=held,
-            apply_ms=round(applied.apply_ns / 1e6, 1),
-            paused_ms=round(paused_ns / 1e6, 1),
-        )
-        commit = Commit(
-            weights=weights,
-            receive_ns=update.receive_ns,
-            apply_ns=applied.apply_ns,
-            paused_ns=paused_ns,
-            held_sequences=held,
-            kv_tokens_to_recompute=applied.kv_tokens_to_recompute,
-        )
-        for told_of in self._counts.on_commit:
-            told_of(commit)
-        return commit
-
-    async def _put_in_place(self, update: Update, weights: WeightTag, policy: KvPolicy) -> Applied:
-        try:
-            return await self._engine.commit(update.staged, weights, policy)
-        except EngineError as error:
-            if isinstance(error, TornWeightsError):
-                raise await self._quarantine(error) from error
-            raise ServiceError(
-                Reason.COMMIT_FAILED,
-                f"{error}; nothing was changed, the server serves {told(self.weights)}",
-            ) from error
-        except Exception as error:
-            log.exception("a bug: the commit failed")
-            raise await self._quarantine(error) from error
-
-    async def _quarantine(self, error: Exception) -> ServiceError:
-        self._lifecycle.happened(Event.TORN)
-        await self._rollouts.interrupt_all(f"a commit failed half way: {error}")
-        return ServiceError(
-            Reason.QUARANTINED,
-            f"the commit failed half way ({error}): the server serves nothing until a full update "
-            "is committed",
-        )
 
     async def _leave_group(self, update: Update) -> None:
         """Ends the update's former group, if it had one."""

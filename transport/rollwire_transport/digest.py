@@ -36,10 +36,10 @@ Padding between spans is not covered.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import itertools
+import logging
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -130,9 +132,13 @@ def _implementation(device_type: str) -> Callable[[Tensor, int], Tensor]:
     if device_type == "cpu":
         return _sum_words_cpu
     if device_type == "cuda":
-        with contextlib.suppress(ImportError):  # Triton comes with torch for CUDA
+        try:  # Triton comes with torch for CUDA, but wants a C compiler
             from rollwire_transport.digest_triton import sum_words
 
+            sum_words(torch.zeros(1, dtype=torch.int64, device=device_type), 0)
+        except Exception as error:  # whatever it is, torch alone does it too
+            logger.warning("digests are slower without Triton: %s: %s", type(error).__name__, error)
+        else:
             return sum_words
     return _sum_words
 

@@ -154,14 +154,14 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
     ) -> weights_pb2.GetWeightStatusResponse:
         """What is committed and what is under way."""
         self._lifecycle.check(Rpc.GET_WEIGHT_STATUS)
-        intact = await self._updates.intact() if request.verify else None
+        intact = await self._updates.served.intact() if request.verify else None
         updates = self._updates
         response = weights_pb2.GetWeightStatusResponse(
             weights=messages.weight_tag(updates.weights),
             state=messages.STATES[self._lifecycle.state],
-            committed_update_id=updates.committed_update_id,
+            committed_update_id=updates.served.committed_update_id,
             intact=intact,
-            history=[messages.weight_tag(tag) for tag in updates.history],
+            history=[messages.weight_tag(tag) for tag in updates.served.history],
         )
         if (publisher := updates.publisher) is not None:
             response.publisher.id, response.publisher.term = publisher.id, publisher.term
