@@ -9,13 +9,13 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
-import rollwire_client.ranks
+import rollwire_client.ranks.together
 import torch.distributed as dist
 from client.publishing import holds, publishing
 from client.scripted import until
 from client.scripted_weights import SCHEMA, policy
 from rollwire_client import PublishError, PublishInProgressError, Ranks, SourceError
-from rollwire_client.line import Line, Word
+from rollwire_client.ranks.line import Line, Word
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -48,7 +48,7 @@ def connected(
     for rank in range(1, size):
         here, there = tcp_pair()
         ends[0][rank], ends[rank][0] = Line(here), Line(there)
-    monkeypatch.setattr(rollwire_client.ranks, "meet", lambda *_: ends.pop(0))
+    monkeypatch.setattr(rollwire_client.ranks.together, "meet", lambda *_: ends.pop(0))
     ranks = [Ranks(group, timeout=timeout) for _ in range(size)]
     for number, one in enumerate(ranks):
         one.rank = number

@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
     from rollwire_client.data import WeightTag
     from rollwire_client.fleet import Fleet
-    from rollwire_client.lead import Lead
     from rollwire_client.member import Member
     from rollwire_client.ranks import Ranks
+    from rollwire_client.ranks.lead import Lead
     from rollwire_client.schema import Source
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rollwire_transport import TensorSpec
     from torch import Tensor
 
-    from rollwire_client.lead import Lead
+    from rollwire_client.ranks.lead import Lead
 
 Given = torch.Tensor | Callable[[], torch.Tensor]
 Source = Callable[[], Iterable[tuple[str, Given]]]

@@ -7,7 +7,7 @@ import queue
 from typing import TYPE_CHECKING
 
 from rollwire_client.errors import PublishError, SourceError
-from rollwire_client.line import Line, Word
+from rollwire_client.ranks.line import Line, Word
 from rollwire_client.threads import in_thread
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ import contextlib
 from typing import TYPE_CHECKING, Self
 
 from rollwire_client.errors import PublishInProgressError
-from rollwire_client.follower import Follower
-from rollwire_client.lead import Lead
-from rollwire_client.meeting import meet
+from rollwire_client.ranks.follower import Follower
+from rollwire_client.ranks.lead import Lead
+from rollwire_client.ranks.meeting import meet
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping

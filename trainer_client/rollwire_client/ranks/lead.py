@@ -9,7 +9,7 @@ import threading
 from typing import TYPE_CHECKING, TypeVar
 
 from rollwire_client.errors import SourceError
-from rollwire_client.line import Line, Word
+from rollwire_client.ranks.line import Line, Word
 from rollwire_client.tasks import end
 
 if TYPE_CHECKING:

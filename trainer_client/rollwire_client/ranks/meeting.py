@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from rollwire_client.errors import PublishError
-from rollwire_client.line import Line
+from rollwire_client.ranks.line import Line
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
