@@ -8,7 +8,7 @@ import contextlib
 import grpc
 import pytest
 import torch
-from client.scripted import ScriptedServer, Sequence, expected_token, until
+from client.scripted import ScriptedServer, Sequence, expected_token, scripted, until
 from rollwire_client import (
     Fleet,
     InvalidRequestError,
@@ -144,3 +144,20 @@ async def test_what_cannot_be_said(server: ScriptedServer) -> None:
             await session.generate(TURN, session_id="mine")
     assert session.token_ids == ()
     assert server.requests == []
+
+
+def test_a_stream_that_nobody_closes_ends_with_the_event_loop(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    kept = []
+
+    async def run() -> None:
+        async with scripted() as (server,), fleet_of(server) as fleet:
+            server.default = hang
+            kept.append(fleet.stream(PROMPT, TURN))
+            kept.append(fleet.session(PROMPT).stream(TURN))
+            for stream in kept:
+                await anext(stream)
+
+    asyncio.run(run())
+    assert caplog.text == ""

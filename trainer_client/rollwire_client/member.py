@@ -13,7 +13,8 @@ from rollwire_client.errors import RollwireError, ServerNotReadyError
 from rollwire_client.lifecycle import TRANSITIONS, Event, Life
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import Callable, Iterable
+    from contextlib import AbstractAsyncContextManager
 
     from rollwire.v1 import rollout_pb2
 
@@ -86,23 +87,34 @@ class Member:
         """Whether its weights are known to be at least of this version."""
         return version is None or (self.version is not None and self.version >= version)
 
-    @contextlib.asynccontextmanager
-    async def attempt(self, request: rollout_pb2.GenerateRequest) -> AsyncIterator[Attempt]:
-        """An attempt here, which counts as outstanding at once; leaving it aborts it.
+    def attempt(self, request: rollout_pb2.GenerateRequest) -> AbstractAsyncContextManager[Attempt]:
+        """An attempt here, which counts as outstanding once it is entered; leaving it aborts it.
 
         Raises:
-            RollwireError: It cannot be started.
+            RollwireError: When it is entered: it cannot be started.
         """
+        return _Visit(self, request)
+
+    async def start(self, request: rollout_pb2.GenerateRequest) -> Attempt:
+        """Starts an attempt; beneath ``attempt``, which ends it."""
+        context = self.info.context_length if self.info is not None else 0
+        tokens = request.sampling.max_new_tokens or context
+        self._starting_tokens += tokens
         self._attempts += 1
         try:
-            attempt = await self._start(request)
-            try:
-                yield attempt
-            finally:
-                attempt.close()
+            return await self.client.start(request)
+        except BaseException:
+            self.end(None)
+            raise
         finally:
-            self._attempts -= 1
-            self._poke_if_unused()
+            self._starting_tokens -= tokens
+
+    def end(self, attempt: Attempt | None) -> None:
+        """Ends an attempt that was started, or could not be."""
+        if attempt is not None:
+            attempt.close()
+        self._attempts -= 1
+        self._poke_if_unused()
 
     def doubt(self, error: RollwireError) -> None:
         """A sequence failed here: ask the server before it gets another."""
@@ -175,15 +187,6 @@ class Member:
             return True
         return info.state in _READY and _is_behind(info.weights, self._policy)
 
-    async def _start(self, request: rollout_pb2.GenerateRequest) -> Attempt:
-        context = self.info.context_length if self.info is not None else 0
-        tokens = request.sampling.max_new_tokens or context
-        self._starting_tokens += tokens
-        try:
-            return await self.client.start(request)
-        finally:
-            self._starting_tokens -= tokens
-
     def _work_ended(self, work: asyncio.Task[Any]) -> None:
         self._works.discard(work)
         self._poke_if_unused()
@@ -215,6 +218,24 @@ class Member:
 
     def _not_ready(self, why: str) -> ServerNotReadyError:
         return ServerNotReadyError(f"{self.address}: {why}", server=self.address)
+
+
+class _Visit:
+    """An attempt at a member. A class, as a rollout may be an abandoned generator: the event loop
+    closes those in any order, and a context manager made of another one would not outlive that.
+    """
+
+    def __init__(self, member: Member, request: rollout_pb2.GenerateRequest) -> None:
+        self._member = member
+        self._request = request
+        self._attempt: Attempt | None = None
+
+    async def __aenter__(self) -> Attempt:
+        self._attempt = await self._member.start(self._request)
+        return self._attempt
+
+    async def __aexit__(self, *_: object) -> None:
+        self._member.end(self._attempt)
 
 
 def _is_later(known: WeightTag, told: WeightTag) -> bool:

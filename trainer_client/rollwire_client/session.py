@@ -71,6 +71,9 @@ class Session:
     left, it was cancelled, or it failed. ``token_ids`` says what is there.
 
     A seed fixes the draws of one turn: give each turn its own.
+
+    Attributes:
+        id: Its name on the servers.
     """
 
     def __init__(self, prompt_ids: Sequence[int], start: StartRollout) -> None:
