@@ -172,8 +172,7 @@ class SglangEngine:
         step, to_end = self._sequences.take(chunks, self._tag)
         if step.keys or step.ends:
             self._sink.on_step(step)
-            if step.ends:
-                self._to_send.set()
+            self._to_send.set()
         self._end_there(to_end)
         if not self._sequences.ending:
             self._ended.set()
@@ -204,8 +203,9 @@ class SglangEngine:
                 return False
             if self._sequences.sent >= AHEAD * self._config.max_running_sequences:
                 return False
-            sequence, tag = self._sequences.next_unsent(), self._tag
-            if sequence is None or tag is None:
+            if (tag := self._tag) is None:
+                return False
+            if (sequence := self._sequences.next_unsent(tag.revision)) is None:
                 return False
             sink = self._living()
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rollwire_server.engines.base import (
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
     from .messages import Chunk
 
+SHARED_TOKENS = 64
+"""A shorter prompt is computed sooner than waited for."""
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -32,6 +35,7 @@ class Sequence:
 
     Attributes:
         tokens: Output tokens, the prefix among them.
+        prompt_hash: The same for those that should share their prompt.
         rid: SGLang's id for it; None while it waits to be sent.
         revision: Of the oldest key or value that it can hold: it was sent under it.
         started: It has a token since it was last sent.
@@ -39,7 +43,8 @@ class Sequence:
     """
 
     spec: SequenceSpec
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int]
+    prompt_hash: int
     rid: str | None = None
     revision: int = 0
     started: bool = False
@@ -72,16 +77,26 @@ class Sequences:
 
     def add(self, spec: SequenceSpec) -> None:
         """A sequence that waits to be sent."""
-        self._live[spec.key] = self._unsent[spec.key] = Sequence(spec, list(spec.prefix))
+        worth_it = len(spec.prompt) >= SHARED_TOKENS
+        prompt = hash(tuple(spec.prompt)) if worth_it else hash((spec.key, "alone"))
+        self._live[spec.key] = self._unsent[spec.key] = Sequence(spec, list(spec.prefix), prompt)
 
     @property
     def sent(self) -> int:
         """How many SGLang has."""
         return len(self._sent)
 
-    def next_unsent(self) -> Sequence | None:
-        """The oldest that waits to be sent."""
-        return next(iter(self._unsent.values()), None)
+    def next_unsent(self, revision: int) -> Sequence | None:
+        """The oldest that waits to be sent, under ``revision``.
+
+        Those of a group follow once the first of them has computed their prompt: SGLang would
+        compute it in each of them.
+        """
+        if not self._unsent:
+            return None
+        sent = [s for s in self._sent.values() if s.revision == revision]
+        computing = {s.prompt_hash for s in sent} - {s.prompt_hash for s in sent if s.started}
+        return next((s for s in self._unsent.values() if s.prompt_hash not in computing), None)
 
     def send(self, sequence: Sequence, revision: int) -> Request:
         """What SGLang is to sample of a sequence from now on, under an id never used before.

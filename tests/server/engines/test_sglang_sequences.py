@@ -1,0 +1,125 @@
+"""The SGLang engine's bookkeeping: what is sent when, and what chunks become."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from rollwire_server.engines.base import EndReason, WeightTag
+from rollwire_server.engines.sglang.messages import Chunk
+from rollwire_server.engines.sglang.sequences import SHARED_TOKENS, Sequences
+from support.engines import spec
+
+if TYPE_CHECKING:
+    from rollwire_server.engines.base import SequenceSpec
+    from rollwire_server.engines.sglang.messages import Request
+
+TAG = WeightTag(7, 3, "server", 0)
+LONG_PROMPT = tuple(range(SHARED_TOKENS))
+
+
+def sequences_of(*specs: SequenceSpec) -> Sequences:
+    sequences = Sequences(100)
+    for one in specs:
+        sequences.add(one)
+    return sequences
+
+
+def send_all(sequences: Sequences, revision: int = 3) -> list[Request]:
+    """What goes to SGLang now."""
+    sent = []
+    while (sequence := sequences.next_unsent(revision)) is not None:
+        sent.append(sequences.send(sequence, revision))
+    return sent
+
+
+def chunk(rid: str, *tokens: int, ended: str | None = None, logprob: float = -1.0) -> Chunk:
+    return Chunk(rid, list(tokens), [logprob] * len(tokens), [], [], 0, ended)
+
+
+def test_a_group_follows_the_first_of_it_and_others_do_not_wait() -> None:
+    group = [spec(LONG_PROMPT) for _ in range(3)]
+    other = spec((1, 2, 3))
+    sequences = sequences_of(*group, other)
+    first, apart = send_all(sequences)
+    assert (first.input_ids, apart.input_ids) == ([*LONG_PROMPT], [1, 2, 3])
+    sequences.take([chunk(first.rid, 5)], TAG)
+    assert [request.input_ids for request in send_all(sequences)] == [[*LONG_PROMPT]] * 2
+    sequences.add(spec(LONG_PROMPT))
+    sequences.add(spec(LONG_PROMPT))
+    assert len(send_all(sequences, revision=4)) == 1, "under other weights it is computed anew"
+
+
+@pytest.mark.parametrize("way", ["aborted", "ended"])
+def test_a_group_does_not_wait_for_one_that_is_gone(way: str) -> None:
+    first, second = spec(LONG_PROMPT), spec(LONG_PROMPT)
+    sequences = sequences_of(first, second)
+    (request,) = send_all(sequences)
+    if way == "aborted":
+        assert sequences.remove([first.key]) == [request.rid]
+    else:
+        step, _ = sequences.take([chunk(request.rid, ended="abort")], TAG)
+        assert [end.reason for end in step.ends] == [EndReason.FAILED]
+    assert len(send_all(sequences)) == 1
+
+
+def test_no_id_begins_with_another() -> None:
+    sequences = sequences_of(*(spec((1, 2)) for _ in range(300)))
+    ids = [request.rid for request in send_all(sequences)]
+    assert len(set(ids)) == 300
+    assert len({len(rid) for rid in ids}) == 1
+
+
+def test_a_chunk_is_cut_at_what_ends_the_sequence() -> None:
+    stopping = spec((1, 2), 20, stop_token_ids=frozenset({9}))
+    full = spec((1, 2), 2)
+    broken = spec((1, 2), 20)
+    sequences = sequences_of(stopping, full, broken)
+    a, b, c = send_all(sequences)
+    nan = chunk(c.rid, 4, logprob=float("nan"))
+    step, to_end = sequences.take([chunk(a.rid, 5, 9, 6), chunk(b.rid, 7, 8), nan], TAG)
+    assert list(zip(step.keys, step.token_ids, strict=True)) == [
+        (stopping.key, 5), (stopping.key, 9), (full.key, 7), (full.key, 8)
+    ]  # fmt: skip
+    reasons = [EndReason.STOP, EndReason.LENGTH, EndReason.NOT_FINITE]
+    assert [end.reason for end in step.ends] == reasons
+    assert to_end == [a.rid, b.rid, c.rid]
+    assert len(sequences) == 0
+
+
+def test_what_was_given_up_is_ended_until_it_says_so_and_reports_nothing() -> None:
+    one = spec((1, 2))
+    sequences = sequences_of(one)
+    (request,) = send_all(sequences)
+    sequences.take([chunk(request.rid, 5)], TAG)
+    assert sequences.remove([one.key]) == [request.rid]
+    assert sequences.kv_tokens() == 3
+    step, to_end = sequences.take([chunk(request.rid, 6)], TAG)
+    assert (step.keys, step.ends, to_end) == ([], [], [request.rid])
+    sequences.take([chunk(request.rid, 7, ended="abort")], TAG)
+    assert (sequences.kv_tokens(), sequences.ending) == (0, {})
+
+
+def test_after_a_commit_sequences_go_on_from_their_tokens_oldest_first() -> None:
+    started, waiting = spec((1, 2), 20, seed=4), spec((3, 4), 20)
+    sequences = sequences_of(started, waiting)
+    a, b = send_all(sequences)
+    sequences.take([chunk(a.rid, 5, 6)], TAG)
+    assert sequences.recall(started=True) == ([a.rid, b.rid], 4)
+    again, fresh = send_all(sequences, revision=4)
+    assert (again.input_ids, again.max_new_tokens) == ([1, 2, 5, 6], 18)
+    assert (fresh.input_ids, fresh.max_new_tokens) == ([3, 4], 20)
+    assert again.cache_key == fresh.cache_key != a.cache_key
+    assert {a.rid, b.rid}.isdisjoint({again.rid, fresh.rid})
+
+
+def test_what_keeps_its_keys_and_values_owns_up_to_them() -> None:
+    started, waiting = spec((1, 2), 20), spec((3, 4), 20)
+    sequences = sequences_of(started, waiting)
+    a, b = send_all(sequences, revision=2)
+    sequences.take([chunk(a.rid, 5)], TAG)
+    assert sequences.recall(started=False) == ([b.rid], 0)
+    (fresh,) = send_all(sequences, revision=3)
+    step, _ = sequences.take([chunk(a.rid, 6), chunk(fresh.rid, 7)], TAG)
+    assert step.weights == TAG
+    assert step.oldest_kv_revisions == [2, 3]
