@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rollwire_client.addresses import Addresses, address_source
 from rollwire_client.channels import Credentials, CredentialsError
 from rollwire_client.commands.generate import generate_tokens
 from rollwire_client.commands.info import show_info
-from rollwire_client.data import Sampling
+from rollwire_client.commands.publish import publish_checkpoint
+from rollwire_client.commands.top import show_top
+from rollwire_client.data import KvPolicy, Sampling
 from rollwire_client.errors import RollwireError
 from rollwire_client.routes import server_address
 
@@ -56,6 +59,16 @@ def _address(value: str) -> str:
         return server_address(value)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def _addresses(values: list[str]) -> Addresses:
+    """Of a fleet: some servers, or one name for all."""
+    servers: Addresses = values[0] if values[0].startswith("dns:") and not values[1:] else values
+    try:
+        address_source(servers)
+    except (TypeError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    return servers
 
 
 def _token_ids(value: str) -> list[int]:
@@ -145,6 +158,66 @@ def info(
 ) -> int:
     """Show what servers are, hold and are doing."""
     return _run(show_info(servers, context.obj, timeout=timeout, as_json=as_json))
+
+
+@app.command()
+def top(
+    context: typer.Context,
+    servers: Annotated[
+        list[str], typer.Argument(metavar="HOST:PORT...", help="Or one dns:///NAME:PORT.")
+    ],
+    *,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for an answer.")] = 5.0,
+    as_json: Json = False,
+) -> int:
+    """Watch a fleet, live; off a terminal, and as JSON, look once."""
+    return _run(
+        show_top(
+            _addresses(servers), context.obj, interval=interval, timeout=timeout, as_json=as_json
+        )
+    )
+
+
+@app.command()
+def publish(
+    context: typer.Context,
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            exists=True, file_okay=False, metavar="CHECKPOINT", help="Folder of .safetensors files."
+        ),
+    ],
+    servers: Annotated[
+        list[str],
+        typer.Option("--server", metavar="HOST:PORT", help="Each server; or one dns:///NAME:PORT."),
+    ],
+    version: Annotated[
+        int | None, typer.Option(help="The trainer's step. Default: an untagged update.")
+    ] = None,
+    kv_policy: Annotated[
+        KvPolicy, typer.Option(help="What becomes of sequences' keys and values.")
+    ] = KvPolicy.RECOMPUTE,
+    backend: Annotated[
+        str | None, typer.Option(help="Of the transport. Default: the first that all can use.")
+    ] = None,
+    *,
+    allow_version_rollback: Annotated[
+        bool, typer.Option("--allow-version-rollback", help="Even below what the servers hold.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds to wait until a server is up.")
+    ] = 10.0,
+    as_json: Json = False,
+) -> int:
+    """Make a checkpoint the policy of a fleet; 1 if a server does not serve it then."""
+    return _run(
+        publish_checkpoint(
+            checkpoint, _addresses(servers), version, context.obj,
+            kv_policy=kv_policy, backend=backend, rollback=allow_version_rollback,
+            timeout=timeout, as_json=as_json,
+        )
+    )  # fmt: skip
 
 
 @app.command(

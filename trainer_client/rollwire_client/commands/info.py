@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rollwire_client.channels import Credentials
 
-_STYLES = {ServerState.SERVING: "green", ServerState.QUARANTINED: "red"}
+STYLES = {ServerState.SERVING: "green", ServerState.QUARANTINED: "red"}
 
 
 async def show_info(
@@ -33,7 +33,7 @@ async def show_info(
         told = [
             {"address": server, "error": str(answer)}
             if isinstance(answer, RollwireError)
-            else _plain(answer)
+            else plain(answer)
             for server, answer in zip(servers, answers, strict=True)
         ]
         sys.stdout.write(json.dumps(told, indent=2) + "\n")
@@ -70,7 +70,7 @@ def _table(infos: Sequence[ServerInfo]) -> Table:
         version = "-" if info.weights.version is None else str(info.weights.version)
         table.add_row(
             info.address,
-            f"[{_STYLES.get(info.state, 'yellow')}]{info.state.value}[/]",
+            f"[{STYLES.get(info.state, 'yellow')}]{info.state.value}[/]",
             version,
             str(info.weights.revision),
             f"{info.weights.digest:016x}",
@@ -85,7 +85,8 @@ def _table(infos: Sequence[ServerInfo]) -> Table:
     return table
 
 
-def _plain(info: ServerInfo) -> dict[str, Any]:
+def plain(info: ServerInfo) -> dict[str, Any]:
+    """As JSON has it."""
     told = asdict(info)
     told["state"] = info.state.value
     told["weights"]["digest"] = f"{info.weights.digest:016x}"  # JSON's numbers are too small

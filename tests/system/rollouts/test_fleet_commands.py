@@ -1,0 +1,192 @@
+"""`rollwire top` and `rollwire publish` against real servers, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from rollwire_client.sync import SyncFleet, SyncPublisher
+from safetensors.torch import save_file
+from support.servers import ServerProcess, servers
+from support.synthetic import PROMPT, sampling, start_synthetic
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+COMMAND = [sys.executable, "-c", "from rollwire_client.commands import main; main()"]
+SECONDS = 60
+NOBODY = "127.0.0.1:9"
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServerProcess]]:
+    with servers(tmp_path_factory.mktemp("commands")) as start:
+        yield [start_synthetic(start, 50) for _ in range(2)]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return saved(tmp_path / "checkpoint", 1.0)
+
+
+def saved(folder: Path, value: float, name: str = "weight") -> Path:
+    folder.mkdir()
+    save_file({name: torch.full((1024,), value)}, folder / "model.safetensors")
+    return folder
+
+
+def rollwire(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+
+
+def publish(folder: Path, *addresses: str) -> list[str]:
+    return ["publish", str(folder), *(f"--server={address}" for address in addresses)]
+
+
+def on_a_terminal(*arguments: str) -> subprocess.Popen[bytes]:
+    """The command with a terminal of 160 columns; read its output from ``process.terminal``."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, *arguments], stdout=theirs, stderr=theirs,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "160", "LINES": "40"},
+    )  # fmt: skip
+    os.close(theirs)
+    process.terminal = ours  # type: ignore[attr-defined]
+    return process
+
+
+def read(terminal: int) -> str:
+    """What came; "" once the other end is closed."""
+    try:
+        return os.read(terminal, 65536).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def test_publish_makes_a_checkpoint_the_policy(two: list[ServerProcess], checkpoint: Path) -> None:
+    addresses = [server.address for server in two]
+    with SyncFleet(addresses) as fleet:
+        version = (fleet.newest_version() or 0) + 1
+    done = rollwire(*publish(checkpoint, *addresses), "--version", str(version))
+    assert (done.returncode, done.stderr) == (0, "")
+    title, _, *lines = done.stdout.splitlines()
+    assert title.startswith(f"version {version}, digest ")
+    for server, line in zip(two, lines, strict=True):
+        assert line.startswith(server.address)
+        assert "committed" in line
+    digest = title.split()[3].rstrip(":")
+    with SyncFleet(addresses) as fleet:
+        served = {info.weights for info in fleet.info().values()}
+        publisher = SyncPublisher(fleet)
+        again = publisher.publish(None, {"weight": torch.full((1024,), 1.0)}).committed()
+    assert {(w.version, f"{w.digest:016x}") for w in served} == {(version, digest)}
+    assert f"{again.digest:016x}" == digest  # the content is the checkpoint's
+
+
+def test_a_server_that_failed_is_told(two: list[ServerProcess], checkpoint: Path) -> None:
+    done = rollwire(*publish(checkpoint, two[0].address, NOBODY), "--json")
+    assert done.returncode == 1
+    told = json.loads(done.stdout)
+    assert [server["address"] for server in told["servers"]] == [two[0].address, NOBODY]
+    assert told["servers"][0]["error"] is None
+    assert "cannot be reached" in told["servers"][1]["error"]
+    assert done.stderr.startswith(f"rollwire: {NOBODY}: cannot be reached")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_checkpoint_that_does_not_fit(two: list[ServerProcess], tmp_path: Path) -> None:
+    other = saved(tmp_path / "other", 1.0, name="bias")
+    (tmp_path / "empty").mkdir()
+    torn = tmp_path / "torn"
+    torn.mkdir()
+    (torn / "model.safetensors").write_bytes(b"torn")
+    for folder, why in ((other, "bias"), (tmp_path / "empty", "no .safetensors"), (torn, "read")):
+        done = rollwire(*publish(folder, two[0].address))
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith("rollwire: ")
+        assert why in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_publish_shows_a_bar_on_a_terminal(two: list[ServerProcess], checkpoint: Path) -> None:
+    with on_a_terminal(*publish(checkpoint, two[0].address)) as process:
+        shown = ""
+        while piece := read(process.terminal):
+            shown += piece
+        assert process.wait(SECONDS) == 0
+        os.close(process.terminal)
+    assert "━" in shown
+    assert "untagged, digest" in shown
+
+
+def test_top_off_a_terminal_looks_once(two: list[ServerProcess]) -> None:
+    done = rollwire("top", two[0].address, two[1].address, NOBODY, "--interval", "0.2")
+    assert done.returncode == 1
+    header, *rows = done.stdout.splitlines()
+    assert header.split()[:4] == ["server", "state", "version", "lag"]
+    for server, row in zip(two, rows, strict=False):
+        assert row.startswith(server.address)
+        assert "serving" in row
+        assert "0/512" in row
+    assert "no answer" in rows[2]
+    assert rows[-1].startswith("3 servers")
+    assert done.stderr == f"rollwire: {NOBODY}: cannot be reached: Connection refused\n"
+
+
+def test_top_as_json_has_rates(two: list[ServerProcess]) -> None:
+    with SyncFleet([two[0].address]) as fleet:
+        streams = [fleet.stream(PROMPT, sampling(seed, 4000)) for seed in range(4)]
+        for stream in streams:
+            next(stream)
+        done = rollwire("top", two[0].address, "--json", "--interval", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    (told,) = json.loads(done.stdout)
+    assert told["running_sequences"] == 4
+    assert 0 < told["kv_tokens_per_second"] < 400  # four times 50, on a quiet machine
+    assert told["commits_per_minute"] == 0
+
+
+def test_top_lives_on_a_terminal_until_it_is_interrupted(two: list[ServerProcess]) -> None:
+    addresses = [server.address for server in two]
+    with (
+        on_a_terminal("top", *addresses, "--interval", "0.1") as process,
+        SyncFleet(addresses) as f,
+    ):
+        shown = ""
+        while "updates/min" not in shown:
+            shown += read(process.terminal)
+        stream = f.stream(PROMPT, sampling(1, 4000))
+        next(stream)
+        shown = ""
+        while not re.search(r"1/512", shown):  # it goes on looking
+            shown += read(process.terminal)
+        process.send_signal(signal.SIGINT)
+        while piece := read(process.terminal):
+            shown += piece
+        assert process.wait(SECONDS) == 130
+        os.close(process.terminal)
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [("top",), ("top", "nowhere"), ("top", "dns:///x"), ("top", "dns:///x:5", NOBODY),
+     ("publish", "/", "--server", "nowhere"), ("publish", "/nowhere", "--server", NOBODY),
+     ("publish", "/"), ("publish", "/", "--server", NOBODY, "--kv-policy", "burn")],
+)  # fmt: skip
+def test_a_mistake_is_one_line(wrong: tuple[str, ...]) -> None:
+    done = rollwire(*wrong)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("rollwire: ")
+    assert done.stderr.count("\n") == 1

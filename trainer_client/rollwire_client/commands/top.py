@@ -1,0 +1,190 @@
+"""``rollwire top``: a fleet, live."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from rollwire_client.client import Timeouts
+from rollwire_client.commands.info import STYLES, plain
+from rollwire_client.data import ServerInfo
+from rollwire_client.errors import RollwireError
+from rollwire_client.fleet import Fleet
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rollwire_client.addresses import Addresses
+    from rollwire_client.channels import Credentials
+
+_WINDOW = 5  # answers that a rate is taken over
+
+Answers = dict[str, ServerInfo | RollwireError]
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What changed between a server's answers.
+
+    Attributes:
+        kv_tokens: Cache entries that came, less those that were freed, a second.
+        commits: Weight updates a minute.
+    """
+
+    kv_tokens: float
+    commits: float
+
+
+class History:
+    """The last answers of each server."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, deque[tuple[float, ServerInfo]]] = {}
+
+    def add(self, answers: Answers, now: float) -> None:
+        """What the servers said at a time, in seconds."""
+        for address, answer in answers.items():
+            known = self._answers.setdefault(address, deque(maxlen=_WINDOW))
+            if not isinstance(answer, ServerInfo) or (
+                known and known[-1][1].server_id != answer.server_id
+            ):
+                known.clear()  # what a process did says nothing about the next
+            if isinstance(answer, ServerInfo):
+                known.append((now, answer))
+
+    def rates(self, address: str) -> Rates | None:
+        """Of a server; None before its second answer."""
+        known = self._answers.get(address)
+        if known is None or len(known) < 2 or (seconds := known[-1][0] - known[0][0]) <= 0:
+            return None
+        first, last = known[0][1], known[-1][1]
+        return Rates(
+            (last.kv_tokens_used - first.kv_tokens_used) / seconds,
+            (last.weights.revision - first.weights.revision) / seconds * 60,
+        )
+
+
+async def show_top(
+    servers: Addresses,
+    credentials: Credentials,
+    *,
+    interval: float,
+    timeout: float,
+    as_json: bool,
+) -> int:
+    """Shows the servers until interrupted; off a terminal and as JSON once, after two looks.
+
+    Then the code is 1 if one of them did not answer.
+    """
+    history, live = History(), sys.stdout.isatty() and not as_json
+    timeouts = Timeouts(start=0, call=timeout, probe=timeout, close=0)
+    async with Fleet(
+        servers, timeouts=timeouts, credentials=credentials, resolve_interval=interval
+    ) as fleet:
+        answers = await _look(fleet, history)
+        if live:
+            with Live(_table(answers, history), auto_refresh=False, screen=True) as screen:
+                while True:
+                    await asyncio.sleep(interval)
+                    answers = await _look(fleet, history)
+                    screen.update(_table(answers, history), refresh=True)
+        await asyncio.sleep(interval)
+        answers = await _look(fleet, history)
+    if as_json:
+        told = [_told(address, answer, history) for address, answer in answers.items()]
+        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+    else:
+        Console(width=160).print(_table(answers, history))
+    missing = [answer for answer in answers.values() if isinstance(answer, RollwireError)]
+    for error in missing:
+        sys.stderr.write(f"rollwire: {error}\n")
+    return 1 if missing else 0
+
+
+async def _look(fleet: Fleet, history: History) -> Answers:
+    answers = await fleet.info()
+    history.add(answers, time.monotonic())
+    return answers
+
+
+def _table(answers: Answers, history: History) -> Table:
+    infos = [answer for answer in answers.values() if isinstance(answer, ServerInfo)]
+    newest = max((i.weights.version for i in infos if i.weights.version is not None), default=None)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("server")
+    table.add_column("state")
+    for name in (
+        "version",
+        "lag",
+        "running",
+        "waiting",
+        "held",
+        "KV",
+        "KV tokens/s",
+        "updates/min",
+    ):
+        table.add_column(name, justify="right")
+    for address, answer in answers.items():
+        if isinstance(answer, ServerInfo):
+            table.add_row(address, *_row(answer, history.rates(address), newest))
+        else:
+            table.add_row(address, Text("no answer", style="red"))
+    table.add_section()
+    table.add_row(f"{len(answers)} servers", *_sums(infos, history), style="bold")
+    return table
+
+
+def _row(info: ServerInfo, rates: Rates | None, newest: int | None) -> list[str]:
+    version = info.weights.version
+    lag = "-" if version is None or newest is None else str(newest - version)
+    return [
+        f"[{STYLES.get(info.state, 'yellow')}]{info.state.value}[/]",
+        "-" if version is None else str(version),
+        lag,
+        f"{info.running_sequences}/{info.max_running_sequences}",
+        str(info.waiting_sequences),
+        str(info.held_sequences),
+        f"{_share(info.kv_tokens_used, info.kv_tokens_total):.0%}",
+        "-" if rates is None else f"{rates.kv_tokens:+.0f}",
+        "-" if rates is None else f"{rates.commits:.1f}",
+    ]
+
+
+def _sums(infos: list[ServerInfo], history: History) -> list[str]:
+    rates = [r for info in infos if (r := history.rates(info.address)) is not None]
+    used = sum(info.kv_tokens_used for info in infos)
+    total = sum(info.kv_tokens_total for info in infos)
+    return [
+        "", "", "",
+        str(sum(info.running_sequences for info in infos)),
+        str(sum(info.waiting_sequences for info in infos)),
+        str(sum(info.held_sequences for info in infos)),
+        f"{_share(used, total):.0%}",
+        f"{sum(rate.kv_tokens for rate in rates):+.0f}" if rates else "-",
+        "",
+    ]  # fmt: skip
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+def _told(address: str, answer: ServerInfo | RollwireError, history: History) -> Mapping[str, Any]:
+    if isinstance(answer, RollwireError):
+        return {"address": address, "error": str(answer)}
+    rates = history.rates(address)
+    return {
+        **plain(answer),
+        "kv_tokens_per_second": None if rates is None else rates.kv_tokens,
+        "commits_per_minute": None if rates is None else rates.commits,
+    }
