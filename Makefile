@@ -23,7 +23,7 @@ test-protobuf7: .overlay/installed
 SGLANG := sglang==0.5.23 torchvision==0.28.0
 test-sglang: .sglang/installed
 	PYTHONPATH=tests/sglang_on_cpu OMP_NUM_THREADS=1 .sglang/bin/python -m pytest --timeout 600 tests/contract --engine sglang
-	PYTHONPATH=tests/sglang_on_cpu OMP_NUM_THREADS=1 .sglang/bin/python -m pytest --timeout 600 tests/server/engines/test_sglang.py
+	PYTHONPATH=tests/sglang_on_cpu OMP_NUM_THREADS=1 .sglang/bin/python -m pytest --timeout 600 tests/server/engines/test_sglang*.py
 
 lint: $(VENV)/installed
 	$(RUN)ruff check .

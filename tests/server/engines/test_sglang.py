@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,24 +14,18 @@ import grpc
 import pytest
 import torch
 from rollwire_server.engines.embedded.builtin import build
-from rollwire_server.engines.sglang import loader
-from rollwire_server.engines.sglang.checkpoint import describe_checkpoint
-from rollwire_server.engines.sglang.shared_memory import allocate, views
-from rollwire_transport import TensorSpec
 from support.calls import Generation, connected, generate, reason_of, request, until
 from support.contract import flags
 from support.executed import ExecutedCommand
 from support.publishing import publish
 from support.reference import changed, logits, logprobs, of_tokens, with_tensors
 from support.servers import EXECUTED_START_SECONDS, servers
-from torch import nn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from support.calls import Output
     from support.servers import ServerProcess, StartServer
-    from torch import Tensor
     from transformers import PreTrainedModel
 
 pytestmark = pytest.mark.timeout(600)
@@ -259,75 +251,3 @@ def assert_ended(pids: Iterable[int]) -> None:
         while runs(pid):
             assert time.monotonic() < deadline, f"process {pid} still runs"
             time.sleep(0.05)
-
-
-class Fragile(nn.Module):
-    """A model whose loader fails at the tensor "bad", as SGLang's may."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fused = nn.Parameter(torch.zeros(4, 2))
-
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        for name, tensor in tensors:
-            if name == "bad":
-                raise KeyError(name)
-            self.fused.data[: len(tensor)].copy_(tensor)
-
-
-class TestLoader:
-    """What runs inside SGLang's scheduler processes."""
-
-    def obey(self, model: nn.Module, folder: Path, do: str, **more: object) -> dict[str, object]:
-        command = json.dumps({"do": do, "answers": str(folder), **more})
-        loader.load(model, [(command, torch.empty(0))])
-        answer: dict[str, object] = json.loads((folder / "0.json").read_text())
-        return answer
-
-    def test_staged_tensors_get_in_place_and_the_fingerprint_tells_them(
-        self, tmp_path: Path
-    ) -> None:
-        model = Fragile()
-        before = self.obey(model, tmp_path, "look")
-        staged = allocate([TensorSpec("good", "float32", (2, 2))])
-        staged["good"].copy_(torch.arange(4.0).view(2, 2))
-        after = self.obey(model, tmp_path, "put", staged=staged.layout.told())
-        assert (before["touched"], after["touched"], after["error"]) == (False, True, None)
-        assert model.fused.tolist() == [[0, 1], [2, 3], [0, 0], [0, 0]]
-        assert before["fingerprint"] != after["fingerprint"]
-        assert self.obey(model, tmp_path, "look")["fingerprint"] == after["fingerprint"]
-
-    def test_a_failure_says_whether_weights_were_touched(self, tmp_path: Path) -> None:
-        staged = allocate([TensorSpec(name, "float32", (2, 2)) for name in ("good", "bad")])
-        torn = self.obey(Fragile(), tmp_path, "put", staged=staged.layout.told())
-        assert torn["touched"]
-        assert torn["error"] == "KeyError: 'bad'"
-        gone = {**staged.layout.told(), "path": str(tmp_path / "nothing")}
-        whole = self.obey(Fragile(), tmp_path, "put", staged=gone)
-        assert not whole["touched"]
-        assert whole["error"]
-
-
-def test_staged_memory_is_the_same_in_another_process_and_leaves_with_it() -> None:
-    specs = [TensorSpec("a", "bfloat16", (3, 5)), TensorSpec("b", "float32", ())]
-    staged = allocate(specs)
-    path = staged.layout.path
-    for name, tensor in views(staged.layout).items():
-        tensor.fill_(7)
-        assert (staged[name] == 7).all()
-    read = subprocess.run(["cat", path], capture_output=True, check=True)
-    assert (
-        read.stdout[:30]
-        == torch.full((15,), 7, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
-    )
-    del staged
-    assert not Path(path).exists()
-
-
-def test_a_tied_output_is_an_alias(tmp_path: Path) -> None:
-    flags("sglang", tmp_path)
-    specs, digests = describe_checkpoint(tmp_path / "tiny", torch.bfloat16)
-    by_name = {spec.name: spec for spec in specs}
-    assert by_name["lm_head.weight"].alias_of == "model.embed_tokens.weight"
-    assert {spec.dtype for spec in specs} == {"bfloat16"}
-    assert digests.keys() == by_name.keys() - {"lm_head.weight"}

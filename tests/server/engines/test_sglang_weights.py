@@ -1,0 +1,190 @@
+"""The SGLang engine's weights: staged, put in place, compared; with the loader in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from rollwire_server.engines.base import EngineError, TornWeightsError
+from rollwire_server.engines.sglang import loader
+from rollwire_server.engines.sglang.checkpoint import describe_checkpoint
+from rollwire_server.engines.sglang.messages import Facts
+from rollwire_server.engines.sglang.shared_memory import allocate, views
+from rollwire_server.engines.sglang.weights import Weights
+from rollwire_transport import TensorSpec
+from safetensors.torch import save_file
+from support.contract import flags
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable
+
+    from rollwire_server.engines.sglang.shared_memory import Staged
+    from torch import Tensor
+
+
+class Fragile(nn.Module):
+    """A model that fuses "good" and "late", and whose loading fails at one tensor, as it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = nn.Parameter(torch.zeros(4, 2))
+        self.fails_at = "bad"
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            if name == self.fails_at:
+                raise KeyError(name)
+            (self.fused.data[2:] if name == "late" else self.fused.data[:2]).copy_(tensor)
+
+
+FACTS = Facts(
+    vocab_size=4, context_length=8, eos_token_ids=(), dtype=torch.float32, kv_tokens=8,
+    deterministic=False, logprobs_before_temperature=False, can_release_memory=False,
+    keeps_weights_on_release=False, unsupported_sampling=frozenset(), processes=[], ranks=1,
+)  # fmt: skip
+
+
+class Beside:
+    """In the place of the bridge: obeys in this process, as a scheduler process would."""
+
+    def __init__(self, model: Fragile) -> None:
+        self.model = model
+
+    async def update(self, command: str) -> None:
+        loader.load(self.model, [(command, torch.empty(0))])
+
+
+class TestWeights:
+    """Of a model that fuses "good" and "late" into one parameter."""
+
+    @pytest.fixture
+    def model(self) -> Fragile:
+        return Fragile()
+
+    @pytest.fixture
+    async def weights(self, model: Fragile, tmp_path: Path) -> AsyncIterator[Weights]:
+        (tmp_path / "config.json").write_text("{}")
+        save_file(
+            {"good": torch.zeros(2, 2), "late": torch.zeros(2, 2)}, tmp_path / "m.safetensors"
+        )
+        weights = Weights(Beside(model), FACTS, tmp_path)  # type: ignore[arg-type]
+        await weights.read()
+        yield weights
+        await weights.close()
+
+    def staged(self, value: float, *names: str) -> Staged:
+        staged = allocate([TensorSpec(name, "float32", (2, 2)) for name in names])
+        for tensor in staged.values():
+            tensor.fill_(value)
+        return staged
+
+    async def test_the_digests_are_those_of_what_was_put(
+        self, weights: Weights, model: Fragile
+    ) -> None:
+        before = await weights.digests()
+        await weights.put(self.staged(1, "good"))
+        assert model.fused.tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
+        after = await weights.digests()
+        assert after["late"] == before["late"]
+        assert after["good"] != before["good"]
+        await weights.reload()
+        assert await weights.digests() == before
+
+    async def test_memory_that_changes_by_itself_is_noticed(
+        self, weights: Weights, model: Fragile
+    ) -> None:
+        await weights.put(self.staged(1, "good", "late"))
+        model.fused.data[3, 1] += 1e-6
+        with pytest.raises(EngineError, match="have changed: fused"):
+            await weights.digests()
+
+    async def test_what_fails_half_way_is_torn_until_a_full_update(
+        self, weights: Weights, model: Fragile
+    ) -> None:
+        model.fails_at = "late"
+        with pytest.raises(TornWeightsError, match="late"):
+            await weights.put(self.staged(2, "good", "late"))
+        assert model.fused.tolist() == [[2, 2], [2, 2], [0, 0], [0, 0]]
+        assert not weights.whole
+        model.fails_at = ""
+        with pytest.raises(EngineError, match="lacks 1 of 2"):
+            await weights.put(self.staged(3, "good"))
+        await weights.put(self.staged(3, "good", "late"))
+        assert weights.whole
+        assert model.fused.eq(3).all()
+
+    async def test_what_fails_before_anything_is_touched_leaves_all_as_it_was(
+        self, weights: Weights, model: Fragile
+    ) -> None:
+        before = await weights.digests()
+        gone = self.staged(4, "good", "late")
+        gone.layout = dataclasses.replace(gone.layout, path="/nothing/there")
+        with pytest.raises(EngineError, match="FileNotFoundError") as caught:
+            await weights.put(gone)
+        assert not isinstance(caught.value, TornWeightsError)
+        assert weights.whole
+        assert await weights.digests() == before
+
+
+class TestLoader:
+    """What runs inside SGLang's scheduler processes."""
+
+    def obey(self, model: nn.Module, folder: Path, do: str, **more: object) -> dict[str, object]:
+        command = json.dumps({"do": do, "answers": str(folder), **more})
+        loader.load(model, [(command, torch.empty(0))])
+        answer: dict[str, object] = json.loads((folder / "0.json").read_text())
+        return answer
+
+    def test_staged_tensors_get_in_place_and_the_fingerprint_tells_them(
+        self, tmp_path: Path
+    ) -> None:
+        model = Fragile()
+        before = self.obey(model, tmp_path, "look")
+        staged = allocate([TensorSpec("good", "float32", (2, 2))])
+        staged["good"].copy_(torch.arange(4.0).view(2, 2))
+        after = self.obey(model, tmp_path, "put", staged=staged.layout.told())
+        assert (before["touched"], after["touched"], after["error"]) == (False, True, None)
+        assert model.fused.tolist() == [[0, 1], [2, 3], [0, 0], [0, 0]]
+        assert before["fingerprint"] != after["fingerprint"]
+        assert self.obey(model, tmp_path, "look")["fingerprint"] == after["fingerprint"]
+
+    def test_a_failure_says_whether_weights_were_touched(self, tmp_path: Path) -> None:
+        staged = allocate([TensorSpec(name, "float32", (2, 2)) for name in ("good", "bad")])
+        torn = self.obey(Fragile(), tmp_path, "put", staged=staged.layout.told())
+        assert torn["touched"]
+        assert torn["error"] == "KeyError: 'bad'"
+        gone = {**staged.layout.told(), "path": str(tmp_path / "nothing")}
+        whole = self.obey(Fragile(), tmp_path, "put", staged=gone)
+        assert not whole["touched"]
+        assert whole["error"]
+
+
+def test_staged_memory_is_the_same_in_another_process_and_leaves_with_it() -> None:
+    specs = [TensorSpec("a", "bfloat16", (3, 5)), TensorSpec("b", "float32", ())]
+    staged = allocate(specs)
+    path = staged.layout.path
+    for name, tensor in views(staged.layout).items():
+        tensor.fill_(7)
+        assert (staged[name] == 7).all()
+    read = subprocess.run(["cat", path], capture_output=True, check=True)
+    assert (
+        read.stdout[:30]
+        == torch.full((15,), 7, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
+    )
+    del staged
+    assert not Path(path).exists()
+
+
+def test_a_tied_output_is_an_alias(tmp_path: Path) -> None:
+    flags("sglang", tmp_path)
+    specs, digests = describe_checkpoint(tmp_path / "tiny", torch.bfloat16)
+    by_name = {spec.name: spec for spec in specs}
+    assert by_name["lm_head.weight"].alias_of == "model.embed_tokens.weight"
+    assert {spec.dtype for spec in specs} == {"bfloat16"}
+    assert digests.keys() == by_name.keys() - {"lm_head.weight"}
