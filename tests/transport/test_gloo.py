@@ -328,6 +328,25 @@ def test_an_abort_ends_both_ends_at_once(who: str) -> None:
         aborted.abort()
 
 
+@pytest.mark.parametrize("who", ["trainer", "server"])
+def test_an_abort_in_the_middle_of_a_message_ends_both_ends_at_once(who: str) -> None:
+    header = torch.ones(4, dtype=torch.int64)
+    there = torch.ones(1 << 28, dtype=torch.uint8)
+    here = torch.zeros_like(there)
+    with group() as (trainer, server), ThreadPoolExecutor(2) as pool:
+        ends = [server.receive(header.clone(), here), trainer.send(header, there)]
+        waiting = [pool.submit(end.wait, TIMEOUT) for end in ends]
+        while not here[0]:
+            time.sleep(0.001)
+        assert not here[-1], "this machine is too fast for so few bytes"
+        start = time.monotonic()
+        (trainer if who == "trainer" else server).abort()
+        errors = [future.exception() for future in waiting]
+        assert all(isinstance(error, TransportError) for error in errors)
+        assert not any(isinstance(error, TransportTimeout) for error in errors)
+    assert time.monotonic() - start < 5
+
+
 def test_an_abort_reaches_members_that_the_failed_one_did_not_talk_to() -> None:
     with group(receivers=3) as (trainer, *servers), ThreadPoolExecutor(2) as pool:
         receiving = [

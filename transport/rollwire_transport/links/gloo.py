@@ -3,17 +3,21 @@
 Rank 0 shares a pair, which is a gloo group of two, with every receiver, and sends each bucket to
 all of them side by side. A broadcast in one group would spare it some of the copies; but when it
 fails it cannot say who failed, it leaves the others waiting, and all must reach all.
+
+A connection that breaks in the middle of a message does not end gloo's wait for that message. So
+gloo is waited for in threads; who died or gave up is learnt from the connections on which the
+members met (see ``control``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import re
-import struct
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, cast
@@ -27,25 +31,30 @@ from rollwire_transport.links.control import (
     TICKET_BYTES,
     Gathering,
     Lines,
+    Signal,
     call,
     card_of_rank,
-    read,
 )
+from rollwire_transport.links.hand import Hand
+from rollwire_transport.links.store import Line
 
 if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
-    _Post = Callable[["_Pair", Tensor, int], Future["_Work"]]
+    _Post = Callable[["_Pair", Tensor, int], "_Message"]
+
+logger = logging.getLogger(__name__)
 
 # Tags tell the streams between two ranks apart. A payload's tag is _PAYLOAD plus its size: gloo
 # ends the process that gets a message longer than it expected, so ends that disagree on a size
 # must not find each other's message.
 _HEADER, _FINISH, _NEVER, _PAYLOAD = range(4)
 
-_WORD = struct.Struct("<HI")  # the sizes of a key and of its value
+_LOOK_SECONDS = 0.02  # between looks at the members, while a message is waited for
+_VERDICT_SECONDS = 0.3  # for the members to say why a message did not come
+_LET_GO_SECONDS = 1.0  # for gloo, when a link is closed
 
 
 def available() -> Availability:
@@ -77,12 +86,15 @@ def join(
     del device  # it moves host memory
     deadline = time.monotonic() + timeout
     lines, _ = call(epoch, rank, world_size, rendezvous, card_of_rank(rank), timeout, closed)
-    with _detached(lines) as connections:
-        try:
-            pair = _pair(_Line(connections[0], deadline, closed), rank, 0, deadline)
-        except RuntimeError as error:
-            raise _failure("the group could not be formed", error, deadline, "rank 0") from error
-    return _GlooLink([pair], sends=False)
+    connections = lines.detach()
+    try:
+        pair = _pair(Line(connections[0], deadline, closed), rank, 0, deadline)
+    except (RuntimeError, TransportError) as error:
+        connections[0].close()
+        if isinstance(error, TransportError):
+            raise
+        raise _failure("the group could not be formed", error, deadline, "rank 0") from error
+    return _GlooLink(Lines(connections), [pair], sends=False)
 
 
 class _GlooMeeting(Meeting):
@@ -95,10 +107,11 @@ class _GlooMeeting(Meeting):
         deadline = time.monotonic() + timeout
         lines = self._gathering.gather(card_of_rank(0), timeout)
         lines.start(bytes(TICKET_BYTES))
-        with _detached(lines) as connections, ThreadPoolExecutor(len(connections)) as pool:
+        connections = lines.detach()
+        with ThreadPoolExecutor(len(connections)) as pool:
             forming = {
                 rank: pool.submit(
-                    _pair, _Line(connection, deadline, self._closed), 0, rank, deadline
+                    _pair, Line(connection, deadline, self._closed), 0, rank, deadline
                 )
                 for rank, connection in connections.items()
             }
@@ -109,54 +122,15 @@ class _GlooMeeting(Meeting):
             except (RuntimeError, TransportError) as error:
                 what, peer = f"rank {rank} joined but cannot be reached", f"rank {rank}"
                 failures.append(_failure(what, error, deadline, peer))
-        link = _GlooLink(pairs, sends=True)
+        link = _GlooLink(Lines(connections), pairs, sends=True)
         if failures:
-            link.close()  # so that those who were reached learn of it
+            link.close()  # so that all learn of it
             raise failures[0]
         return link
 
     def close(self) -> None:
         self._closed.set()
         self._gathering.close()
-
-
-class _Line(dist.Store):  # type: ignore[name-defined,misc]  # torch's stubs do not export it
-    """Where the two ends of a pair leave word for each other: the connection on which they met.
-
-    Gloo asks a store for it. Torch's own, over TCP, waits for ever for a process that is frozen or
-    cut off.
-    """
-
-    def __init__(self, connection: socket.socket, deadline: float, closed: threading.Event) -> None:
-        super().__init__()
-        self.connection = connection
-        self._deadline = deadline
-        self._closed = closed
-        self._words: dict[str, bytes] = {}
-
-    def set(self, key: str, value: bytes) -> None:
-        """Tells the other end."""
-        self._words[key] = value
-        name = key.encode()
-        with contextlib.suppress(OSError):  # of one that is gone, which is found by reading
-            self.connection.settimeout(1)  # a few bytes, on a connection that is empty
-            self.connection.sendall(_WORD.pack(len(name), len(value)) + name + value)
-
-    def get(self, key: str) -> bytes:
-        """What one of the ends has told."""
-        while key not in self._words:
-            name_size, size = _WORD.unpack(self._read(_WORD.size))
-            name = self._read(name_size).decode()
-            self._words[name] = self._read(size)
-        return self._words[key]
-
-    def wait(self, keys: list[str], _timeout: timedelta | None = None) -> None:
-        """Blocks until all has been told."""
-        for key in keys:
-            self.get(key)
-
-    def _read(self, size: int) -> bytes:
-        return read(self.connection, size, self._deadline, self._closed)
 
 
 class _Work(Protocol):
@@ -169,72 +143,67 @@ class _Group(Protocol):  # what is used of ProcessGroupGloo, whose stubs lack it
 
 
 class _Pair:
-    """One end of a gloo group of rank 0 and a receiver."""
+    """One end of a gloo group of rank 0 and a receiver.
+
+    Its thread posts messages, since gloo's send writes to the socket itself for as long as the peer
+    keeps up, and waits for them.
+    """
 
     def __init__(self, group: _Group, rank: int, peer: int) -> None:
         self.peer = f"rank {peer}"
         self._group: _Group | None = group
         self._other = 1 if rank == 0 else 0
-        # Gloo's send writes to the socket itself for as long as the peer keeps up; this thread
-        # lets the caller go on, and the pairs not wait for each other.
-        self._poster = ThreadPoolExecutor(1, "rollwire-gloo")
+        self.hand = Hand(group, "rollwire-gloo")
 
-    def send(self, tensor: Tensor, tag: int) -> Future[_Work]:
-        group = self._usable()
-        return self._poster.submit(group.send, [tensor], self._other, tag)
+    def send(self, tensor: Tensor, tag: int) -> _Message:
+        other = self._other
+        return _Message(self, self.hand.ask(lambda group: group.send([tensor], other, tag)), tensor)
 
-    def receive(self, tensor: Tensor, tag: int) -> Future[_Work]:
-        group = self._usable()
-        return self._poster.submit(group.recv, [tensor], self._other, tag)
+    def receive(self, tensor: Tensor, tag: int) -> _Message:
+        other = self._other
+        return _Message(self, self.hand.ask(lambda group: group.recv([tensor], other, tag)), tensor)
 
     def abort(self) -> None:
-        # ProcessGroupGloo.abort leaves waits of other threads hanging. What does end them: a wait
-        # that times out closes all connections of its group, and so those of the peer.
+        # ProcessGroupGloo.abort leaves the connections. What does end them: a wait that times out
+        # closes all connections of its group, and so those of the peer.
         if (group := self._group) is not None:
             with contextlib.suppress(RuntimeError):
                 mark = torch.zeros(1, dtype=torch.uint8)
                 group.recv([mark], self._other, _NEVER).wait(timedelta(milliseconds=1))
 
-    def close(self) -> None:
+    def let_go(self) -> None:
         self._group = None
-        self._poster.shutdown()
-
-    def _usable(self) -> _Group:
-        if (group := self._group) is None:
-            raise _aborted()
-        return group
+        self.hand.let_go()
 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    peer: str
+    pair: _Pair
     posted: Future[_Work]
     tensor: Tensor
 
+    def land(self, deadline: float) -> Future[object]:
+        """Done, or failed, when gloo says so: after the deadline, where nobody else does before."""
+        posted, late = self.posted, deadline + _VERDICT_SECONDS
+        return self.pair.hand.ask(lambda _: posted.result().wait(_left(late)))
 
+
+@dataclass(frozen=True, slots=True)
 class _GlooTransfer(Transfer):
-    def __init__(self, link: _GlooLink, messages: list[_Message]) -> None:
-        self._link = link
-        self._messages = messages
+    link: _GlooLink
+    messages: list[_Message]
 
     def wait(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        for message in self._messages:
-            try:
-                message.posted.result(max(deadline - time.monotonic(), 0)).wait(_left(deadline))
-            except (RuntimeError, TimeoutError) as error:
-                if self._link.aborted:
-                    raise _aborted() from error
-                what = f"the transfer with {message.peer} failed"
-                raise _failure(what, error, deadline, message.peer) from error
+        self.link.land(self.messages, time.monotonic() + timeout)
 
 
 class _GlooLink(Link):
-    def __init__(self, pairs: list[_Pair], *, sends: bool) -> None:
+    def __init__(self, lines: Lines, pairs: list[_Pair], *, sends: bool) -> None:
         self.device = torch.device("cpu")
         self.upstream = "rank 0"
-        self.aborted = False
+        self._aborted = False
         self._sends = sends
+        self._lines = lines
         self._pairs = pairs
         self._finished = False
         self._lock = threading.Lock()
@@ -245,54 +214,88 @@ class _GlooLink(Link):
     def receive(self, header: Tensor, payload: Tensor) -> Transfer:
         return self._post(_Pair.receive, header, payload)
 
+    def land(self, messages: list[_Message], deadline: float) -> None:
+        """Waits for messages; see ``Transfer.wait``."""
+        landing = {message.land(deadline): message.pair.peer for message in messages}
+        pending = set(landing)
+        try:
+            while pending:
+                self._check()
+                if time.monotonic() >= deadline:
+                    raise self._late(sorted({landing[future] for future in pending}))
+                done, pending = wait(pending, _LOOK_SECONDS, FIRST_EXCEPTION)
+                for future in done:
+                    if error := future.exception():
+                        raise self._lost(landing[future], error) from error
+        finally:
+            for future in pending:
+                future.cancel()
+        if not self._sends:
+            self._lines.signal(Signal.STEP)
+
     def finish(self, timeout: float) -> None:
         post = _Pair.receive if self._sends else _Pair.send
         self._transfer(post, ((torch.zeros(1, dtype=torch.uint8), _FINISH),)).wait(timeout)
+        self._lines.signal(Signal.FINISHED)
         self._finished = True
 
     def abort(self) -> None:
         with self._lock:
-            if self.aborted:
+            if self._aborted:
                 return
-            self.aborted = True
+            self._aborted = True
+        self._lines.hang_up()
         for pair in self._pairs:
             pair.abort()
 
     def close(self) -> None:
         if not self._finished:
             self.abort()
-        self.aborted = True
+        self._aborted = True
         for pair in self._pairs:
-            pair.close()
+            pair.let_go()
+        until = time.monotonic() + _LET_GO_SECONDS
+        stuck = [pair.peer for pair in self._pairs if not pair.hand.join(until - time.monotonic())]
+        if stuck:
+            logger.info("gloo still holds messages with %s: they are left to it", ", ".join(stuck))
+        self._lines.close()
+
+    def _check(self) -> None:
+        if self._aborted:
+            raise _aborted()
+        self._lines.check()
+
+    def _late(self, peers: list[str]) -> TransportTimeout:
+        """One of these let the deadline pass: the one that is behind all others, if there is."""
+        peer = self._lines.laggard if self._sends else None
+        if not self._sends:
+            self._lines.signal(Signal.LATE)
+        peer = peer if peer in peers else peers[0]
+        return TransportTimeout(f"the transfer with {peer} failed: its deadline ran out", peer)
+
+    def _lost(self, peer: str, error: BaseException) -> TransportError:
+        """What broke a connection, which the members may know better than gloo."""
+        until = time.monotonic() + _VERDICT_SECONDS
+        while time.monotonic() < until:
+            try:
+                self._check()
+            except TransportError as verdict:
+                return verdict
+            time.sleep(_LOOK_SECONDS)
+        return _failure(f"the transfer with {peer} failed", error, math.inf, peer)
 
     def _post(self, post: _Post, header: Tensor, payload: Tensor) -> Transfer:
         return self._transfer(post, ((header, _HEADER), (payload, _PAYLOAD + payload.numel())))
 
-    def _transfer(self, post: _Post, messages: tuple[tuple[Tensor, int], ...]) -> Transfer:
-        if self.aborted:
+    def _transfer(self, post: _Post, messages: Iterable[tuple[Tensor, int]]) -> Transfer:
+        if self._aborted:
             raise _aborted()
         return _GlooTransfer(
-            self,
-            [
-                _Message(pair.peer, post(pair, tensor, tag), tensor)
-                for tensor, tag in messages
-                for pair in self._pairs
-            ],
+            self, [post(pair, tensor, tag) for tensor, tag in messages for pair in self._pairs]
         )
 
 
-@contextlib.contextmanager
-def _detached(lines: Lines) -> Iterator[dict[int, socket.socket]]:
-    """The connections of a group that has met, until its pairs stand."""
-    connections = lines.detach()
-    try:
-        yield connections
-    finally:
-        for connection in connections.values():
-            connection.close()
-
-
-def _pair(line: _Line, rank: int, peer: int, deadline: float) -> _Pair:
+def _pair(line: Line, rank: int, peer: int, deadline: float) -> _Pair:
     """Forms the pair of ``rank`` and ``peer``, of which one is 0; waits for the other."""
     backend = dist.ProcessGroupGloo
     # A device bound to the address that the peer reaches: gloo's own choice, and torch's, resolves
@@ -303,6 +306,7 @@ def _pair(line: _Line, rank: int, peer: int, deadline: float) -> _Pair:
     options._timeout = _left(deadline)  # noqa: SLF001
     options._threads = 1  # noqa: SLF001 - for collectives, of which there are none
     group = cast("_Group", backend(line, min(rank, 1), 2, options))
+    line.leave(rank, peer)
     return _Pair(group, rank, peer)
 
 
@@ -311,7 +315,7 @@ def _left(deadline: float) -> timedelta:
     return timedelta(milliseconds=max(math.ceil((deadline - time.monotonic()) * 1000), 1))
 
 
-def _failure(what: str, error: Exception, deadline: float, peer: str | None) -> TransportError:
+def _failure(what: str, error: BaseException, deadline: float, peer: str | None) -> TransportError:
     if time.monotonic() >= deadline:
         return TransportTimeout(f"{what}: its deadline ran out", peer)
     # Gloo's messages begin with a place in its source, and end with advice for collectives.
