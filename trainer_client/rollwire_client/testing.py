@@ -1,0 +1,258 @@
+"""A rollout server for tests of your own trainer: in this process, without a model, without torch.
+
+    async with FakeServer(version=3) as server, Fleet([server.address]) as fleet:
+        trajectory = await fleet.generate([1, 2, 3], Sampling(max_new_tokens=8))
+        assert trajectory.versions == (3,) * 8
+
+It speaks the real API over a real socket, so that the library does all that it does elsewhere.
+Faults are asked for: ``interrupt()``, ``cut()``, ``state``. It knows no ``max_weight_version`` and
+takes no updates; for tests of publishing there is ``rollwire-server --engine synthetic``, whose
+tokens need no model either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import math
+import struct
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+import grpc
+from rollwire.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
+
+from rollwire_client.data import FinishReason, ServerState
+from rollwire_client.tasks import end
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+__all__ = ["FakeServer", "Sampler"]
+
+Sampler = Callable[[Sequence[int], Sequence[int]], int]
+"""The next token, from the prompt and the output so far."""
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """A sequence under way; ``ended`` has why it is ended before its time."""
+
+    handle: int
+    request: rollout_pb2.GenerateRequest
+    output: list[int]
+    ended: asyncio.Future[FinishReason] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+    def end(self, reason: FinishReason) -> None:
+        if not self.ended.done():
+            self.ended.set_result(reason)
+
+
+class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
+    """A server whose tokens you choose; an async context manager.
+
+    Args:
+        sample: Gives each next token. Default: drawn from the request's seed and the position, so
+            that a sequence is the same on every fake server.
+        version: Of the weights that it says it serves.
+        tokens_per_second: Of each sequence; 0: as fast as they are taken.
+        vocab_size: Token ids are below it; every token's log-probability is -log(vocab_size).
+        context_length: Prompt and output together are at most this long.
+
+    Attributes:
+        address: HOST:PORT, once it runs.
+        state: What it says that it is doing; while that is not SERVING, sequences wait.
+        requests: What was asked for, as the API has it, in order.
+    """
+
+    def __init__(
+        self,
+        sample: Sampler | None = None,
+        *,
+        version: int | None = None,
+        tokens_per_second: float = 0.0,
+        vocab_size: int = 512,
+        context_length: int = 4096,
+    ) -> None:
+        self.address = ""
+        self.state = ServerState.SERVING
+        self.requests: list[rollout_pb2.GenerateRequest] = []
+        self._sample = sample
+        self._pause = 1 / tokens_per_second if tokens_per_second else 0.0
+        self._vocab_size = vocab_size
+        self._context_length = context_length
+        self._weights = common_pb2.WeightTag(server_id=uuid.uuid4().hex, version=version)
+        self._live: set[_Sequence] = set()
+        self._streams: set[asyncio.Event] = set()  # set: the stream is to be cut
+        self._server: grpc.aio.Server | None = None
+
+    async def __aenter__(self) -> Self:
+        self._server = grpc.aio.server()
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        self.address = f"127.0.0.1:{port}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Ends it at once, as if it died. Idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(None)
+
+    @property
+    def running(self) -> int:
+        """Sequences under way."""
+        return len(self._live)
+
+    def commit(self, version: int | None) -> None:
+        """From the next token on it serves this version, as after an update."""
+        self._weights = common_pb2.WeightTag(
+            server_id=self._weights.server_id,
+            revision=self._weights.revision + 1,
+            digest=self._weights.digest + 1,
+            version=version,
+        )
+
+    def interrupt(self) -> None:
+        """Gives up all sequences under way, as a server does that drains."""
+        for sequence in self._live:
+            sequence.end(FinishReason.INTERRUPTED)
+
+    def cut(self) -> None:
+        """Cuts all streams, as a broken network does."""
+        for cut in self._streams:
+            cut.set()
+
+    # The API.
+
+    async def GetServerInfo(  # noqa: N802, D102
+        self,
+        request: rollout_pb2.GetServerInfoRequest,  # noqa: ARG002
+        context: Any,  # noqa: ARG002
+    ) -> rollout_pb2.GetServerInfoResponse:
+        return rollout_pb2.GetServerInfoResponse(
+            server_id=self._weights.server_id,
+            state=common_pb2.ServerState.Value(f"SERVER_STATE_{self.state.name}"),
+            weights=self._weights,
+            engine="fake",
+            model="none",
+            vocab_size=self._vocab_size,
+            context_length=self._context_length,
+            deterministic=True,
+            max_running_sequences=2**31 - 1,
+            running_sequences=self.running,
+        )
+
+    async def Abort(  # noqa: N802, D102
+        self,
+        request: rollout_pb2.AbortRequest,
+        context: Any,  # noqa: ARG002
+    ) -> rollout_pb2.AbortResponse:
+        wanted = {key.request_id for key in request.sequences}
+        found = [s for s in self._live if request.all or s.request.request_id in wanted]
+        for sequence in found:
+            sequence.end(FinishReason.ABORTED)
+        known = {sequence.request.request_id for sequence in found}
+        return rollout_pb2.AbortResponse(aborted=len(found), not_found=sorted(wanted - known))
+
+    async def StreamRollouts(  # type: ignore[override]  # noqa: N802, D102  writes as it goes
+        self, requests: AsyncIterator[rollout_pb2.StreamRolloutsRequest], context: Any
+    ) -> None:
+        cut, tasks = asyncio.Event(), set[asyncio.Task[Any]]()
+        self._streams.add(cut)
+        reading = asyncio.create_task(self._read(requests, context, tasks))
+        cutting = asyncio.create_task(cut.wait())
+        try:
+            await asyncio.wait([reading, cutting], return_when=asyncio.FIRST_COMPLETED)
+            if cut.is_set():
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the link was cut")
+            await asyncio.gather(*tasks)
+        finally:
+            self._streams.discard(cut)
+            await end([reading, cutting, *tasks])
+
+    async def _read(
+        self,
+        requests: AsyncIterator[rollout_pb2.StreamRolloutsRequest],
+        context: Any,
+        tasks: set[asyncio.Task[Any]],
+    ) -> None:
+        lock, live = asyncio.Lock(), dict[int, _Sequence]()
+        async for message in requests:
+            if message.HasField("abort"):
+                if message.handle in live:
+                    live[message.handle].end(FinishReason.ABORTED)
+                continue
+            self.requests.append(message.start)
+            output = list(message.start.output_token_ids)
+            sequence = live[message.handle] = _Sequence(message.handle, message.start, output)
+            tasks.add(asyncio.create_task(self._play(sequence, context, lock)))
+
+    async def _play(self, sequence: _Sequence, context: Any, lock: asyncio.Lock) -> None:
+        async def write(**fields: Any) -> None:
+            message = rollout_pb2.StreamRolloutsResponse(weights=self._weights, **fields)
+            async with lock:
+                await context.write(message)
+
+        self._live.add(sequence)
+        try:
+            while (reason := self._reason(sequence)) is None:
+                if self._may_sample(sequence):
+                    token = self._next(sequence)
+                    await write(
+                        handles=[sequence.handle],
+                        counts=[1],
+                        offsets=[len(sequence.output)],
+                        token_ids=[token],
+                        logprobs=[-math.log(self._vocab_size)],
+                    )
+                    sequence.output.append(token)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._pause or 0.001):
+                        await asyncio.shield(sequence.ended)
+            self._live.discard(sequence)  # before anybody learns of its end
+            finish = rollout_pb2.Finish(
+                reason=rollout_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}"),
+                stop_token_id=sequence.output[-1] if reason is FinishReason.STOP else None,
+                message="as the test asked for" if reason is FinishReason.INTERRUPTED else "",
+                prompt_tokens=len(sequence.request.prompt_token_ids),
+                output_tokens=len(sequence.output),
+            )
+            await write(events=[rollout_pb2.SequenceEvent(handle=sequence.handle, finish=finish)])
+        finally:
+            self._live.discard(sequence)
+
+    def _reason(self, sequence: _Sequence) -> FinishReason | None:
+        """Why the sequence ends now."""
+        request, output = sequence.request, sequence.output
+        most = request.sampling.max_new_tokens or self._context_length
+        room = self._context_length - len(request.prompt_token_ids)
+        if output and output[-1] in request.sampling.stop_token_ids:
+            return FinishReason.STOP
+        if len(output) >= min(most, room):
+            return FinishReason.LENGTH
+        return sequence.ended.result() if sequence.ended.done() else None
+
+    def _may_sample(self, sequence: _Sequence) -> bool:
+        request = sequence.request
+        least = request.min_weight_version if request.HasField("min_weight_version") else None
+        version = self._weights.version if self._weights.HasField("version") else None
+        new_enough = least is None or (version is not None and version >= least)
+        return self.state is ServerState.SERVING and new_enough
+
+    def _next(self, sequence: _Sequence) -> int:
+        request, output = sequence.request, sequence.output
+        if self._sample is not None:
+            return self._sample(tuple(request.prompt_token_ids), tuple(output))
+        text = struct.pack("<QQ", request.sampling.seed, len(output))
+        drawn = hashlib.blake2b(text, digest_size=8).digest()
+        return int.from_bytes(drawn, "little") % self._vocab_size
