@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pty
@@ -177,6 +178,44 @@ def test_top_lives_on_a_terminal_until_it_is_interrupted(two: list[ServerProcess
         assert process.wait(SECONDS) == 130
         os.close(process.terminal)
     assert "Traceback" not in shown
+
+
+def test_trace_shows_states_updates_and_sequences(two: list[ServerProcess], tmp_path: Path) -> None:
+    addresses, file = [server.address for server in two], tmp_path / "trace.json"
+    with SyncFleet(addresses) as fleet:
+        publisher, version = SyncPublisher(fleet), (fleet.newest_version() or 0) + 1
+        publisher.publish(version, {"weight": torch.full((1024,), 5.0)}).committed()
+        with subprocess.Popen(
+            [*COMMAND, "trace", *addresses, "--output", str(file), "--seconds", "60"],
+            stderr=subprocess.PIPE, text=True,
+        ) as process:  # fmt: skip
+            running = 0
+            while running < 4:  # its own sequences
+                running = sum(info.running_sequences for info in fleet.info().values())
+            fleet.generate(PROMPT, sampling(1, 50))  # while those bring as many, at one pace
+            publisher.publish(version + 1, {"weight": torch.full((1024,), 6.0)}).committed()
+            fleet.generate(PROMPT, sampling(1, 50))
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130
+    assert said == f"{file}: open it at https://ui.perfetto.dev\n"
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {
+        event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
+    }
+    assert sorted(names.values()) == sorted(["sequences", *addresses])
+    old, new = f"version {version}", f"version {version + 1}"
+    slices = [event for event in events if event["ph"] == "X"]
+    for group, name in names.items():
+        seen = [s["name"] for s in slices if s["pid"] == group]
+        assert {old, new} <= set(seen)
+        assert name == "sequences" or "serving" in seen
+    assert sum(s["args"].get("tokens", 0) for s in slices if s["name"] == new) > 0
+    commits = [e for e in events if e["ph"] == "i" and e["name"].startswith(f"commit: {new}")]
+    assert {names[commit["pid"]] for commit in commits} == set(addresses)
+    for row in {(s["pid"], s["tid"]) for s in slices}:  # nothing overlaps
+        mine = sorted((s["ts"], s["ts"] + s["dur"]) for s in slices if (s["pid"], s["tid"]) == row)
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(mine))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import sys
-from pathlib import Path  # noqa: TC003  typer reads the annotation
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +17,7 @@ from rollwire_client.commands.generate import generate_tokens
 from rollwire_client.commands.info import show_info
 from rollwire_client.commands.publish import publish_checkpoint
 from rollwire_client.commands.top import show_top
+from rollwire_client.commands.trace import write_trace
 from rollwire_client.data import KvPolicy, Sampling
 from rollwire_client.errors import RollwireError
 from rollwire_client.routes import server_address
@@ -177,6 +178,33 @@ def top(
             _addresses(servers), context.obj, interval=interval, timeout=timeout, as_json=as_json
         )
     )
+
+
+@app.command()
+def trace(
+    context: typer.Context,
+    servers: Annotated[
+        list[str], typer.Argument(metavar="HOST:PORT...", help="Or one dns:///NAME:PORT.")
+    ],
+    output: Annotated[Path, typer.Option(dir_okay=False, help="The file.")] = Path("trace.json"),
+    seconds: Annotated[float, typer.Option(min=0.1, help="Watch so long.")] = 10.0,
+    interval: Annotated[float, typer.Option(min=0.01, help="Seconds between two looks.")] = 0.05,
+    sequences: Annotated[int, typer.Option(min=0, help="Sample so many at a time, to show.")] = 4,
+    prompt_ids: Annotated[
+        str, typer.Option(parser=_token_ids, metavar="1,2,3", help="Token ids of their prompt.")
+    ] = "1,2,3",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of each.")] = 256,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for an answer.")] = 5.0,
+) -> int:
+    """Watch a fleet and write a timeline for Perfetto: states, updates, sequences by version."""
+    prompt: Any = prompt_ids  # parsed
+    return _run(
+        write_trace(
+            output, _addresses(servers), context.obj, prompt,
+            Sampling(max_new_tokens=max_new_tokens),
+            sequences=sequences, seconds=seconds, interval=interval, timeout=timeout,
+        )
+    )  # fmt: skip
 
 
 @app.command()
