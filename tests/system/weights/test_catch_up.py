@@ -32,7 +32,9 @@ async def policy(publisher: Publisher) -> dict[str, Tensor]:
 async def test_a_restarted_server_is_caught_up_and_the_other_is_not_disturbed(
     start_server: StartServer,
 ) -> None:
-    steady, victim = start_server(), start_server()
+    # So slow that the sequence outlasts everything else, on any machine.
+    slow = ("--engine", "synthetic", "--model", "none", "--engine-arg", "tokens-per-second=20")
+    steady, victim = start_server(*slow), start_server(*slow)
     async with Fleet([steady.address, victim.address], probe_interval=0.2) as fleet:
         publisher = Publisher(fleet)
         tensors = await policy(publisher)
@@ -41,7 +43,7 @@ async def test_a_restarted_server_is_caught_up_and_the_other_is_not_disturbed(
         assert (await publisher.catch_up(tensors)).servers == ()
 
         victim.kill()
-        start_server("--listen", victim.address, "--await-weights")
+        start_server(*slow, "--listen", victim.address, "--await-weights")
 
         async def state() -> ServerState | None:
             info = (await fleet.info())[victim.address]
