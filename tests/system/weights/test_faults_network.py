@@ -88,3 +88,30 @@ async def test_a_pulled_cable_costs_one_server(lan: Network, far: Servers, phase
             assert sequence.digests[newer] == {report.digest}
         for server, footprint in zip(far.all, before, strict=True):
             await nothing_is_left(server, footprint)
+
+
+async def test_a_slow_reader_is_cut_out(lan: Network, far: Servers) -> None:
+    first, victim, last = far.all
+    old, new, newer = (far.next_version() for _ in range(3))
+    async with far.fleet() as fleet:
+        trainer = publisher(fleet, host=lan.address)
+        await published(trainer, old)
+        before = [Footprint.of(server.process.pid) for server in far.all]
+        tensors = await policy(trainer, new)
+        async with crossing(first.address, last.address) as sequences:
+            lan.machines[1].trickle(10_000)  # a bucket takes longer than may be waited for
+            try:
+                began = time.monotonic()
+                report = await (await trainer.publish(new, tensors)).committed
+                # It may have been the victim of another once, so it gets two groups.
+                assert time.monotonic() - began < 2 * (TIMEOUTS.bucket + TIMEOUTS.join) + 20
+            finally:
+                lan.machines[1].flow()
+            assert [s.address for s in report.failed] == [victim.address]
+            for sequence in sequences:
+                await sequence.reaches(new)
+                assert sequence.versions == [old, new]
+        await all_answer(fleet)
+        await published(trainer, newer)
+        for server, footprint in zip(far.all, before, strict=True):
+            await nothing_is_left(server, footprint)
