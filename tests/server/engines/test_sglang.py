@@ -34,26 +34,26 @@ LONG = 3000
 NOTICED_SECONDS = 60
 
 
-def running(*, of: int) -> list[int]:
-    """SGLang's own processes of one server."""
-    pids = []
+def children(parent: int) -> dict[int, str]:
+    """A process's own processes: their ids and command lines."""
+    found = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            name = (path / "cmdline").read_text()
+            if int((path / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                found[int(path.name)] = (path / "cmdline").read_text()
         except OSError:  # it has ended meanwhile
             continue
-        if parent == of and name.startswith("sglang::"):
-            pids.append(int(path.name))
-    return pids
+    return found
+
+
+def running(*, of: int) -> list[int]:
+    """SGLang's processes of one server that is up."""
+    return [pid for pid, name in children(of).items() if name.startswith("sglang::")]
 
 
 def scheduler(server: ServerProcess) -> int:
-    (pid,) = (
-        pid
-        for pid in running(of=server.process.pid)
-        if Path(f"/proc/{pid}/cmdline").read_text().startswith("sglang::scheduler")
-    )
+    names = children(server.process.pid).items()
+    (pid,) = (pid for pid, name in names if name.startswith("sglang::scheduler"))
     return pid
 
 
@@ -213,6 +213,19 @@ class TestServers:
         processes = running(of=server.process.pid)
         assert processes
         server.kill()
+        assert_ended(processes)
+
+    @pytest.mark.slow
+    def test_a_server_killed_while_it_starts_leaves_no_process(self, tmp_path: Path) -> None:
+        command = ["--engine", "sglang", *flags("sglang", tmp_path), "--listen", "127.0.0.1:0"]
+        server = ExecutedCommand(command, tmp_path / "server.log", dict(os.environ))
+        deadline = time.monotonic() + EXECUTED_START_SECONDS
+        while len(processes := children(server.pid)) < 3:
+            assert server.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        server.kill()
+        server.wait(NOTICED_SECONDS)
         assert_ended(processes)
 
     @pytest.mark.slow

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollwire_server.engines.base import EngineError
 
+from . import processes
 from .caller import Caller
 from .messages import Chunk, Facts
 
@@ -116,6 +117,8 @@ class Bridge:
         manager = partial(_manager_class(), self)
 
         class OurEngine(Engine):  # type: ignore[misc]  # no types
+            run_scheduler_process_func = staticmethod(processes.run_scheduler)
+            run_detokenizer_process_func = staticmethod(processes.run_detokenizer)
             init_tokenizer_manager_func = staticmethod(
                 lambda *args, **kwargs: init_tokenizer_manager(
                     *args, **{**kwargs, "TokenizerManagerClass": manager}
