@@ -108,6 +108,7 @@ async def load(fleet: Fleet, width: int) -> AsyncIterator[dict[int, Trajectory]]
         over.set()
 
 
+@pytest.mark.slow
 async def test_kill_9_of_one_of_three_costs_no_token(start_server: StartServer) -> None:
     rollouts = 200
     want = await wanted(start_server, rollouts)
@@ -136,6 +137,7 @@ async def test_kill_9_of_one_of_three_costs_no_token(start_server: StartServer) 
     assert slowest < FIRST_TOKEN_SECONDS, f"{slowest:.2f} s"
 
 
+@pytest.mark.slow
 async def test_a_rolling_restart_under_load_costs_no_token(start_server: StartServer) -> None:
     drain = ("--drain-seconds", "0.1")
     servers = [start_synthetic(start_server, RATE, *drain) for _ in range(3)]

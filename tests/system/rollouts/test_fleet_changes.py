@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import pytest
 from rollwire_client import Fleet
 from rollwire_client.lifecycle import Life
 from support.synthetic import PROMPT, sampling, start_synthetic, undisturbed, until
@@ -26,6 +27,7 @@ async def ready(fleet: Fleet, *servers: ServerProcess) -> None:
     await until(lambda: {m.server_id for m in fleet.members if m.life is Life.READY} == want)
 
 
+@pytest.mark.slow
 async def test_one_added_one_removed_one_replaced_under_50_rollouts(
     start_server: StartServer,
 ) -> None:
@@ -68,6 +70,7 @@ async def test_one_added_one_removed_one_replaced_under_50_rollouts(
     assert removed.stop() == 0
 
 
+@pytest.mark.slow
 async def test_servers_are_busy_in_proportion_to_their_speed(start_server: StartServer) -> None:
     quick, dies, comes = (start_synthetic(start_server, 80) for _ in range(3))
     slow = start_synthetic(start_server, 20)
