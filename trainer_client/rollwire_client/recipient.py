@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
     from rollwire_client.client import RolloutClient
     from rollwire_client.data import KvPolicy
+
+
+logger = logging.getLogger(__name__)
 
 
 class Phase(enum.Enum):
@@ -185,18 +189,30 @@ class Recipient:
     async def join(self, request: weights_pb2.JoinTransportRequest) -> None:
         """Joins a transport group; returns when the group stands.
 
+        An answer that was lost is asked for again: the server joins once.
+
         Raises:
             RollwireError: It does not.
         """
         request.publisher.CopyFrom(self._publisher)
         request.update_id = self._update_id
-        await unary(
-            self._stub.JoinTransport,
-            request,
-            server=self.address,
-            # Longer than the trainer waits for the group, which then knows who is missing.
-            timeout=self._timeouts.join + self._timeouts.call,
-        )
+        clock = asyncio.get_running_loop().time
+        # Longer than the trainer waits for the group, which then knows who is missing.
+        deadline = clock() + self._timeouts.join + self._timeouts.call
+        while True:
+            try:
+                await unary(
+                    self._stub.JoinTransport,
+                    request,
+                    server=self.address,
+                    timeout=max(deadline - clock(), 0),
+                )
+            except ServerUnreachableError as error:
+                if not await self._answers() or clock() >= deadline:
+                    raise
+                logger.info("%s; it is asked again", error)
+            else:
+                break
         if self.phase is not Phase.STAGED:
             self.phase = Phase.RECEIVING  # a STALLED of the former group is of the past
 
@@ -224,14 +240,10 @@ class Recipient:
                     timeout=self._timeouts.commit_silence,
                 )
             except ServerUnreachableError as error:
-                try:
-                    await self._client.info()
-                except RollwireError:
+                if not await self._answers() or clock() >= deadline:
                     self.fail(_maybe_committed(self.address, error))
                     return None
-                if clock() >= deadline:
-                    self.fail(_maybe_committed(self.address, error))
-                    return None
+                logger.info("%s; it is asked again", error)
             except RollwireError as error:
                 self.fail(error)
                 return None
@@ -263,6 +275,13 @@ class Recipient:
             return "cannot be asked what it serves"
         weights = wire.weight_tag(status.weights)
         return f"serves version {weights.version}, revision {weights.revision}"
+
+    async def _answers(self) -> bool:
+        try:
+            await self._client.info()
+        except RollwireError:
+            return False
+        return True
 
     def _take(self, report: weights_pb2.UpdateWeightsResponse) -> None:
         self.phase = _PHASES.get(report.phase, self.phase)

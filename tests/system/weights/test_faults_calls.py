@@ -1,0 +1,212 @@
+"""Answers that are lost, publishes that are cancelled, versions that are not newer."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from rollwire_client import PublishFailedError
+from support.calls import connected
+from support.crossing import assert_equal_under, crossing
+from support.fleets import policy, published, publisher
+from support.footprint import Footprint, nothing_is_left
+from support.publishing import no_update, status
+from support.steps import Steps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from rollwire.v1 import weights_pb2
+    from support.fleets import Servers
+    from support.servers import ServerProcess
+    from torch import Tensor
+
+SECONDS = 30
+
+
+async def told(server: ServerProcess) -> weights_pb2.GetWeightStatusResponse:
+    async with connected(server.address) as api:
+        return await status(api, verify=True)
+
+
+# Lost answers.
+
+
+class Losing:
+    """Loses a server's first answer to a method, once the server has done what it was asked to."""
+
+    def __init__(self, steps: Steps, method: str, address: str) -> None:
+        self.calls = 0
+        self._address = address
+        steps.before[method] = self._before
+        steps.after[method] = self._after
+
+    async def _before(self, address: str, _request: Any) -> None:
+        self.calls += address == self._address
+
+    async def _after(self, address: str, _request: Any) -> None:
+        if address == self._address and self.calls == 1:
+            nothing = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(
+                grpc.StatusCode.UNAVAILABLE, nothing, nothing, "the connection was cut"
+            )
+
+
+@pytest.mark.parametrize("method", ["JoinTransport", "CommitWeights"])
+async def test_a_lost_answer_is_asked_for_again_and_done_once(three: Servers, method: str) -> None:
+    old, new = three.next_version(), three.next_version()
+    steps = Steps()
+    async with three.fleet(steps) as fleet:
+        trainer = publisher(fleet)
+        await published(trainer, old)
+        before = [await told(server) for server in three.all]
+        losing = Losing(steps, method, three.all[1].address)
+        async with crossing(*three.addresses) as sequences:
+            report = await published(trainer, new)
+            for sequence in sequences:
+                await sequence.reaches(new)
+                assert sequence.versions == [old, new]
+                assert sequence.digests[new] == {report.digest}
+        assert losing.calls == 2
+        for server, was in zip(three.all, before, strict=True):
+            now = await told(server)
+            assert now.intact
+            assert now.weights.revision == was.weights.revision + 1
+
+
+# Cancelled publishes.
+
+
+class Halt:
+    """A publish that stops at a moment, until it is cancelled.
+
+    Args:
+        moment: The number of tensors on their way; or "released", when all servers have everything;
+            or "commit", when one has committed and the last was not told to.
+        steps: Of the publisher's channels.
+        last: The address of the last to commit.
+    """
+
+    def __init__(self, moment: int | str, steps: Steps, last: str) -> None:
+        self.reached = asyncio.Event()
+        self.go_on = threading.Event()
+        self._moment = moment
+        self._last = last
+        self._one_committed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        steps.before = {"CommitWeights": self._before_commit}
+        steps.after = {"CommitWeights": self._after_commit}
+
+    def source(self, tensors: Mapping[str, Tensor]) -> Callable[[], Iterator[tuple[str, Tensor]]]:
+        """The tensors, as what a publish takes."""
+
+        def source() -> Iterator[tuple[str, Tensor]]:
+            for number, item in enumerate(tensors.items()):
+                if number == self._moment:
+                    self._loop.call_soon_threadsafe(self.reached.set)
+                    assert self.go_on.wait(SECONDS)
+                yield item
+
+        return source
+
+    async def _before_commit(self, address: str, _request: Any) -> None:
+        if self._moment == "released" or (self._moment == "commit" and address == self._last):
+            if self._moment == "commit":
+                await self._one_committed.wait()
+            self.reached.set()
+            await asyncio.get_running_loop().create_future()
+
+    async def _after_commit(self, _address: str, _request: Any) -> None:
+        self._one_committed.set()
+
+
+async def test_a_publish_may_be_cancelled_at_any_moment(three: Servers) -> None:
+    old = three.next_version()
+    steps = Steps()
+    async with three.fleet(steps) as fleet:
+        trainer = publisher(fleet)
+        await published(trainer, old)
+        footprints = [Footprint.of(server.process.pid) for server in three.all]
+        count = len(await policy(trainer, old))
+        first = old
+        async with crossing(*three.addresses) as sequences:
+            for moment in (0, 1, count // 2, count - 1, "released", "commit"):
+                lost, new = three.next_version(), three.next_version()
+                halt = Halt(moment, steps, three.addresses[-1])
+                handle = await trainer.publish(lost, halt.source(await policy(trainer, lost)))
+                async with asyncio.timeout(SECONDS):
+                    await halt.reached.wait()
+                    cancelling = asyncio.create_task(handle.cancel())
+                    await asyncio.sleep(0)  # for it to begin
+                    halt.go_on.set()
+                    await cancelling
+                with pytest.raises(asyncio.CancelledError):
+                    await handle.committed
+                versions = [await serves_whole(server) for server in three.all]
+                assert versions[-1] == old, moment
+                assert set(versions) <= {old, lost}
+                assert (lost in versions) == (moment == "commit"), moment
+
+                steps.before = steps.after = {}
+                report = await published(trainer, new)
+                for sequence in sequences:
+                    await sequence.reaches(new)
+                    assert sequence.versions[-1] == new
+                    assert sequence.digests[new] == {report.digest}
+                old = new
+        assert_equal_under(first, sequences)
+        for server, footprint in zip(three.all, footprints, strict=True):
+            await nothing_is_left(server, footprint)
+
+
+async def serves_whole(server: ServerProcess) -> int:
+    """The version that a server serves, once it holds no update."""
+    async with connected(server.address) as api:
+        await no_update(api)
+        now = await status(api, verify=True)
+    assert now.intact
+    return now.weights.version
+
+
+# Versions.
+
+
+async def test_versions_that_are_not_newer(three: Servers) -> None:
+    lower, version, untagged_seed = (three.next_version() for _ in range(3))
+    async with three.fleet() as fleet:
+        trainer = publisher(fleet)
+        report = await published(trainer, version)
+        before = [(await told(server)).weights for server in three.all]
+
+        again = await (await trainer.publish(version, await policy(trainer, version))).committed
+        assert again.failed == ()
+        assert again.digest == report.digest
+        assert all(server.already_current for server in again.servers)
+
+        other = await policy(trainer, lower)
+        await refused("VERSION_CONFLICT", trainer.publish, version, other)
+        await refused("VERSION_NOT_NEWER", trainer.publish, lower, other)
+        assert [(await told(server)).weights for server in three.all] == before
+
+        back = await trainer.publish(lower, other, allow_version_rollback=True)
+        assert (await back.committed).failed == ()
+        assert {(await told(server)).weights.version for server in three.all} == {lower}
+
+        untagged = await trainer.publish(None, await policy(trainer, untagged_seed))
+        assert (await untagged.committed).failed == ()
+        for server in three.all:
+            now = await told(server)
+            assert now.intact
+            assert not now.weights.HasField("version")
+        await published(trainer, three.next_version())
+
+
+async def refused(reason: str, publish: Any, version: int, tensors: Mapping[str, Tensor]) -> None:
+    """Every server refuses it, each with this reason."""
+    with pytest.raises(PublishFailedError) as caught:
+        await (await publish(version, tensors)).committed
+    assert len(caught.value.errors) == 3
+    assert {error.reason for error in caught.value.errors.values()} == {reason}
