@@ -9,7 +9,6 @@ import subprocess
 import sys
 import uuid
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,29 +16,13 @@ import grpc
 import pytest
 from rollwire.v1 import rollout_pb2
 from support.calls import Api, Generation, Output, Stream, connected, generate, request
+from support.footprint import Footprint
 from support.servers import ServerProcess, resident_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LONG = 3000
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """What a process holds, counted from outside."""
-
-    threads: int
-    files: int
-
-    @classmethod
-    def of(cls, pid: int) -> Footprint:
-        proc = Path(f"/proc/{pid}")
-        return cls(_count(proc / "task"), _count(proc / "fd"))
-
-
-def _count(folder: Path) -> int:
-    return len(list(folder.iterdir()))
 
 
 @contextmanager

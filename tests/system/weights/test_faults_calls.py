@@ -1,14 +1,17 @@
-"""Answers that are lost, publishes that are cancelled, versions that are not newer."""
+"""Lost answers, cancelled publishes, strangers where servers meet, versions that are not newer."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 from rollwire_client import PublishFailedError
+from rollwire_transport import TransportError, join
 from support.calls import connected
 from support.crossing import assert_equal_under, crossing
 from support.fleets import policy, published, publisher
@@ -169,6 +172,52 @@ async def serves_whole(server: ServerProcess) -> int:
         now = await status(api, verify=True)
     assert now.intact
     return now.weights.version
+
+
+# Strangers.
+
+
+async def test_strangers_where_the_servers_meet_change_nothing(three: Servers) -> None:
+    old, new = three.next_version(), three.next_version()
+    steps = Steps()
+    refusals: list[str] = []
+
+    async with three.fleet(steps) as fleet:
+        trainer = publisher(fleet)
+        await published(trainer, old)
+        with contextlib.ExitStack() as strangers:
+
+            async def come(_address: str, request: weights_pb2.JoinTransportRequest) -> None:
+                """Before each server: one who says nothing, one who errs, one who guesses."""
+                host, _, port = request.rendezvous.rpartition(":")
+                for said in (b"", b"GET / HTTP/1.1\r\n" * 10):
+                    stranger = socket.create_connection((host, int(port)), SECONDS)
+                    strangers.callback(stranger.close)
+                    stranger.sendall(said)
+                with pytest.raises(TransportError) as caught:
+                    await asyncio.to_thread(guess, request)
+                refusals.append(str(caught.value))
+
+            steps.before["JoinTransport"] = come
+            report = await published(trainer, new)
+        assert len(refusals) == 3
+        assert all("no group of this epoch" in refusal for refusal in refusals)
+        for server in three.all:
+            now = await told(server)
+            assert now.intact
+            assert (now.weights.version, now.weights.digest) == (new, report.digest)
+
+
+def guess(request: weights_pb2.JoinTransportRequest) -> None:
+    """Tries to join in a server's place, without its epoch."""
+    join(
+        request.backend,
+        epoch="a guess",
+        rank=request.ranks[0],
+        world_size=request.world_size,
+        rendezvous=request.rendezvous,
+        timeout=SECONDS,
+    ).close()
 
 
 # Versions.

@@ -1,0 +1,75 @@
+"""A server dies or freezes while a chain passes buckets on: the others are served around it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from rollwire_client import ServerUnreachableError
+from rollwire_transport import available_backends
+from support.crossing import assert_equal_under, crossing
+from support.fleets import TIMEOUTS, policy, published, publisher, shared_servers
+from support.footprint import Footprint, nothing_is_left
+from support.phases import Strike, Victim
+from support.steps import Steps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from support.fleets import RestartableServers
+
+UCX = available_backends()["ucx"]
+pytestmark = pytest.mark.skipif(not UCX.ok, reason=UCX.reason)
+
+# As for one that all are sent to side by side: see test_faults_servers.
+BOUND = TIMEOUTS.silence + TIMEOUTS.bucket + TIMEOUTS.stalled + TIMEOUTS.commit_silence + 20
+
+
+@pytest.fixture(scope="module")
+def relays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartableServers]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("UCX_TLS", "tcp,self")
+        folder = tmp_path_factory.mktemp("relays")
+        with shared_servers(folder, 3, "--bucket-timeout-seconds", "4") as relays:
+            yield relays
+
+
+@pytest.mark.parametrize("place", [0, 1, 2], ids=["first", "middle", "last"])
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_a_chain_goes_around_a_relay_that_is_gone(
+    relays: RestartableServers, blow: signal.Signals, place: int
+) -> None:
+    victim = relays.all[place]
+    others = [server for server in relays.all if server is not victim]
+    old, new, newer = (relays.next_version() for _ in range(3))
+    steps = Steps()
+    async with relays.fleet(steps) as fleet:
+        trainer = publisher(fleet, "ucx")
+        await published(trainer, old)
+        before = [Footprint.of(server.process.pid) for server in others]
+        pid = victim.process.pid
+        strike = Strike("transfer", steps, Victim.of(victim), lambda: os.kill(pid, blow))
+        async with crossing(*(server.address for server in others)) as sequences:
+            began = time.monotonic()
+            source = strike.source(await policy(trainer, new))
+            report = await (await trainer.publish(new, source)).committed
+            assert time.monotonic() - began < BOUND
+            assert strike.done
+            (failed,) = report.failed
+            assert failed.address == victim.address
+            assert isinstance(failed.error, ServerUnreachableError)
+            for sequence in sequences:
+                await sequence.reaches(new)
+                assert sequence.versions == [old, new]
+                assert sequence.digests[new] == {report.digest}
+        assert_equal_under(old, sequences)
+        for server, footprint in zip(others, before, strict=True):
+            await nothing_is_left(server, footprint)
+        if blow == signal.SIGKILL:
+            relays.restart(victim)
+        else:
+            os.kill(pid, signal.SIGCONT)
+        await published(trainer, newer)
