@@ -7,6 +7,7 @@ a process of its own that runs the command with its own flags, environment and l
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import sys
@@ -75,6 +76,7 @@ def _run(flags: list[str], log: str, environment: dict[str, str]) -> None:
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     os.close(output)
+    faulthandler.enable(file=2)
     sys.argv = ["rollwire-server", *flags]
     from rollwire_server.main import main
 

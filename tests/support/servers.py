@@ -18,7 +18,7 @@ import pytest
 from support.executed import ExecutedCommand
 from support.forked import ServerCommand
 
-START_SECONDS = 60
+START_SECONDS = 120
 STOP_SECONDS = 30
 
 # Engines with processes of their own, which they cannot start from a fork: each of them imports
@@ -73,6 +73,9 @@ def _start(folder: Path, *flags: str) -> ServerProcess:
     deadline = time.monotonic() + (EXECUTED_START_SECONDS if executed else START_SECONDS)
     while not ready.exists():
         if process.poll() is not None or time.monotonic() > deadline:
+            with contextlib.suppress(TimeoutError):
+                process.send_signal(signal.SIGABRT)  # it says where it stands
+                process.wait(5)
             process.kill()
             process.wait(STOP_SECONDS)
             pytest.fail(f"the server did not come up:\n{log.read_text()}")
