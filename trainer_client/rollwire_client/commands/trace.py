@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rollwire_client.data import Sampling, WeightTag
 
 _PAUSE = 0.1  # seconds without a token that are drawn as such
+_TOKENS = 0.02  # seconds that the tokens after them get
 _COLOURS = (  # chrome://tracing's names; Perfetto has its own for each name of a slice
     "thread_state_running", "rail_response", "rail_animation", "thread_state_iowait", "rail_load",
 )  # fmt: skip
@@ -209,11 +210,11 @@ async def _sample(
             now = time.monotonic()
             if chunk.token_ids:
                 if now - before > _PAUSE:
-                    row.cover("no tokens", before, now, "grey")
-                else:
-                    name = _version(chunk.weights)
-                    colour = timeline.colour(name)
-                    row.cover(name, before, now, colour, tokens=len(chunk.token_ids))
+                    row.cover("no tokens", before, now - _TOKENS, "grey")
+                    before = now - _TOKENS
+                name = _version(chunk.weights)
+                colour = timeline.colour(name)
+                row.cover(name, before, now, colour, tokens=len(chunk.token_ids))
                 before = now
 
 
