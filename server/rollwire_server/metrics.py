@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from rollwire_server.update import Commit
     from rollwire_server.updates import Updates
 
+SCRAPE_SECONDS = 5.0
 PAUSE_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 STAGING_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 
@@ -36,7 +38,11 @@ OUTCOMES = ["committed", "already_current", "discarded"]
 
 
 class Metrics(Collector):
-    """What a server tells Prometheus; read when it is asked, so that sampling pays nothing."""
+    """What a server tells Prometheus; read when it is asked, so that sampling pays nothing.
+
+    Made on the server's event loop, and read there: scrapes come in threads of their own, under
+    which everything would change.
+    """
 
     def __init__(
         self,
@@ -51,6 +57,7 @@ class Metrics(Collector):
         self._lifecycle = lifecycle
         self._rollouts = rollouts
         self._updates = updates
+        self._loop = asyncio.get_running_loop()
         self.registry = CollectorRegistry()
         self._paused = self._histogram("commit_paused", "Sampling held by a commit.", PAUSE_BUCKETS)
         self._apply = self._histogram(
@@ -70,8 +77,15 @@ class Metrics(Collector):
         self._apply.observe(commit.apply_ns / 1e9)
         self._staging.observe(commit.receive_ns / 1e9)
 
-    def collect(self) -> Iterator[Metric]:
-        """As things are now."""
+    def collect(self) -> Iterable[Metric]:
+        """As things are now; raises TimeoutError when the event loop does not come to it."""
+
+        async def read() -> list[Metric]:
+            return list(self._read())
+
+        return asyncio.run_coroutine_threadsafe(read(), self._loop).result(SCRAPE_SECONDS)
+
+    def _read(self) -> Iterator[Metric]:
         counts, state = self._counts, self._lifecycle.state
         yield _gauges(
             "state", "1 for the state that the server is in.", "state",

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import urllib.request
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from rollwire.v1 import common_pb2
+from rollwire_server.counts import Counts
+from rollwire_server.metrics import Metrics
 from support.calls import Generation, connected, generate, request
+from support.engine_room import serving
 from support.publishing import Update, random_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from rollwire_server.engines.base import Load
     from support.servers import ServerProcess, StartServer
 
 Samples = dict[tuple[str, tuple[str, ...]], float]
@@ -93,6 +100,24 @@ async def test_what_callers_choose_makes_no_new_series(start_server: StartServer
             await change.publish()
         assert (await api.info()).state == common_pb2.SERVER_STATE_SERVING
         assert (await scrape(server)).keys() == before.keys() | {("rollwire_weights_version", ())}
+
+
+async def test_what_changes_on_the_loop_is_read_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the thread that a scrape comes in, where it would change while it is read."""
+    readers = []
+    async with serving() as (rollouts, lifecycle, engine):
+        load = engine.load
+
+        def noting() -> Load:
+            readers.append(threading.current_thread())
+            return load()
+
+        monkeypatch.setattr(engine, "load", noting)
+        served: Any = SimpleNamespace(weights=rollouts.tag)
+        metrics = Metrics(Counts(), engine, lifecycle, rollouts, served)
+        page = await asyncio.to_thread(generate_latest, metrics.registry)
+    assert b"rollwire_kv_used_tokens 0.0" in page
+    assert readers == [threading.current_thread()]
 
 
 def test_a_metrics_port_in_use(start_server: StartServer, tmp_path: Path) -> None:
