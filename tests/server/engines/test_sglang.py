@@ -206,6 +206,23 @@ class TestServers:
         assert_ended(processes)
 
     @pytest.mark.slow
+    async def test_a_scheduler_that_is_frozen_when_a_pause_comes_is_noticed(
+        self, start_server: StartServer, tmp_path: Path
+    ) -> None:
+        server = start_server(
+            "--engine", "sglang", *flags("sglang", tmp_path),
+            "--engine-arg", "unresponsive-seconds=3",
+        )  # fmt: skip
+        async with connected(server.address) as api:
+            generation = Generation(api, request((1,), LONG))
+            await generation.some(3)
+            os.kill(scheduler(server), signal.SIGSTOP)
+            pausing = asyncio.create_task(api.pause())
+            assert (await generation.all()).reason == "INTERRUPTED"
+            assert server.process.wait(NOTICED_SECONDS) == 1
+            await asyncio.gather(pausing, return_exceptions=True)
+
+    @pytest.mark.slow
     def test_a_killed_server_leaves_no_process(
         self, start_server: StartServer, tmp_path: Path
     ) -> None:

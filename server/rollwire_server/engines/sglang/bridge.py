@@ -239,16 +239,16 @@ class Bridge:
         """Stops sampling; returns when all that was sampled has been reported."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-        await self._or_dead(
+        await self._promptly(
             self._living().pause_generation(PauseGenerationReqInput(mode="in_place"))
         )
-        await self.echo()
+        await self._promptly(self.echo())
 
     async def go_on(self) -> None:
         """Samples again."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
-        await self._or_dead(self._living().continue_generation(ContinueGenerationReqInput()))
+        await self._promptly(self._living().continue_generation(ContinueGenerationReqInput()))
 
     async def echo(self) -> None:
         """Returns when the scheduler has answered, after all that it reported before."""
@@ -294,19 +294,29 @@ class Bridge:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         asked = ReleaseMemoryOccupationReqInput(tags=tags)
-        await self._or_dead(self._living().release_memory_occupation(asked))
+        await self._promptly(self._living().release_memory_occupation(asked))
 
     async def take_memory(self, tags: list[str]) -> None:
         """Takes it again."""
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         asked = ResumeMemoryOccupationReqInput(tags=tags)
-        await self._or_dead(self._living().resume_memory_occupation(asked))
+        await self._promptly(self._living().resume_memory_occupation(asked))
 
     async def _succeeds(self, call: Awaitable[tuple[bool, str]]) -> None:
         success, message = await self._or_dead(call)
         if not success:
             raise EngineError(f"SGLang's update failed: {message}")
+
+    async def _promptly(self, call: Awaitable[T]) -> T:
+        """What ``call`` returns; SGLang is dead if that takes longer than it may be silent."""
+        limit = self._config.unresponsive_seconds
+        try:
+            async with asyncio.timeout(limit):
+                return await self._or_dead(call)
+        except TimeoutError:
+            self.die(f"its scheduler has not answered for {limit:g} s")
+            raise self._dead or EngineError("SGLang does not run") from None
 
     async def _or_dead(self, call: Awaitable[T]) -> T:
         """What ``call`` returns, unless SGLang dies meanwhile."""

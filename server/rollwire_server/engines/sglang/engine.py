@@ -221,7 +221,7 @@ class SglangEngine:
         limit = self._config.unresponsive_seconds
         while True:
             await asyncio.sleep(limit / 4)
-            async with self._commands:  # commands have deadlines of their own
+            async with self._commands:  # whose deadlines notice it too
                 try:
                     async with asyncio.timeout(limit):
                         await self._bridge.echo()
