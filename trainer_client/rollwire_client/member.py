@@ -83,10 +83,6 @@ class Member:
         """Tokens that its sequences may still bring."""
         return self.client.outstanding_tokens + self._starting_tokens
 
-    def has(self, version: int | None) -> bool:
-        """Whether its weights are known to be at least of this version."""
-        return version is None or (self.version is not None and self.version >= version)
-
     def attempt(self, request: rollout_pb2.GenerateRequest) -> AbstractAsyncContextManager[Attempt]:
         """An attempt here, which counts as outstanding once it is entered; leaving it aborts it.
 

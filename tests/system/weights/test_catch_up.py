@@ -5,28 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-import torch
 from rollwire_client import Fleet, Publisher, RolloutClient, Sampling, ServerInfo, ServerState
 from support.calls import connected, until
+from support.fleets import policy
 from support.publishing import status
 
 if TYPE_CHECKING:
     from rollwire_client import Chunk
     from support.servers import StartServer
-    from torch import Tensor
 
 LONG = Sampling(max_new_tokens=4000, seed=1, ignore_eos=True)
-
-
-async def policy(publisher: Publisher) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return {
-        spec.name: (torch.randn(spec.shape, generator=generator) * 0.1).to(
-            getattr(torch, spec.dtype)
-        )
-        for spec in await publisher.schema()
-        if spec.alias_of is None
-    }
 
 
 async def test_a_restarted_server_is_caught_up_and_the_other_is_not_disturbed(
@@ -37,7 +25,7 @@ async def test_a_restarted_server_is_caught_up_and_the_other_is_not_disturbed(
     steady, victim = start_server(*slow), start_server(*slow)
     async with Fleet([steady.address, victim.address], probe_interval=0.2) as fleet:
         publisher = Publisher(fleet)
-        tensors = await policy(publisher)
+        tensors = await policy(publisher, 3)
         published = await (await publisher.publish(7, tensors)).committed
         assert published.failed == ()
         assert (await publisher.catch_up(tensors)).servers == ()

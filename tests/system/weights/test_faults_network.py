@@ -6,12 +6,13 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from rollwire_client import ServerInfo, ServerUnreachableError
+from rollwire_client import ServerInfo
 from support.calls import connected, until
-from support.crossing import assert_equal_under, crossing
+from support.crossing import crossing
 from support.fleets import TIMEOUTS, Servers, policy, published, publisher
 from support.footprint import Footprint, nothing_is_left
 from support.namespaces import Network, network, servers_on, unavailable
+from support.one_death import costs_one_server, takes_the_next
 from support.phases import PHASES, Strike, Victim
 from support.publishing import status
 from support.steps import Steps
@@ -60,20 +61,9 @@ async def test_a_pulled_cable_costs_one_server(lan: Network, far: Servers, phase
         before = [Footprint.of(server.process.pid) for server in far.all]
         strike = Strike(phase, steps, Victim.of(victim), cable.pull)
         try:
-            async with crossing(first.address, last.address) as sequences:
-                began = time.monotonic()
-                source = strike.source(await policy(trainer, new))
-                report = await (await trainer.publish(new, source)).committed
-                assert time.monotonic() - began < BOUND
-                assert strike.done
-                (failed,) = report.failed
-                assert failed.address == victim.address
-                assert isinstance(failed.error, ServerUnreachableError)
-                for sequence in sequences:
-                    await sequence.reaches(new)
-                    assert sequence.versions == [old, new]
-                    assert sequence.digests[new] == {report.digest}
-            assert_equal_under(old, sequences)
+            await costs_one_server(
+                trainer, strike, victim, (first, last), old=old, new=new, bound=BOUND
+            )
         finally:
             cable.plug()
         await all_answer(fleet)
@@ -81,11 +71,7 @@ async def test_a_pulled_cable_costs_one_server(lan: Network, far: Servers, phase
             told = await status(api, verify=True)
         assert told.intact
         assert told.weights.version in (old, new)
-        report = await published(trainer, newer)
-        async with crossing(victim.address) as (sequence,):
-            await sequence.reaches(newer)
-            assert sequence.versions == [newer]
-            assert sequence.digests[newer] == {report.digest}
+        await takes_the_next(trainer, victim, newer)
         for server, footprint in zip(far.all, before, strict=True):
             await nothing_is_left(server, footprint)
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import TYPE_CHECKING
 
 import pytest
-from rollwire_client import ServerUnreachableError
 from rollwire_transport import available_backends
-from support.crossing import assert_equal_under, crossing
-from support.fleets import TIMEOUTS, policy, published, publisher, shared_servers
+from support.fleets import TIMEOUTS, published, publisher, shared_servers
 from support.footprint import Footprint, nothing_is_left
+from support.one_death import costs_one_server
 from support.phases import Strike, Victim
 from support.steps import Steps
 
@@ -52,20 +50,7 @@ async def test_a_chain_goes_around_a_relay_that_is_gone(
         before = [Footprint.of(server.process.pid) for server in others]
         pid = victim.process.pid
         strike = Strike("transfer", steps, Victim.of(victim), lambda: os.kill(pid, blow))
-        async with crossing(*(server.address for server in others)) as sequences:
-            began = time.monotonic()
-            source = strike.source(await policy(trainer, new))
-            report = await (await trainer.publish(new, source)).committed
-            assert time.monotonic() - began < BOUND
-            assert strike.done
-            (failed,) = report.failed
-            assert failed.address == victim.address
-            assert isinstance(failed.error, ServerUnreachableError)
-            for sequence in sequences:
-                await sequence.reaches(new)
-                assert sequence.versions == [old, new]
-                assert sequence.digests[new] == {report.digest}
-        assert_equal_under(old, sequences)
+        await costs_one_server(trainer, strike, victim, others, old=old, new=new, bound=BOUND)
         for server, footprint in zip(others, before, strict=True):
             await nothing_is_left(server, footprint)
         if blow == signal.SIGKILL:

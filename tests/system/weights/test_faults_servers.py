@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import TYPE_CHECKING
 
 import pytest
 from rollwire_client import (
     Fleet,
-    PublishReport,
     RolloutClient,
     Sampling,
     ServerInfo,
     ServerState,
-    ServerUnreachableError,
     UnavailableError,
 )
 from support.calls import connected, until
-from support.crossing import PROMPT, assert_equal_under, crossing
-from support.fleets import QUICK, TIMEOUTS, policy, published, publisher
+from support.crossing import PROMPT
+from support.fleets import QUICK, TIMEOUTS, published, publisher
 from support.footprint import Footprint, nothing_is_left
+from support.one_death import costs_one_server, takes_the_next
 from support.phases import PHASES, Strike, Victim
 from support.publishing import status
 from support.steps import Steps
@@ -62,18 +60,9 @@ async def test_a_fault_costs_one_server(
         await published(trainer, old)
         before = [Footprint.of(server.process.pid) for server in (first, last)]
         strike = Strike(phase, steps, Victim.of(victim), lambda: fault(victim))
-        async with crossing(first.address, last.address) as sequences:
-            began = time.monotonic()
-            source = strike.source(await policy(trainer, new))
-            report = await (await trainer.publish(new, source)).committed
-            assert time.monotonic() - began < BOUND
-            assert strike.done
-            only_the_victim_failed(report, victim)
-            for sequence in sequences:
-                await sequence.reaches(new)
-                assert sequence.versions == [old, new]
-                assert sequence.digests[new] == {report.digest}
-        assert_equal_under(old, sequences)
+        await costs_one_server(
+            trainer, strike, victim, (first, last), old=old, new=new, bound=BOUND
+        )
         for server, footprint in zip((first, last), before, strict=True):
             await nothing_is_left(server, footprint)
 
@@ -83,21 +72,7 @@ async def test_a_fault_costs_one_server(
         else:
             thaw(victim)
             await is_not_taken_for_current(victim, fleet, old, new)
-        report = await published(trainer, newer)
-        async with crossing(victim.address) as (sequence,):
-            await sequence.reaches(newer)
-            assert sequence.versions == [newer]
-            assert sequence.digests[newer] == {report.digest}
-
-
-def only_the_victim_failed(report: PublishReport, victim: ServerProcess) -> None:
-    (failed,) = report.failed
-    assert failed.address == victim.address
-    assert isinstance(failed.error, ServerUnreachableError)
-    assert victim.address in str(failed.error)
-    served = [server.weights for server in report.servers if server.weights is not None]
-    assert len(served) == 2
-    assert {(tag.version, tag.digest) for tag in served} == {(report.version, report.digest)}
+        await takes_the_next(trainer, victim, newer)
 
 
 async def serves_nothing(server: ServerProcess, fleet: Fleet) -> None:
@@ -127,7 +102,7 @@ async def is_not_taken_for_current(server: ServerProcess, fleet: Fleet, old: int
 
     async def known() -> bool:
         return "the next publish brings it up" in str(member.problem) or (
-            member.problem is None and member.has(new)
+            member.problem is None and member.version == new
         )
 
     await until(known, seconds=20)
