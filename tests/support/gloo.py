@@ -1,0 +1,81 @@
+"""Gloo groups within one process."""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+from rollwire_transport import (
+    Link,
+    Meeting,
+    Receiver,
+    Sender,
+    describe_all,
+    join,
+    open_meeting,
+    plan,
+)
+
+from support.tensors import random_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+TIMEOUT = 20.0  # seconds that nothing should take, on a machine that is busy with other things
+
+
+@contextlib.contextmanager
+def group(epoch: str = "epoch", receivers: int = 1) -> Iterator[list[Link]]:
+    """The links of all ranks of a group, in this process."""
+    meeting = open_meeting("gloo", epoch=epoch, world_size=receivers + 1)
+    links: list[Link] = []
+    try:
+        with ThreadPoolExecutor(receivers) as pool:
+            joining = [
+                pool.submit(join_meeting, meeting, epoch, rank, receivers + 1)
+                for rank in range(1, receivers + 1)
+            ]
+            links.append(meeting.form(TIMEOUT))
+            links += [future.result() for future in joining]
+        yield links
+    finally:
+        for link in links:
+            link.close()
+        meeting.close()
+
+
+def join_meeting(
+    meeting: Meeting, epoch: str, rank: int, world_size: int, timeout: float = TIMEOUT
+) -> Link:
+    return join(
+        "gloo",
+        epoch=epoch,
+        rank=rank,
+        world_size=world_size,
+        rendezvous=meeting.rendezvous,
+        timeout=timeout,
+    )
+
+
+@contextlib.contextmanager
+def in_thread(action: Callable[[], object]) -> Iterator[Future[object]]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(action)
+
+
+WEIGHTS = {"w": random_tensor(torch.uint8, (1 << 20,), 1)}
+MANIFEST = plan(describe_all(WEIGHTS), bucket_bytes=1 << 15)
+
+
+def receiver() -> Receiver:
+    return Receiver(MANIFEST, {"w": torch.zeros_like(WEIGHTS["w"])})
+
+
+def transfer(link: Link, server: Link) -> None:
+    sender, target = Sender(MANIFEST), receiver()
+    with in_thread(lambda: target.receive(server, first_bucket=0, bucket_timeout=TIMEOUT)):
+        sender.send(link, WEIGHTS.items, bucket_timeout=TIMEOUT)
+    assert target.digest == sender.digest

@@ -1,0 +1,261 @@
+"""Groups over gloo that fail: in bounded time, by name, and leaving nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from rollwire_transport import (
+    Link,
+    Receiver,
+    Sender,
+    TransportError,
+    TransportTimeout,
+    describe_all,
+    open_meeting,
+    plan,
+)
+from support.gloo import (
+    MANIFEST,
+    TIMEOUT,
+    WEIGHTS,
+    group,
+    in_thread,
+    join_meeting,
+    receiver,
+    transfer,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+def test_a_silent_sender_is_a_timeout_of_one_bucket() -> None:
+    with group() as (_, server):
+        start = time.monotonic()
+        with pytest.raises(TransportTimeout) as caught:
+            receiver().receive(server, first_bucket=0, bucket_timeout=0.3)
+        assert caught.value.peer == "rank 0"
+        assert 0.3 <= time.monotonic() - start < 3
+
+
+def test_a_sender_that_falls_silent_half_way_is_a_timeout_too() -> None:
+    with group() as (trainer, server):
+        target, given_up = receiver(), threading.Event()
+
+        def fall_silent(sent: int) -> None:
+            if sent >= 10 << 15:
+                given_up.wait(TIMEOUT)
+
+        with in_thread(
+            lambda: Sender(MANIFEST).send(
+                trainer, WEIGHTS.items, bucket_timeout=TIMEOUT, progress=fall_silent
+            )
+        ) as sending:
+            with pytest.raises(TransportTimeout):
+                target.receive(server, first_bucket=0, bucket_timeout=0.3)
+            given_up.set()
+            with pytest.raises(TransportError):
+                sending.result()
+        assert 10 <= target.next_bucket < len(MANIFEST.buckets)
+
+
+@pytest.mark.parametrize("who", ["trainer", "server"])
+def test_an_abort_ends_both_ends_at_once(who: str) -> None:
+    with group() as (trainer, server):
+        target = receiver()
+        with in_thread(
+            lambda: target.receive(server, first_bucket=0, bucket_timeout=TIMEOUT)
+        ) as receiving:
+            start = time.monotonic()
+            aborted, error = (trainer, "rank 0") if who == "trainer" else (server, "aborted")
+            threading.Timer(0.1, aborted.abort).start()
+            with pytest.raises(TransportError, match=error) as caught:
+                receiving.result()
+        assert not isinstance(caught.value, TransportTimeout)
+        assert time.monotonic() - start < 5
+        with pytest.raises(TransportError):
+            Sender(MANIFEST).send(trainer, WEIGHTS.items, bucket_timeout=TIMEOUT)
+        aborted.abort()
+
+
+@pytest.mark.parametrize("who", ["trainer", "server"])
+def test_an_abort_in_the_middle_of_a_message_ends_both_ends_at_once(who: str) -> None:
+    header = torch.ones(4, dtype=torch.int64)
+    there = torch.ones(1 << 28, dtype=torch.uint8)
+    here = torch.zeros_like(there)
+    with group() as (trainer, server), ThreadPoolExecutor(2) as pool:
+        ends = [server.receive(header.clone(), here), trainer.send(header, there)]
+        waiting = [pool.submit(end.wait, TIMEOUT) for end in ends]
+        while not here[0]:
+            time.sleep(0.001)
+        assert not here[-1], "this machine is too fast for so few bytes"
+        start = time.monotonic()
+        (trainer if who == "trainer" else server).abort()
+        errors = [future.exception() for future in waiting]
+        assert all(isinstance(error, TransportError) for error in errors)
+        assert not any(isinstance(error, TransportTimeout) for error in errors)
+    assert time.monotonic() - start < 5
+
+
+def test_an_abort_reaches_members_that_the_failed_one_did_not_talk_to() -> None:
+    with group(receivers=3) as (trainer, *servers), ThreadPoolExecutor(2) as pool:
+        receiving = [
+            pool.submit(receiver().receive, s, first_bucket=0, bucket_timeout=TIMEOUT)
+            for s in servers[:2]
+        ]
+        start = time.monotonic()
+        servers[2].abort()
+        with pytest.raises(TransportError) as caught:
+            Sender(MANIFEST).send(trainer, WEIGHTS.items, bucket_timeout=TIMEOUT)
+        assert caught.value.peer == "rank 3"
+        for future in receiving:
+            with pytest.raises(TransportError) as caught:
+                future.result()
+            assert caught.value.peer == "rank 0"
+        assert time.monotonic() - start < 5
+
+
+def test_ends_that_disagree_on_the_first_bucket_fail_with_the_reason() -> None:
+    with group() as (trainer, server):
+        last = len(MANIFEST.buckets) - 1
+        short = plan(describe_all({"w": WEIGHTS["w"][:-100]}), bucket_bytes=1 << 15)
+        target = Receiver(short, {"w": torch.zeros_like(WEIGHTS["w"][:-100])})
+        target._next_bucket = last
+        with in_thread(
+            lambda: target.receive(server, first_bucket=last, bucket_timeout=0.3)
+        ) as receiving:
+            with pytest.raises(TransportError):
+                Sender(MANIFEST).send(trainer, WEIGHTS.items, bucket_timeout=TIMEOUT)
+            with pytest.raises(TransportError, match="the header tells of bucket 0 with 32768"):
+                receiving.result()
+
+
+def test_aborts_at_any_moment_end_in_errors_or_success() -> None:
+    dice = random.Random(1)
+    for _ in range(15):
+        with group(receivers=2) as links, ThreadPoolExecutor(3) as pool:
+            trainer, *servers = links
+            running = [
+                pool.submit(receiver().receive, s, first_bucket=0, bucket_timeout=TIMEOUT)
+                for s in servers
+            ]
+            victim, moment = dice.choice(links), dice.randrange(len(MANIFEST.buckets)) << 15
+
+            def abort(sent: int, victim: Link = victim, moment: int = moment) -> None:
+                if sent >= moment:
+                    victim.abort()
+
+            with pytest.raises(TransportError):
+                Sender(MANIFEST).send(
+                    trainer, WEIGHTS.items, bucket_timeout=TIMEOUT, progress=abort
+                )
+            for future in running:
+                with contextlib.suppress(TransportError):
+                    future.result(TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    ("blow", "timeout"),
+    [(signal.SIGKILL, TIMEOUT), (signal.SIGSTOP, 1.0)],
+    ids=["killed", "stopped"],
+)
+def test_when_a_member_dies_the_others_go_on_without_it(
+    blow: signal.Signals, timeout: float
+) -> None:
+    meeting = open_meeting("gloo", epoch="first", world_size=4)
+    script = Path(__file__).parent.parent / "support" / "transport_member.py"
+    size, bucket = str(WEIGHTS["w"].numel()), str(1 << 15)
+    victim = subprocess.Popen(
+        [sys.executable, script, meeting.rendezvous, "first", "2", "4", size, bucket]
+    )
+    sender, survivors = Sender(MANIFEST), [receiver(), receiver()]
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            joining = [pool.submit(join_meeting, meeting, "first", rank, 4) for rank in (1, 3)]
+            trainer = meeting.form(TIMEOUT)
+            servers = [future.result() for future in joining]
+            receiving = [
+                pool.submit(r.receive, s, first_bucket=0, bucket_timeout=TIMEOUT)
+                for r, s in zip(survivors, servers, strict=True)
+            ]
+            hit_at = 0.0
+
+            def hit(sent: int) -> None:
+                nonlocal hit_at
+                if sent == 10 << 15:
+                    victim.send_signal(blow)
+                    hit_at = time.monotonic()
+
+            with pytest.raises(TransportError) as caught:
+                sender.send(trainer, WEIGHTS.items, bucket_timeout=timeout, progress=hit)
+            assert caught.value.peer == "rank 2"
+            for future in receiving:
+                with pytest.raises(TransportError):
+                    future.result(TIMEOUT)
+            assert time.monotonic() - hit_at < 5
+        for end in (trainer, *servers, meeting):
+            end.close()
+    finally:
+        victim.kill()
+        victim.wait(TIMEOUT)
+
+    missing = min(r.next_bucket for r in survivors)
+    assert 0 < missing < len(MANIFEST.buckets)
+    with group("second", receivers=2) as (trainer, *servers), ThreadPoolExecutor(2) as pool:
+        receiving = [
+            pool.submit(r.receive, s, first_bucket=missing, bucket_timeout=TIMEOUT)
+            for r, s in zip(survivors, servers, strict=True)
+        ]
+        sender.send(trainer, WEIGHTS.items, first_bucket=missing, bucket_timeout=TIMEOUT)
+        for future in receiving:
+            future.result()
+    assert [r.digest for r in survivors] == [sender.digest] * 2
+
+
+def threads_and_descriptors() -> tuple[int, int]:
+    threads, descriptors = Path("/proc/self/task"), Path("/proc/self/fd")
+    return sum(1 for _ in threads.iterdir()), sum(1 for _ in descriptors.iterdir())
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts what /proc lists")
+def test_nothing_is_left_behind() -> None:
+    def succeed() -> None:
+        with group() as links:
+            transfer(*links)
+
+    def fail() -> None:
+        with (
+            group(receivers=2) as (trainer, server, _),
+            in_thread(
+                lambda: receiver().receive(server, first_bucket=0, bucket_timeout=TIMEOUT)
+            ) as receiving,
+        ):
+            with pytest.raises(TransportError):
+                Sender(MANIFEST).send(trainer, WEIGHTS.items, bucket_timeout=0.1)
+            with pytest.raises(TransportError):
+                receiving.result()
+
+    def never_form() -> None:
+        meeting = open_meeting("gloo", epoch="epoch", world_size=2)
+        with pytest.raises(TransportTimeout):
+            meeting.form(0.05)
+        meeting.close()
+
+    for action in (succeed, fail, never_form):
+        action()  # what is made once and kept
+        gc.collect()
+        before = threads_and_descriptors()
+        for _ in range(3):
+            action()
+        gc.collect()
+        assert threads_and_descriptors() == before, action
