@@ -73,18 +73,23 @@ class _Kernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def _declare_torchvision() -> None:
-    import torch
+_kept = []  # operators go with the last reference to what declared them
 
-    _declare_torchvision.library = torch.library.Library("torchvision", "FRAGMENT")
+
+def _declare_torchvision() -> None:
+    from torch.library import Library
+
+    ops = Library("torchvision", "FRAGMENT")
+    _kept.append(ops)
     for op in _TORCHVISION_OPS:
         with contextlib.suppress(RuntimeError):  # a build of torchvision that declares it itself
-            _declare_torchvision.library.define(f"{op}(Tensor x) -> Tensor")
+            ops.define(f"{op}(Tensor x) -> Tensor")
 
 
 def _define_hash() -> None:
     """MurmurHash3 (32 bit) of seed, position and column: [rows, columns], as SGLang's kernel."""
     import torch
+    from torch.library import Library
 
     low = 0xFFFFFFFF
 
@@ -105,10 +110,11 @@ def _define_hash() -> None:
         h = ((h ^ (h >> 13)) * 0xC2B2AE35) & low
         return (h ^ (h >> 16)).to(torch.uint32)
 
-    _define_hash.library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    ops = Library("sgl_kernel", "FRAGMENT")
+    _kept.append(ops)
     name = "murmur_hash32_cpu"
-    _define_hash.library.define(f"{name}(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
-    _define_hash.library.impl(name, murmur_hash32, "CPU")
+    ops.define(f"{name}(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
+    ops.impl(name, murmur_hash32, "CPU")
 
 
 def _allow_torch_attention(server_args) -> None:

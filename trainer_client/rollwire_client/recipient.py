@@ -67,7 +67,8 @@ class PublishTimeouts:
         commit: For a server to put an update in place.
         commit_silence: For the answer to a commit, before the server is asked whether it is there.
         discard: For the answer to a discard; a server that does not answer discards by its lease.
-        stage_lease: How long a server keeps a staged update whose publisher is gone.
+        stage_lease: How long a server keeps an update that waits for its publisher, who is gone:
+            announced, stalled or staged.
     """
 
     call: float = 10.0

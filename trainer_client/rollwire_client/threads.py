@@ -36,5 +36,5 @@ def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
         else:
             tell(functools.partial(future.set_result, result))
 
-    threading.Thread(target=run, name="rollwire-publish", daemon=True).start()
+    threading.Thread(target=run, name="rollwire-blocking", daemon=True).start()
     return future

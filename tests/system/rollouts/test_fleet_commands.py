@@ -165,7 +165,7 @@ def test_top_lives_on_a_terminal_until_it_is_interrupted(two: list[ServerProcess
         SyncFleet(addresses) as f,
     ):
         shown = ""
-        while "updates/min" not in shown:
+        while "commits/min" not in shown:
             shown += read(process.terminal)
         stream = f.stream(PROMPT, sampling(1, 4000))
         next(stream)

@@ -131,7 +131,7 @@ def _table(answers: Answers, history: History) -> Table:
         "held",
         "KV",
         "KV tokens/s",
-        "updates/min",
+        "commits/min",
     ):
         table.add_column(name, justify="right")
     for address, answer in answers.items():
