@@ -59,6 +59,11 @@ class ServedWeights:
         """What serves now."""
         return self.history[0]
 
+    @property
+    def highest_version(self) -> int | None:
+        """What the next version must not be below, unless it is rolled back."""
+        return self._highest.version if self._highest is not None else None
+
     async def loaded(self, weights: WeightTag) -> None:
         """Learns the initial checkpoint."""
         self.history.appendleft(weights)

@@ -185,6 +185,7 @@ class ScriptedServer(rollout_pb2_grpc.RolloutServiceServicer):
             server_id=self.weights.server_id,
             state=self.state,
             weights=self.weights,
+            highest_version=self.weights.version if self.weights.HasField("version") else None,
             engine="scripted",
             model="none",
             vocab_size=1000,

@@ -40,8 +40,8 @@ async def random_weights(api: Api, seed: int) -> dict[str, Tensor]:
 
 
 async def next_version(api: Api) -> int:
-    """Above every version that the server remembers, whatever it serves now."""
-    return max((tag.version for tag in (await status(api)).history), default=0) + 1
+    """Above every version that the server has committed, whatever it serves now."""
+    return (await api.info()).highest_version + 1
 
 
 def as_message(manifest: transport.Manifest) -> weights_pb2.Manifest:

@@ -166,6 +166,8 @@ class ServerInfo:
         server_id: A random id of the process.
         state: What it is doing.
         weights: What it serves.
+        highest_version: The highest that it has committed, whatever it serves now; None if it has
+            committed none.
         engine, model, software_version: What runs there.
         vocab_size: Token ids are below it.
         context_length: Prompt and output together are at most this long.
@@ -183,6 +185,7 @@ class ServerInfo:
     server_id: str
     state: ServerState
     weights: WeightTag
+    highest_version: int | None
     engine: str
     model: str
     software_version: str

@@ -152,9 +152,10 @@ class Fleet(Members):
         return {member.address: a for member, a in zip(members, answers, strict=True)}
 
     async def newest_version(self) -> int | None:
-        """The newest version that a server serves now, of those that answer; None if there is none.
+        """The newest version that a server has committed, of those that answer; None if none has.
 
-        Where a trainer that starts again goes on: its next version must be above this one.
+        Where a trainer that starts again goes on: its next version must be above this one, also if
+        an untagged update was published meanwhile.
 
         Raises:
             UnavailableError: No server answers.
@@ -164,8 +165,8 @@ class Fleet(Members):
         infos = [answer for answer in answers if isinstance(answer, ServerInfo)]
         if not infos:
             raise UnavailableError(f"no server answers: {'; '.join(map(str, answers))}")
-        versions = [info.weights.version for info in infos if info.weights.version is not None]
-        return max(versions, default=None)
+        versions = [info.highest_version for info in infos]
+        return max((v for v in versions if v is not None), default=None)
 
     def _rollout(
         self, prompt_ids: Sequence[int], sampling: Sampling, options: RolloutOptions

@@ -87,6 +87,7 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
         self._vocab_size = vocab_size
         self._context_length = context_length
         self._weights = common_pb2.WeightTag(server_id=uuid.uuid4().hex, version=version)
+        self._highest_version = version
         self._live: set[_Sequence] = set()
         self._streams: set[asyncio.Event] = set()  # set: the stream is to be cut
         self._server: grpc.aio.Server | None = None
@@ -121,6 +122,8 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
             digest=self._weights.digest + 1,
             version=version,
         )
+        if version is not None:
+            self._highest_version = version
 
     def interrupt(self) -> None:
         """Gives up all sequences under way, as a server does that drains."""
@@ -143,6 +146,7 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
             server_id=self._weights.server_id,
             state=common_pb2.ServerState.Value(f"SERVER_STATE_{self.state.name}"),
             weights=self._weights,
+            highest_version=self._highest_version,
             engine="fake",
             model="none",
             vocab_size=self._vocab_size,

@@ -85,6 +85,7 @@ def server_info(message: rollout_pb2.GetServerInfoResponse, address: str) -> Ser
         server_id=message.server_id,
         state=_STATE_OF.get(message.state, ServerState.UNKNOWN),
         weights=weight_tag(message.weights),
+        highest_version=message.highest_version if message.HasField("highest_version") else None,
         engine=message.engine,
         model=message.model,
         software_version=message.software_version,

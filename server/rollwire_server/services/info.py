@@ -54,6 +54,8 @@ class ServerInfo:
         engine, load, live = self._engine.describe(), self._engine.load(), self._rollouts.live
         running = min(load.running, live)
         response.weights.CopyFrom(messages.weight_tag(self._updates.weights))
+        if (highest := self._updates.served.highest_version) is not None:
+            response.highest_version = highest
         response.engine = engine.engine
         response.model = engine.model
         response.vocab_size = engine.vocab_size
