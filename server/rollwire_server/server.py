@@ -139,7 +139,7 @@ class RolloutServer:
     ) -> None:
         engine, lifecycle, rollouts = self._engine, self._lifecycle, self._rollouts
         memory = Memory(engine, lifecycle, rollouts, updates, tasks)
-        info = ServerInfo(self._server_id, engine, lifecycle, rollouts, updates)
+        info = ServerInfo(self._server_id, engine, lifecycle, rollouts, updates, self._counts)
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(
             RolloutService(
                 engine,

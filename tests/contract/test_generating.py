@@ -15,6 +15,7 @@ LONG = 2000
 
 
 async def test_a_sequence_has_its_tokens_logprobs_and_finish(api: Api) -> None:
+    before = await api.info()
     output = await generate(api, request((5, 6, 7), 20, seed=3))
     assert len(output.tokens) == len(output.logprobs) == 20
     assert output.reason == "LENGTH"
@@ -23,6 +24,7 @@ async def test_a_sequence_has_its_tokens_logprobs_and_finish(api: Api) -> None:
     assert all(logprob <= 0 for logprob in output.logprobs)
     info = await api.info()
     assert {tag.SerializeToString() for tag in output.tags} == {info.weights.SerializeToString()}
+    assert info.sampled_tokens == before.sampled_tokens + 20
 
 
 async def test_both_ways_in_give_the_same(api: Api) -> None:

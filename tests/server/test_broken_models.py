@@ -63,7 +63,7 @@ async def test_a_policy_that_is_all_nan_is_told_for_each_sequence(
         tensors = load_file(poisoned / "model.safetensors")
         change = Update(api, {n: torch.full_like(t, torch.nan) for n, t in tensors.items()}, 1)
         await change.stage()
-        under_way = Generation(api, request((1, 2, 3), 900))
+        under_way = Generation(api, request((1, 2, 3), 900, temperature=0))  # never POISON
         await under_way.some(3)
         await change.commit()
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -179,6 +179,7 @@ class ServerInfo:
         max_running_sequences: More than these wait.
         running_sequences, waiting_sequences, held_sequences: How many there are now.
         kv_tokens_used, kv_tokens_total: Fill of the KV cache, in tokens.
+        sampled_tokens: Since the process started.
     """
 
     address: str
@@ -202,6 +203,7 @@ class ServerInfo:
     held_sequences: int
     kv_tokens_used: int
     kv_tokens_total: int
+    sampled_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,7 @@ def server_info(message: rollout_pb2.GetServerInfoResponse, address: str) -> Ser
         held_sequences=message.held_sequences,
         kv_tokens_used=message.kv_tokens_used,
         kv_tokens_total=message.kv_tokens_total,
+        sampled_tokens=message.sampled_tokens,
     )
 
 

@@ -990,6 +990,7 @@ class GetServerInfoResponse(_message.Message):
     KV_TOKENS_USED_FIELD_NUMBER: _builtins.int
     KV_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     HIGHEST_VERSION_FIELD_NUMBER: _builtins.int
+    SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     state: _common_pb2.ServerState.ValueType
     engine: _builtins.str
@@ -1011,6 +1012,8 @@ class GetServerInfoResponse(_message.Message):
     """The highest version that this process has committed, whatever it serves now: after an untagged update `weights` has
     none, and the next version must still not be below this one.
     """
+    sampled_tokens: _builtins.int
+    """since this process started"""
     @_builtins.property
     def weights(self) -> _common_pb2.WeightTag: ...
     @_builtins.property
@@ -1042,10 +1045,11 @@ class GetServerInfoResponse(_message.Message):
         kv_tokens_used: _builtins.int = ...,
         kv_tokens_total: _builtins.int = ...,
         highest_version: _builtins.int | None = ...,
+        sampled_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_highest_version", b"_highest_version", "highest_version", b"highest_version", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_highest_version", b"_highest_version", "accepts_updates", b"accepts_updates", "context_length", b"context_length", "deterministic", b"deterministic", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "held_sequences", b"held_sequences", "highest_version", b"highest_version", "kv_tokens_total", b"kv_tokens_total", "kv_tokens_used", b"kv_tokens_used", "logprob_bases", b"logprob_bases", "max_running_sequences", b"max_running_sequences", "model", b"model", "running_sequences", b"running_sequences", "server_id", b"server_id", "software_version", b"software_version", "state", b"state", "transports", b"transports", "vocab_size", b"vocab_size", "waiting_sequences", b"waiting_sequences", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_highest_version", b"_highest_version", "accepts_updates", b"accepts_updates", "context_length", b"context_length", "deterministic", b"deterministic", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "held_sequences", b"held_sequences", "highest_version", b"highest_version", "kv_tokens_total", b"kv_tokens_total", "kv_tokens_used", b"kv_tokens_used", "logprob_bases", b"logprob_bases", "max_running_sequences", b"max_running_sequences", "model", b"model", "running_sequences", b"running_sequences", "sampled_tokens", b"sampled_tokens", "server_id", b"server_id", "software_version", b"software_version", "state", b"state", "transports", b"transports", "vocab_size", b"vocab_size", "waiting_sequences", b"waiting_sequences", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__highest_version: _TypeAlias = _typing.Literal["highest_version"]  # noqa: Y015
     _WhichOneofArgType__highest_version: _TypeAlias = _typing.Literal["_highest_version", b"_highest_version"]  # noqa: Y015

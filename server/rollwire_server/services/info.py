@@ -12,6 +12,7 @@ from rollwire_server.lifecycle import State
 from rollwire_server.services import messages
 
 if TYPE_CHECKING:
+    from rollwire_server.counts import Counts
     from rollwire_server.engines.base import Engine
     from rollwire_server.lifecycle import Lifecycle
     from rollwire_server.rollouts import Rollouts
@@ -28,12 +29,14 @@ class ServerInfo:
         lifecycle: Lifecycle,
         rollouts: Rollouts,
         updates: Updates,
+        counts: Counts,
     ) -> None:
         self._server_id = server_id
         self._engine = engine
         self._lifecycle = lifecycle
         self._rollouts = rollouts
         self._updates = updates
+        self._counts = counts
         self._transports = [n for n, b in transport.available_backends().items() if b.ok]
 
     def read(self) -> rollout_pb2.GetServerInfoResponse:
@@ -70,5 +73,6 @@ class ServerInfo:
         else:
             response.running_sequences = running
             response.waiting_sequences = live - running
+        response.sampled_tokens = self._counts.sampled_tokens
         response.kv_tokens_used = load.kv_tokens_used
         response.kv_tokens_total = load.kv_tokens_total

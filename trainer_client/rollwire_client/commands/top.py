@@ -37,11 +37,11 @@ class Rates:
     """What changed between a server's answers.
 
     Attributes:
-        kv_tokens: Cache entries that came, less those that were freed, a second.
+        tokens: Sampled a second.
         commits: Weight updates a minute.
     """
 
-    kv_tokens: float
+    tokens: float
     commits: float
 
 
@@ -69,7 +69,7 @@ class History:
             return None
         first, last = known[0][1], known[-1][1]
         return Rates(
-            (last.kv_tokens_used - first.kv_tokens_used) / seconds,
+            (last.sampled_tokens - first.sampled_tokens) / seconds,
             (last.weights.revision - first.weights.revision) / seconds * 60,
         )
 
@@ -130,7 +130,7 @@ def _table(answers: Answers, history: History) -> Table:
         "waiting",
         "held",
         "KV",
-        "KV tokens/s",
+        "tokens/s",
         "commits/min",
     ):
         table.add_column(name, justify="right")
@@ -155,7 +155,7 @@ def _row(info: ServerInfo, rates: Rates | None, newest: int | None) -> list[str]
         str(info.waiting_sequences),
         str(info.held_sequences),
         f"{_share(info.kv_tokens_used, info.kv_tokens_total):.0%}",
-        "-" if rates is None else f"{rates.kv_tokens:+.0f}",
+        "-" if rates is None else f"{rates.tokens:.0f}",
         "-" if rates is None else f"{rates.commits:.1f}",
     ]
 
@@ -170,7 +170,7 @@ def _sums(infos: list[ServerInfo], history: History) -> list[str]:
         str(sum(info.waiting_sequences for info in infos)),
         str(sum(info.held_sequences for info in infos)),
         f"{_share(used, total):.0%}",
-        f"{sum(rate.kv_tokens for rate in rates):+.0f}" if rates else "-",
+        f"{sum(rate.tokens for rate in rates):.0f}" if rates else "-",
         "",
     ]  # fmt: skip
 
@@ -185,6 +185,6 @@ def _told(address: str, answer: ServerInfo | RollwireError, history: History) ->
     rates = history.rates(address)
     return {
         **plain(answer),
-        "kv_tokens_per_second": None if rates is None else rates.kv_tokens,
+        "tokens_per_second": None if rates is None else rates.tokens,
         "commits_per_minute": None if rates is None else rates.commits,
     }
