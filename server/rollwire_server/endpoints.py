@@ -1,11 +1,13 @@
-"""Where a server listens: the API, health on a port of its own, metrics."""
+"""Where a server listens: the API, health on a port of its own, metrics, weight transfers."""
 
 from __future__ import annotations
 
 import contextlib
+import socket
 from typing import TYPE_CHECKING
 
 import grpc
+import rollwire_transport as transport
 from google.rpc import error_details_pb2  # noqa: F401  reflection then shows error details
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -13,6 +15,7 @@ from rollwire.v1 import rollout_pb2, weights_pb2
 
 from rollwire_server.metrics import serving
 from rollwire_server.security import Authentication, server_credentials
+from rollwire_server.settings import split_listening
 
 if TYPE_CHECKING:
     from rollwire_server.counts import Counts
@@ -92,6 +95,31 @@ class Endpoints:
         if self._health is not None:
             await self._health.stop(None)
         self._closing.close()
+
+
+def transfers_listen(settings: ServerSettings) -> transport.Listening:
+    """Where weight transfers listen, once they are under way.
+
+    Raises:
+        EndpointError: The address is not this machine's, or no backend can be kept to it.
+    """
+    if (told := settings.transport_listen) is None:
+        return transport.Listening()
+    host, ports = split_listening(told)
+    if host is not None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            socket.create_server((host, 0), family=family).close()
+        except OSError as error:
+            raise EndpointError(
+                f"--transport-listen is {told}: {host} is no address of this machine"
+            ) from error
+    listening = transport.Listening(host, ports)
+    backends = transport.available_backends(listening).values()
+    if not any(backend.ok for backend in backends):
+        reasons = "; ".join(backend.reason for backend in backends)
+        raise EndpointError(f"--transport-listen is {told}, which none can be kept to: {reasons}")
+    return listening
 
 
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:

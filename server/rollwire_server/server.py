@@ -10,11 +10,12 @@ import signal
 import uuid
 from typing import TYPE_CHECKING, Any
 
+import rollwire_transport as transport
 import structlog
 from rollwire.v1 import rollout_pb2_grpc, weights_pb2_grpc
 
 from rollwire_server.counts import Counts
-from rollwire_server.endpoints import EndpointError, Endpoints
+from rollwire_server.endpoints import EndpointError, Endpoints, transfers_listen
 from rollwire_server.engines.base import EngineError
 from rollwire_server.engines.choice import make_engine
 from rollwire_server.errors import Reason
@@ -59,7 +60,8 @@ class RolloutServer:
         try:
             self._engine = make_engine(settings)
             self._access = Access(settings)
-        except (EngineError, SecurityError) as error:
+            self._listening = transfers_listen(settings)
+        except (EngineError, SecurityError, EndpointError) as error:
             raise StartError(str(error)) from error
         self._counts = Counts()
         self._lifecycle = Lifecycle(default_pause_lease=settings.pause_lease_seconds)
@@ -93,6 +95,7 @@ class RolloutServer:
                     tasks,
                     frozen=self._settings.frozen,
                     bucket_timeout=self._settings.bucket_timeout_seconds,
+                    listening=self._listening,
                 )
                 self._add_services(endpoints.api, updates, tasks)
                 metrics = Metrics(
@@ -169,6 +172,7 @@ class RolloutServer:
 
     def _announce(self, addresses: dict[str, str]) -> None:
         engine = self._engine.describe()
+        backends = transport.available_backends(self._listening)
         log.info(
             "ready",
             **addresses,
@@ -178,7 +182,11 @@ class RolloutServer:
             device=str(engine.device),
             staging=engine.staging,
             staging_mib=-(-engine.staging_bytes >> 20),
+            transports=[name for name, backend in backends.items() if backend.ok],
         )
+        for name, backend in backends.items():
+            if not backend.ok:
+                log.info("transport not offered", backend=name, why=backend.reason)
         if (path := self._settings.ready_file) is not None:
             ready = {**addresses, "server_id": self._server_id, "pid": os.getpid()}
             written = path.with_name(path.name + ".partial")

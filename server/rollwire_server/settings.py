@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from pathlib import Path  # noqa: TC003  pydantic reads the annotation
 from typing import Annotated, Literal
 
@@ -17,9 +19,46 @@ def _address(value: str) -> str:
     return value
 
 
+def split_listening(value: str) -> tuple[str | None, tuple[int, int] | None]:
+    """The host and the ports of "HOST:FIRST-LAST", None where they leave the choice open.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    told = re.fullmatch(r"(?P<host>.+):(?:0|(?P<first>[0-9]{1,5})-(?P<last>[0-9]{1,5}))", value)
+    if told is None:
+        raise ValueError(
+            "must be HOST:FIRST-LAST, for example 0.0.0.0:52000-52999, or HOST:0 for any port"
+        )
+    host = told["host"].removeprefix("[").removesuffix("]")
+    try:
+        open_choice = ipaddress.ip_address(host).is_unspecified
+    except ValueError as error:
+        raise ValueError(
+            f"{host} is no IP address: name one of this machine, or 0.0.0.0 to leave it open"
+        ) from error
+    if told["first"] is None:
+        return None if open_choice else host, None
+    first, last = int(told["first"]), int(told["last"])
+    if not 0 < first <= last <= 65535:
+        raise ValueError(f"there are no ports {first} to {last}")
+    if last - first + 1 < LEAST_PORTS:
+        raise ValueError(
+            f"{first} to {last} are fewer than {LEAST_PORTS} ports: every transfer takes some anew"
+        )
+    return None if open_choice else host, (first, last)
+
+
+def _listening(value: str) -> str:
+    split_listening(value)
+    return value
+
+
+LEAST_PORTS = 16
 VARIABLES = "ROLLWIRE_"  # what their environment variables begin with
 
 Address = Annotated[str, AfterValidator(_address)]
+ListeningAddress = Annotated[str, AfterValidator(_listening)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -49,6 +88,12 @@ class ServerSettings(BaseSettings):
         None,
         description="HOST:PORT of the health service alone, without TLS, for probes; it is on "
         "the API's address in any case",
+    )
+    transport_listen: ListeningAddress | None = Field(
+        None,
+        description="HOST:FIRST-LAST, where weight transfers listen: an IP address of this "
+        "machine, or 0.0.0.0 for that which faces the trainer, and their ports, HOST:0 for any; "
+        "a backend that cannot be kept to it is not offered; by default 0.0.0.0:0",
     )
     tls_cert: Path | None = Field(
         None, description="certificate chain (PEM); read again when the file changes, as all four"

@@ -161,14 +161,18 @@ def picks_up(announcement: Announcement, current: Update) -> bool:
     return announcement == current.announcement and current.phase is Phase.STAGED
 
 
-def check_membership(update: Update, membership: Membership) -> None:
+def check_membership(
+    update: Update, membership: Membership, listening: transport.Listening
+) -> None:
     """Raises ServiceError when a group makes no sense for an update."""
-    backends = transport.available_backends()
-    usable = [name for name, backend in backends.items() if backend.ok]
-    if membership.backend not in usable:
+    backends = transport.available_backends(listening)
+    backend = backends.get(membership.backend)
+    if backend is None or not backend.ok:
+        usable = ", ".join(name for name, backend in backends.items() if backend.ok) or "none"
+        why = f" ({backend.reason})" if backend is not None else ""
         raise ServiceError(
             Reason.BAD_REQUEST,
-            f"this server cannot use backend {membership.backend!r}, only {', '.join(usable)}",
+            f"this server cannot use backend {membership.backend!r}{why}, only {usable}",
             field="backend",
         )
     if not 0 < membership.rank < membership.world_size:

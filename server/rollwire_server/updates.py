@@ -58,6 +58,7 @@ class Updates:
         tasks: Owns receiving and committing.
         frozen: Takes no updates.
         bucket_timeout: Seconds that a member waits for the next bucket.
+        listening: Where transfers may listen.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Updates:
         *,
         frozen: bool,
         bucket_timeout: float,
+        listening: transport.Listening,
     ) -> None:
         self._engine = engine
         self._lifecycle = lifecycle
@@ -77,6 +79,7 @@ class Updates:
         self._counts = counts
         self._tasks = tasks
         self._bucket_timeout = bucket_timeout
+        self.listening = listening
         self._admission = asyncio.Lock()
         self.frozen = frozen
         self.update: Update | None = None
@@ -133,7 +136,7 @@ class Updates:
         update = self._expect(update_id)
         if update.phase is Phase.STAGED:
             return
-        check_membership(update, membership)
+        check_membership(update, membership, self.listening)
         if update.epoch != membership.epoch:
             update.end_lease()
             update.epoch = membership.epoch
@@ -299,6 +302,7 @@ class Updates:
                 timeout=timeout,
                 device=self._engine.describe().device,
                 closed=update.left,
+                listening=self.listening,
             )
         except transport.TransportError as error:
             _check_still_wanted(update, membership)

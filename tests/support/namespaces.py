@@ -47,6 +47,11 @@ class Machine:
         """Puts it back."""
         _ip("link", "set", self.cable, "master", self.bridge)
 
+    def take_ports(self, ports: range) -> None:
+        """From now on the system gives these to whoever asks for any."""
+        setting = f"net.ipv4.ip_local_port_range={ports[0]} {ports[-1]}"
+        _run(*self.enter, "sysctl", "-w", setting)
+
     def trickle(self, bits_per_second: int) -> None:
         """From now on this is what reaches it, at most."""
         _run(

@@ -16,6 +16,7 @@ from rollwire_transport.layout import DEFAULT_BUCKET_BYTES, plan
 from rollwire_transport.links import (
     Availability,
     Link,
+    Listening,
     Meeting,
     Transfer,
     available_backends,
@@ -34,6 +35,7 @@ __all__ = [
     "DigestMismatch",
     "Encoding",
     "Link",
+    "Listening",
     "Manifest",
     "ManifestError",
     "Meeting",

@@ -37,7 +37,8 @@ class ServerInfo:
         self._rollouts = rollouts
         self._updates = updates
         self._counts = counts
-        self._transports = [n for n, b in transport.available_backends().items() if b.ok]
+        backends = transport.available_backends(updates.listening)
+        self._transports = [name for name, backend in backends.items() if backend.ok]
 
     def read(self) -> rollout_pb2.GetServerInfoResponse:
         """As it is now."""

@@ -9,10 +9,12 @@ import torch
 from rollwire_transport.errors import TransportError
 from rollwire_transport.links import gloo, nccl, ucx
 from rollwire_transport.links.base import Availability, Backend, Link, Meeting, Transfer
+from rollwire_transport.links.listening import ANYWHERE, Listening
 
 __all__ = [
     "Availability",
     "Link",
+    "Listening",
     "Meeting",
     "Transfer",
     "available_backends",
@@ -24,9 +26,13 @@ _CPU = torch.device("cpu")
 _BACKENDS: dict[str, Backend] = {"gloo": gloo, "nccl": nccl, "ucx": ucx}
 
 
-def available_backends() -> dict[str, Availability]:
-    """For each backend whether this machine can use it, and why not."""
-    return {name: backend.available() for name, backend in _BACKENDS.items()}
+def available_backends(listening: Listening = ANYWHERE) -> dict[str, Availability]:
+    """For each backend whether this machine can use it, and why not.
+
+    Args:
+        listening: What a receiver's end must keep to.
+    """
+    return {name: backend.available(listening) for name, backend in _BACKENDS.items()}
 
 
 def open_meeting(
@@ -71,6 +77,7 @@ def join(
     timeout: float,
     device: torch.device | None = None,
     closed: threading.Event | None = None,
+    listening: Listening = ANYWHERE,
 ) -> Link:
     """Joins a group; blocks until all its members have.
 
@@ -83,6 +90,7 @@ def join(
         timeout: Seconds until the group must stand.
         device: Where the tensors lie; as for ``open_meeting``.
         closed: Set from another thread, it ends the wait for the others.
+        listening: Where this end may listen for its peers.
 
     Raises:
         TransportTimeout: It did not within ``timeout``.
@@ -91,7 +99,7 @@ def join(
     """
     if not 0 < rank < world_size:
         raise TransportError(f"rank {rank} is no receiver's in a group of {world_size}")
-    return _usable(backend).join(
+    return _usable(backend, listening).join(
         epoch=epoch,
         rank=rank,
         world_size=world_size,
@@ -99,11 +107,12 @@ def join(
         timeout=timeout,
         device=device or _CPU,
         closed=closed or threading.Event(),
+        listening=listening,
     )
 
 
-def _usable(backend: str) -> Backend:
-    availability = available_backends().get(backend)
+def _usable(backend: str, listening: Listening = ANYWHERE) -> Backend:
+    availability = available_backends(listening).get(backend)
     if availability is None:
         raise TransportError(f"there is no backend {backend!r}")
     if not availability.ok:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from rollwire_transport.links.listening import Listening
+
 
 @dataclass(frozen=True, slots=True)
 class Availability:
@@ -128,8 +130,8 @@ class Meeting(abc.ABC):
 class Backend(Protocol):
     """What a backend's module offers; see ``links`` for the arguments."""
 
-    def available(self) -> Availability:
-        """Whether this machine can use it."""
+    def available(self, listening: Listening) -> Availability:
+        """Whether this machine can use it, and keep to where a receiver's end may listen."""
 
     def open_meeting(
         self, *, epoch: str, world_size: int, host: str, port: int, device: torch.device
@@ -146,5 +148,6 @@ class Backend(Protocol):
         timeout: float,
         device: torch.device,
         closed: threading.Event,
+        listening: Listening,
     ) -> Link:
         """A server's end of a group."""

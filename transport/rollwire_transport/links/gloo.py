@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from rollwire_transport.links.listening import Listening
+
     _Post = Callable[["_Pair", Tensor, int], "_Message"]
 
 logger = logging.getLogger(__name__)
@@ -57,11 +59,12 @@ _VERDICT_SECONDS = 0.3  # for the members to say why a message did not come
 _LET_GO_SECONDS = 1.0  # for gloo, when a link is closed
 
 
-def available() -> Availability:
-    """Whether this torch has gloo."""
+def available(listening: Listening) -> Availability:
+    """Whether this torch has gloo, and it can listen there."""
     if not (dist.is_available() and dist.is_gloo_available()):
         return Availability(ok=False, reason="this build of torch has no gloo")
-    return Availability(ok=True, reason="")
+    problem = listening.needs_system_ports("gloo")
+    return Availability(ok=not problem, reason=problem)
 
 
 def open_meeting(
@@ -81,6 +84,7 @@ def join(
     timeout: float,
     device: torch.device,
     closed: threading.Event,
+    listening: Listening,
 ) -> Link:
     """See ``links.join``."""
     del device  # it moves host memory
@@ -88,7 +92,8 @@ def join(
     lines, _ = call(epoch, rank, world_size, rendezvous, card_of_rank(rank), timeout, closed)
     connections = lines.detach()
     try:
-        pair = _pair(Line(connections[0], deadline, closed), rank, 0, deadline)
+        line = Line(connections[0], deadline, closed)
+        pair = _pair(line, rank, 0, deadline, listening.host)
     except (RuntimeError, TransportError) as error:
         connections[0].close()
         if isinstance(error, TransportError):
@@ -295,12 +300,14 @@ class _GlooLink(Link):
         )
 
 
-def _pair(line: Line, rank: int, peer: int, deadline: float) -> _Pair:
-    """Forms the pair of ``rank`` and ``peer``, of which one is 0; waits for the other."""
+def _pair(line: Line, rank: int, peer: int, deadline: float, host: str | None = None) -> _Pair:
+    """Forms the pair of ``rank`` and ``peer``, of which one is 0; waits for the other.
+
+    Its device is bound to ``host``, by default to the address that the peer reaches.
+    """
     backend = dist.ProcessGroupGloo
-    # A device bound to the address that the peer reaches: gloo's own choice, and torch's, resolves
-    # the machine's name. Only private names lead there.
-    address = line.connection.getsockname()[0]
+    # Gloo's own choice, and torch's, resolves the machine's name. Only private names lead there.
+    address = host or line.connection.getsockname()[0]
     options = backend._Options()  # type: ignore[attr-defined]  # noqa: SLF001
     options._devices = [backend.create_device(hostname=address, lazy_init=False)]  # noqa: SLF001
     options._timeout = _left(deadline)  # noqa: SLF001

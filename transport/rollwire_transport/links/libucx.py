@@ -46,6 +46,7 @@ class Worker:
 
     Args:
         device: Where buckets lie.
+        ports: The first and the last of those that it may listen on; None: any.
 
     Raises:
         TransportError: UCX cannot be used.
@@ -54,13 +55,15 @@ class Worker:
         address: What others need to connect.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ports: tuple[int, int] | None = None) -> None:
         libucxx = load()
         options = {
             name: "1M"  # 8K by default, which costs TCP most of its speed
             for name in ("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE")
             if f"UCX_{name}" not in os.environ
         }
+        if ports is not None:
+            options["TCP_PORT_RANGE"] = "{}-{}".format(*ports)
         features = (libucxx.Feature.TAG, libucxx.Feature.WAKEUP)
         try:
             self._context = libucxx.UCXContext(options, feature_flags=features)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from rollwire_transport.links.listening import Listening
+
 logger = logging.getLogger(__name__)
 
 _SPIN_SECONDS = 0.0002  # what most waits take; longer ones sleep in between
@@ -37,8 +39,8 @@ _LAUNCH_SECONDS = 10.0  # for NCCL to put an operation on a stream, which waits 
 _ABORT_SECONDS = 10.0  # for NCCL to let go of a group
 
 
-def available() -> Availability:
-    """Whether there is a GPU, and torch's NCCL."""
+def available(listening: Listening) -> Availability:
+    """Whether there is a GPU, and torch's NCCL, and it can listen there."""
     if torch.version.cuda is None:
         return Availability(ok=False, reason="this build of torch has no CUDA")
     if not torch.cuda.is_available():
@@ -47,7 +49,9 @@ def available() -> Availability:
         libnccl.load()
     except (OSError, AttributeError) as error:
         return Availability(ok=False, reason=f"NCCL cannot be loaded: {error}")
-    return Availability(ok=True, reason="")
+    problem = listening.needs_no_host("nccl", "NCCL_SOCKET_IFNAME")
+    problem = problem or listening.needs_system_ports("nccl")
+    return Availability(ok=not problem, reason=problem)
 
 
 def open_meeting(
@@ -66,8 +70,10 @@ def join(
     timeout: float,
     device: torch.device,
     closed: threading.Event,
+    listening: Listening,
 ) -> Link:
     """See ``links.join``; without a CUDA device, buckets take the current one."""
+    del listening  # see ``available``
     deadline = time.monotonic() + timeout
     device = _cuda(device)
     lines, ticket = call(epoch, rank, world_size, rendezvous, _card(device), timeout, closed)

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from rollwire_transport.links.listening import Listening
+
 # A relay holds back one chunk: small ones for the host's memory, over TCP; between GPUs a copy is
 # worth its start only when it is large.
 _HOST_CHUNK_BYTES = 4 << 20
@@ -55,13 +57,14 @@ _LENGTH = struct.Struct("<H")  # of a UCX address
 _TICKET = struct.Struct("<Q")  # bytes of a chunk
 
 
-def available() -> Availability:
-    """Whether ucxx is installed and can be loaded."""
+def available(listening: Listening) -> Availability:
+    """Whether ucxx is installed and can be loaded, and can listen there."""
     try:
         libucx.load()
     except (ImportError, OSError) as error:
         return Availability(ok=False, reason=f"ucxx cannot be loaded: {error}")
-    return Availability(ok=True, reason="")
+    problem = listening.needs_no_host("ucx", "UCX_NET_DEVICES")
+    return Availability(ok=not problem, reason=problem)
 
 
 def open_meeting(
@@ -80,12 +83,13 @@ def join(
     timeout: float,
     device: torch.device,
     closed: threading.Event,
+    listening: Listening,
 ) -> Link:
     """See ``links.join``."""
     deadline = time.monotonic() + timeout
     lines, ticket = call(epoch, rank, world_size, rendezvous, card_of_rank(rank), timeout, closed)
     connections = lines.detach()
-    with _closed_on_error(connections), _worker(device) as worker:
+    with _closed_on_error(connections), _worker(device, listening.ports) as worker:
         _write(connections[0], worker.address)
         previous, following = (_read(connections[0], deadline, 0) for _ in range(2))
         (chunk_bytes,) = _TICKET.unpack_from(ticket)
@@ -407,9 +411,9 @@ def _lost(*, previous: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _worker(device: torch.device) -> Iterator[libucx.Worker]:
+def _worker(device: torch.device, ports: tuple[int, int] | None = None) -> Iterator[libucx.Worker]:
     """A worker, which whoever takes it closes; here only after an error."""
-    worker = libucx.Worker(device)
+    worker = libucx.Worker(device, ports)
     try:
         yield worker
     except BaseException:
