@@ -2,7 +2,8 @@
 
 Mounts are folders, and paths in arguments and environment lead there; Secrets lie in them as a
 kubelet puts them, behind a link that a renewal turns. Addresses and ports, flags and variables are
-the manifest's own, but for the host: a loopback address instead of all.
+the manifest's own, but for the host: a loopback address instead of all. Weight transfers may listen
+on any port there: a sysctl needs a network of its own.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class Pod:
                 break
         host, colon, port = told.rpartition(":")
         if host == "0.0.0.0":  # noqa: S104  it is replaced
-            told = self._host + colon + port
+            told = self._host + colon + ("0" if flag == "--transport-listen" else port)
         return flag + equals + told
 
     def _put_secret(self, source: Object, secrets: Secrets) -> None:

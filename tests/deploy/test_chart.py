@@ -82,6 +82,13 @@ def test_what_is_rendered(helm: Helm) -> None:
         ("networkPolicy.trainers[0].pods=all", "'pods' not allowed"),
         ("tokens.secret=t", "tokens.secret needs tls.secret"),
         ("tls.mutual=true", "tls.mutual needs tls.secret"),
+        ("transport.ports=many", "/transport/ports"),
+        ("transport.ports=52000", "/transport/ports"),
+        ("transport.ports=52999-52000", "at least 16 ports"),
+        ("transport.ports=52000-52014", "at least 16 ports"),
+        ("transport.ports=60000-70000", "none above 65535"),
+        ("transport.ports=50000-51000", "50051, which is that of api"),
+        ("transport.ports=9000-9500", "9464, which is that of metrics"),
         ("model=/models/x", "name the volume that holds it as modelVolume"),
     ],
 )
@@ -253,7 +260,7 @@ OTHER_FLEET = SERVER | {"app.kubernetes.io/instance": "other"}
 
 
 def doors(rendered: Rendered, labels: dict[str, str], namespace: str) -> set[str]:
-    """What a NetworkPolicy lets a pod reach: names of ports, "*" for all."""
+    """What a NetworkPolicy lets a pod reach: names and ranges of ports, "*" for all."""
     own = "fleets"
     policy = rendered.one("NetworkPolicy")["spec"]
     assert policy["policyTypes"] == ["Ingress"]
@@ -271,8 +278,11 @@ def doors(rendered: Rendered, labels: dict[str, str], namespace: str) -> set[str
         )
         return here and ("podSelector" not in peer or selects(peer["podSelector"], labels))
 
+    def told(port: Object) -> str:
+        return f"{port['port']}-{port['endPort']}" if "endPort" in port else port.get("port", "*")
+
     return {
-        port.get("port", "*")
+        told(port)
         for rule in policy["ingress"] or []
         if "from" not in rule or not rule["from"] or any(map(is_peer, rule["from"]))
         for port in rule["ports"]
@@ -282,14 +292,14 @@ def doors(rendered: Rendered, labels: dict[str, str], namespace: str) -> set[str
 @pytest.mark.parametrize(
     ("example", "labels", "namespace", "open_doors"),
     [
-        ("policy", TRAINER, "fleets", {"*"}),
+        ("policy", TRAINER, "fleets", {"api", "52000-52999"}),
         ("policy", TRAINER, "elsewhere", set()),
-        ("policy", SERVER, "fleets", {"*"}),  # weights go from server to server
+        ("policy", SERVER, "fleets", {"52000-52999"}),  # weights go from server to server
         ("policy", OTHER_FLEET, "fleets", set()),
         ("policy", PROMETHEUS, "monitoring", {"metrics"}),
         ("policy", PROMETHEUS, "fleets", set()),
         ("policy", {}, "monitoring", set()),
-        ("secure", TRAINER, "training", {"*"}),
+        ("secure", TRAINER, "training", {"api", "52000-52999"}),
         ("secure", TRAINER, "fleets", set()),
         ("judge", TRAINER, "fleets", {"api"}),
         ("judge", SERVER, "fleets", set()),
@@ -299,6 +309,21 @@ def test_who_gets_in(
     helm: Helm, example: str, labels: dict[str, str], namespace: str, open_doors: set[str]
 ) -> None:
     assert doors(helm.render(example), labels, namespace) == open_doors
+
+
+def test_where_transfers_listen_is_what_the_policy_opens(helm: Helm) -> None:
+    chosen = helm.render("policy", "--set", "transport.ports=40000-40099")
+    assert read_settings(chosen.arguments).transport_listen == "0.0.0.0:40000-40099"
+    (sysctl,) = chosen.pod["securityContext"]["sysctls"]
+    assert sysctl == {"name": "net.ipv4.ip_local_port_range", "value": "40000 40099"}
+    assert doors(chosen, SERVER, "fleets") == {"40000-40099"}
+    for rendered, ports in (
+        (helm.render("policy", "--set", "transport.ports="), {"*"}),
+        (helm.render("judge"), {"api"}),
+    ):
+        assert read_settings(rendered.arguments).transport_listen is None
+        assert "sysctls" not in rendered.pod["securityContext"]
+        assert doors(rendered, TRAINER, "fleets") == ports
 
 
 def test_nobody_named_is_nobody_let_in(helm: Helm) -> None:

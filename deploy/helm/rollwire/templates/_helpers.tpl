@@ -23,6 +23,20 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- define "rollwire.port.health" -}}50052{{- end }}
 {{- define "rollwire.port.metrics" -}}9464{{- end }}
 
+{{- /* FIRST-LAST; none for judges, which take no weights. */}}
+{{- define "rollwire.transportPorts" -}}
+{{ .Values.frozen | ternary "" .Values.transport.ports }}
+{{- end }}
+
+{{- /* A NetworkPolicyPort of FIRST-LAST; of all ports where that is empty. */}}
+{{- define "rollwire.transportDoor" -}}
+- protocol: TCP
+  {{- with . }}
+  port: {{ splitList "-" . | first }}
+  endPort: {{ splitList "-" . | last }}
+  {{- end }}
+{{- end }}
+
 {{- /* All that has to do with going down follows from drainSeconds. */}}
 {{- define "rollwire.preStopSeconds" -}}5{{- end }}
 {{- define "rollwire.graceSeconds" -}}
@@ -52,6 +66,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - --listen=0.0.0.0:{{ include "rollwire.port.api" . }}
 - --health-listen=0.0.0.0:{{ include "rollwire.port.health" . }}
 - --metrics-listen=0.0.0.0:{{ include "rollwire.port.metrics" . }}
+{{- with include "rollwire.transportPorts" . }}
+- --transport-listen=0.0.0.0:{{ . }}
+{{- end }}
 - --drain-seconds={{ include "rollwire.text" .Values.drainSeconds }}
 {{- if .Values.frozen }}
 - --frozen
@@ -81,6 +98,19 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- if and .Values.tls.mutual (not .Values.tls.secret) }}
 {{- fail "tls.mutual needs tls.secret" }}
+{{- end }}
+{{- with include "rollwire.transportPorts" . }}
+{{- $first := splitList "-" . | first | int }}
+{{- $last := splitList "-" . | last | int }}
+{{- if or (lt (sub $last $first) 15) (gt $last 65535) }}
+{{- fail (printf "transport.ports is %s: name at least 16 ports, the lowest first, none above 65535" .) }}
+{{- end }}
+{{- range $name := list "api" "health" "metrics" }}
+{{- $own := include (printf "rollwire.port.%s" $name) $ | int }}
+{{- if and (le $first $own) (le $own $last) }}
+{{- fail (printf "transport.ports has the port %d, which is that of %s" $own $name) }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- if and (hasPrefix "/models" .Values.model) (not .Values.modelVolume) }}
 {{- fail (printf "model %s lies under /models: name the volume that holds it as modelVolume" .Values.model) }}
