@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rollwire_client.data import Sampling
     from rollwire_client.fleet import Fleet
 
-GROUP, IN_FLIGHT, READY = 3, 4, 2
+GROUP, GROUPS = 3, 4  # samples of a prompt, groups at once
 
 
 class ScriptedFleet:
@@ -56,9 +56,7 @@ class ScriptedFleet:
 
 
 def source(fleet: ScriptedFleet) -> RolloutSource:
-    return RolloutSource(
-        cast("Fleet", fleet), Cipher(0), seed=7, group=GROUP, in_flight=IN_FLIGHT, ready=READY
-    )
+    return RolloutSource(cast("Fleet", fleet), Cipher(0), seed=7, group=GROUP, groups=GROUPS)
 
 
 async def settle() -> None:
@@ -72,14 +70,17 @@ async def test_groups_are_in_flight_before_anybody_asks_and_stop_at_the_bound() 
     rollouts = source(fleet)
     running = asyncio.create_task(rollouts.run())
     await settle()
-    assert fleet.running == IN_FLIGHT * GROUP
+    assert fleet.running == GROUPS * GROUP
     fleet.go.set()
+    groups = await rollouts.take(2)
     await settle()
-    assert fleet.started == (IN_FLIGHT + READY) * GROUP  # taken by nobody, so no more
-    groups = await rollouts.take(READY)
+    assert fleet.started == GROUPS * GROUP  # learned from by nobody, so no more
+    assert [len(group) for group in groups] == [GROUP, GROUP]
+    fleet.go.clear()
+    rollouts.learned(2)
     await settle()
-    assert fleet.started == (IN_FLIGHT + 2 * READY) * GROUP
-    assert [len(group) for group in groups] == [GROUP] * READY
+    assert fleet.running == 2 * GROUP
+    assert fleet.started == (GROUPS + 2) * GROUP
     assert len(fleet.seeds) == fleet.started
     running.cancel()
     await asyncio.wait([running])
@@ -106,7 +107,7 @@ async def test_leaving_ends_what_is_in_flight() -> None:
     await settle()
     running.cancel()
     await asyncio.wait([running])
-    assert (fleet.running, fleet.cancelled) == (0, IN_FLIGHT * GROUP)
+    assert (fleet.running, fleet.cancelled) == (0, GROUPS * GROUP)
 
 
 async def test_a_sequence_that_somebody_aborts_is_told() -> None:

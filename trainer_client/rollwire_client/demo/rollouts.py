@@ -49,20 +49,19 @@ class RolloutSource:
         task: Gives prompts and rewards.
         seed: Of the draws, together with a sequence's number.
         group: Samples of each prompt.
-        in_flight: Groups that are sampled at a time.
-        ready: Groups that may wait to be taken. When there are as many, nothing new is started: a
-            slow trainer gets no staler data.
+        groups: So many are sampled, finished, or being learned from: a slow trainer gets no staler
+            data. Those that were ``learned`` make room for new ones, which are thus under way when
+            the policy that comes of it is published, however fast the servers are.
     """
 
-    def __init__(
-        self, fleet: Fleet, task: Cipher, *, seed: int, group: int, in_flight: int, ready: int
-    ) -> None:
+    def __init__(self, fleet: Fleet, task: Cipher, *, seed: int, group: int, groups: int) -> None:
         self._fleet = fleet
         self._task = task
         self._seed = seed
         self._group = group
-        self._in_flight = in_flight
-        self._ready: asyncio.Queue[list[Rollout]] = asyncio.Queue(maxsize=ready)
+        self._groups = groups
+        self._room = asyncio.Semaphore(groups)
+        self._ready: asyncio.Queue[list[Rollout]] = asyncio.Queue()
         self._started = 0
 
     async def run(self) -> None:
@@ -72,19 +71,24 @@ class RolloutSource:
             RollwireError: In an exception group: a sequence failed for good.
         """
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(self._in_flight):
+            for _ in range(self._groups):
                 tasks.create_task(self._sample_groups())
 
     async def take(self, groups: int) -> list[list[Rollout]]:
         """The next groups that are finished."""
         return [await self._ready.get() for _ in range(groups)]
 
+    def learned(self, groups: int) -> None:
+        """So many of those that were taken are done with."""
+        for _ in range(groups):
+            self._room.release()
+
     async def _sample_groups(self) -> None:
-        while True:
+        while await self._room.acquire():
             prompt = self._task.prompt()
             async with asyncio.TaskGroup() as tasks:
                 members = [tasks.create_task(self._sample(prompt)) for _ in range(self._group)]
-            await self._ready.put([member.result() for member in members])
+            self._ready.put_nowait([member.result() for member in members])
 
     async def _sample(self, prompt: Sequence[int]) -> Rollout:
         self._started += 1

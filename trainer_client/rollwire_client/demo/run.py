@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 GROUP = 8  # samples of a prompt
 GROUPS_PER_STEP = 8
-GROUPS_IN_FLIGHT = 16
-GROUPS_READY = 4
+GROUPS_AT_ONCE = 20  # that are sampled, finished, or being learned from
 
 WATCHER_SECONDS = 1.0
 
@@ -112,12 +111,7 @@ class _Learning:
         seed = self._settings.seed
         async with Fleet(sorted(self._alive)) as fleet, asyncio.TaskGroup() as tasks:
             source = RolloutSource(
-                fleet,
-                Cipher(seed),
-                seed=seed,
-                group=GROUP,
-                in_flight=GROUPS_IN_FLIGHT,
-                ready=GROUPS_READY,
+                fleet, Cipher(seed), seed=seed, group=GROUP, groups=GROUPS_AT_ONCE
             )
             sampling = tasks.create_task(source.run())
             await self._learn(source, Publisher(fleet, kv_policy=KvPolicy.RECOMPUTE))
@@ -131,6 +125,7 @@ class _Learning:
         for version in range(1, self._settings.steps + 1):
             groups = await source.take(GROUPS_PER_STEP)
             await asyncio.to_thread(self._trainer.step, _batch(groups))
+            source.learned(GROUPS_PER_STEP)
             self.weights[version] = snapshot(self._model)
             publish = await publisher.publish(version, self.weights[version])
             report = await publish.committed
