@@ -3,8 +3,8 @@
 With this folder on PYTHONPATH every Python process does the following, each when SGLang asks for it
 by an import. The CPU path calls nothing of what is left empty here.
 
-- ``sgl_kernel``, which has no CPU wheel, becomes an empty module in which every name exists; its
-  one operator that is called, the hash behind seeds, is written here in torch.
+- ``sgl_kernel``, which has no CPU wheel, becomes an empty module in which every name exists. The
+  hash behind seeds, a kernel of SGLang's, is written here in torch.
 - torchvision's operators are declared before it is imported: its wheel expects a CUDA build.
 - Nothing is compiled: it would take a minute to gain nothing on models this small.
 - The deterministic mode may run on torch's attention, and does without its kernels, which are for
@@ -86,10 +86,9 @@ def _declare_torchvision() -> None:
             ops.define(f"{op}(Tensor x) -> Tensor")
 
 
-def _define_hash() -> None:
+def _write_hash_in_torch(murmur_hash) -> None:
     """MurmurHash3 (32 bit) of seed, position and column: [rows, columns], as SGLang's kernel."""
     import torch
-    from torch.library import Library
 
     low = 0xFFFFFFFF
 
@@ -110,11 +109,7 @@ def _define_hash() -> None:
         h = ((h ^ (h >> 13)) * 0xC2B2AE35) & low
         return (h ^ (h >> 16)).to(torch.uint32)
 
-    ops = Library("sgl_kernel", "FRAGMENT")
-    _kept.append(ops)
-    name = "murmur_hash32_cpu"
-    ops.define(f"{name}(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
-    ops.impl(name, murmur_hash32, "CPU")
+    murmur_hash.murmur_hash32 = murmur_hash32
 
 
 def _allow_torch_attention(server_args) -> None:
@@ -131,9 +126,9 @@ def _do_without_kernels(model_runner) -> None:
 
 _BEFORE = {
     "torchvision": _declare_torchvision,
-    "sglang.kernels.ops.sampling.murmur_hash": _define_hash,
 }
 _AFTER = {
+    "sglang.kernels.ops.sampling.murmur_hash": _write_hash_in_torch,
     "sglang.srt.server_args": _allow_torch_attention,
     "sglang.srt.model_executor.model_runner": _do_without_kernels,
 }

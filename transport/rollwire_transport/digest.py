@@ -87,9 +87,19 @@ def tensor_digest(spec: TensorSpec, tensor: Tensor) -> int:
     """
     if (found := describe(spec.name, tensor, spec.alias_of)) != spec:
         raise ValueError(f"the tensor is {found}, the spec is {spec}")
-    data = as_bytes(tensor.resolve_conj().resolve_neg().contiguous())
-    total = span_sums(data, [Span(0, 0, 0, data.numel())])[0]
-    return digest_of_sum(spec, total)
+    return digest_of_sum(spec, int(tensor_sums([tensor])))
+
+
+def tensor_sums(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of each tensor, int64 on their device, without waiting for it: ``digest_of_sum``
+    makes digests of them later. All are dense and on one device.
+    """
+    sum_words = _implementation(tensors[0].device.type)
+    sums = []
+    for tensor in tensors:
+        data = as_bytes(tensor.resolve_conj().resolve_neg().contiguous())
+        sums.append(_span_sum(data, Span(0, 0, 0, data.numel()), sum_words))
+    return torch.stack(sums)
 
 
 def sum_digests(digests: Iterable[int]) -> int:

@@ -86,6 +86,7 @@ def _sglang(settings: ServerSettings) -> Engine:
             device=device,
             max_running_sequences=settings.max_running,
             context_length=settings.context_length,
+            staging=settings.staging,
             arguments=arguments,
             **own,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 from pathlib import Path
@@ -14,6 +13,7 @@ from rollwire_server.engines.base import EngineError, TornWeightsError
 from rollwire_server.engines.sglang import loader
 from rollwire_server.engines.sglang.checkpoint import describe_checkpoint
 from rollwire_server.engines.sglang.messages import Facts
+from rollwire_server.engines.sglang.recipe import NoRecipeError, copies, learn
 from rollwire_server.engines.sglang.shared_memory import allocate, views
 from rollwire_server.engines.sglang.weights import Weights
 from rollwire_transport import TensorSpec
@@ -28,19 +28,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Fragile(nn.Module):
-    """A model that fuses "good" and "late", and whose loading fails at one tensor, as it may."""
+class Copying(nn.Module):
+    """A model that fuses "good" and "late", and does no more than that."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fused = nn.Parameter(torch.zeros(4, 2))
-        self.fails_at = "bad"
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            (self.fused.data[2:] if name == "late" else self.fused.data[:2]).copy_(tensor)
+
+
+class Fragile(Copying):
+    """One that computes what it loads, and fails at one tensor, as it may."""
+
+    fails_at = "bad"
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
             if name == self.fails_at:
                 raise KeyError(name)
-            (self.fused.data[2:] if name == "late" else self.fused.data[:2]).copy_(tensor)
+            super().load_weights([(name, tensor * 1)])
 
 
 FACTS = Facts(
@@ -53,7 +62,7 @@ FACTS = Facts(
 class Beside:
     """In the place of the bridge: obeys in this process, as a scheduler process would."""
 
-    def __init__(self, model: Fragile) -> None:
+    def __init__(self, model: Copying) -> None:
         self.model = model
 
     async def update(self, command: str) -> None:
@@ -64,16 +73,16 @@ class TestWeights:
     """Of a model that fuses "good" and "late" into one parameter."""
 
     @pytest.fixture
-    def model(self) -> Fragile:
-        return Fragile()
+    def model(self) -> Copying:
+        return Copying()
 
     @pytest.fixture
-    async def weights(self, model: Fragile, tmp_path: Path) -> AsyncIterator[Weights]:
+    async def weights(self, model: Copying, tmp_path: Path) -> AsyncIterator[Weights]:
         (tmp_path / "config.json").write_text("{}")
         save_file(
             {"good": torch.zeros(2, 2), "late": torch.zeros(2, 2)}, tmp_path / "m.safetensors"
         )
-        weights = Weights(Beside(model), FACTS, tmp_path)  # type: ignore[arg-type]
+        weights = Weights(Beside(model), FACTS, tmp_path, torch.device("cpu"))  # type: ignore[arg-type]
         await weights.read()
         yield weights
         await weights.close()
@@ -84,8 +93,9 @@ class TestWeights:
             tensor.fill_(value)
         return staged
 
+    @pytest.mark.parametrize("model", [Copying(), Fragile()])
     async def test_the_digests_are_those_of_what_was_put(
-        self, weights: Weights, model: Fragile
+        self, weights: Weights, model: Copying
     ) -> None:
         before = await weights.digests()
         await weights.put(self.staged(1, "good"))
@@ -97,13 +107,14 @@ class TestWeights:
         assert await weights.digests() == before
 
     async def test_memory_that_changes_by_itself_is_noticed(
-        self, weights: Weights, model: Fragile
+        self, weights: Weights, model: Copying
     ) -> None:
         await weights.put(self.staged(1, "good", "late"))
         model.fused.data[3, 1] += 1e-6
         with pytest.raises(EngineError, match="have changed: fused"):
             await weights.digests()
 
+    @pytest.mark.parametrize("model", [Fragile()])
     async def test_what_fails_half_way_is_torn_until_a_full_update(
         self, weights: Weights, model: Fragile
     ) -> None:
@@ -124,7 +135,7 @@ class TestWeights:
     ) -> None:
         before = await weights.digests()
         gone = self.staged(4, "good", "late")
-        gone.layout = dataclasses.replace(gone.layout, path="/nothing/there")
+        gone.layout.parts[0]["path"] = "/nothing/there"
         with pytest.raises(EngineError, match="FileNotFoundError") as caught:
             await weights.put(gone)
         assert not isinstance(caught.value, TornWeightsError)
@@ -141,34 +152,83 @@ class TestLoader:
         answer: dict[str, object] = json.loads((folder / "0.json").read_text())
         return answer
 
-    def test_staged_tensors_get_in_place_and_the_fingerprint_tells_them(
-        self, tmp_path: Path
+    @pytest.mark.parametrize("model", [Copying(), Fragile()])
+    def test_staged_tensors_get_in_place_and_are_known_from_then_on(
+        self, model: Copying, tmp_path: Path
     ) -> None:
-        model = Fragile()
-        before = self.obey(model, tmp_path, "look")
+        tensors = [("good", "float32", (2, 2)), ("late", "float32", (2, 2))]
+        self.obey(model, tmp_path, "learn", tensors=tensors)
         staged = allocate([TensorSpec("good", "float32", (2, 2))])
         staged["good"].copy_(torch.arange(4.0).view(2, 2))
-        after = self.obey(model, tmp_path, "put", staged=staged.layout.told())
-        assert (before["touched"], after["touched"], after["error"]) == (False, True, None)
+        told = staged.layout.told()
+        opened = self.obey(model, tmp_path, "open", staged=told)
+        assert model.fused.eq(0).all()
+        put = self.obey(model, tmp_path, "put", staged=told)
+        assert (opened["touched"], put["touched"], put["error"]) == (False, True, None)
         assert model.fused.tolist() == [[0, 1], [2, 3], [0, 0], [0, 0]]
-        assert before["fingerprint"] != after["fingerprint"]
-        assert self.obey(model, tmp_path, "look")["fingerprint"] == after["fingerprint"]
+        assert self.obey(model, tmp_path, "compare")["changed"] == []
+        model.fused.data[0, 0] = 1
+        assert self.obey(model, tmp_path, "compare")["changed"] == ["fused"]
 
     def test_a_failure_says_whether_weights_were_touched(self, tmp_path: Path) -> None:
         staged = allocate([TensorSpec(name, "float32", (2, 2)) for name in ("good", "bad")])
         torn = self.obey(Fragile(), tmp_path, "put", staged=staged.layout.told())
         assert torn["touched"]
         assert torn["error"] == "KeyError: 'bad'"
-        gone = {**staged.layout.told(), "path": str(tmp_path / "nothing")}
+        gone = staged.layout.told()
+        gone["parts"][0]["path"] = str(tmp_path / "nothing")
         whole = self.obey(Fragile(), tmp_path, "put", staged=gone)
         assert not whole["touched"]
         assert whole["error"]
 
 
+class TestRecipe:
+    """How a model loads, learned from its loader."""
+
+    class Sharding(nn.Module):
+        """Takes halves, transposed and broadcast, pads, and knows nothing of "other"."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = nn.Parameter(torch.full((4, 3), 9.0))
+            self.scale = nn.Parameter(torch.zeros(2, 2))
+
+        def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+            for name, tensor in tensors:
+                if name == "wide":
+                    self.kept[:3].data.copy_(tensor.narrow(1, 2, 3).t())
+                    self.kept[3:].data.fill_(0)
+                elif name == "scale":
+                    self.scale.data.copy_(tensor)
+
+    def test_its_copies_do_what_the_loader_does(self) -> None:
+        tensors = {
+            "wide": torch.arange(15.0).view(3, 5),
+            "other": torch.ones(7),
+            "scale": torch.tensor(2.0),
+        }
+        loaded, copied = self.Sharding(), self.Sharding()
+        loaded.load_weights(tensors.items())
+        copied.kept.data[3:] = 0
+        recipe = learn(copied, [(n, "float32", t.shape) for n, t in tensors.items()])
+        assert copied.kept[:3].eq(9).all()
+        assert recipe["other"] == []
+        targets, sources = copies(recipe, tensors)
+        torch._foreach_copy_(targets, sources)
+        assert copied.kept.tolist() == loaded.kept.tolist() != [[9.0] * 3] * 4
+        assert copied.scale.tolist() == loaded.scale.tolist() == [[2, 2], [2, 2]]
+
+    def test_a_loader_that_computes_has_none(self) -> None:
+        model = Fragile()
+        with pytest.raises(NoRecipeError, match="mul"):
+            learn(model, [("good", "float32", (2, 2))])
+        assert model.fused.eq(0).all()
+
+
 def test_staged_memory_is_the_same_in_another_process_and_leaves_with_it() -> None:
     specs = [TensorSpec("a", "bfloat16", (3, 5)), TensorSpec("b", "float32", ())]
     staged = allocate(specs)
-    path = staged.layout.path
+    path = staged.layout.parts[0]["path"]
     for name, tensor in views(staged.layout).items():
         tensor.fill_(7)
         assert (staged[name] == 7).all()
@@ -183,7 +243,7 @@ def test_staged_memory_is_the_same_in_another_process_and_leaves_with_it() -> No
 
 def test_a_tied_output_is_an_alias(tmp_path: Path) -> None:
     flags("sglang", tmp_path)
-    specs, digests = describe_checkpoint(tmp_path / "tiny", torch.bfloat16)
+    specs, digests = describe_checkpoint(tmp_path / "tiny", torch.bfloat16, torch.device("cpu"))
     by_name = {spec.name: spec for spec in specs}
     assert by_name["lm_head.weight"].alias_of == "model.embed_tokens.weight"
     assert {spec.dtype for spec in specs} == {"bfloat16"}

@@ -1,6 +1,6 @@
 """SGLang as the engine sees it; everything that depends on SGLang's version is in this file.
 
-Runs on 0.5.23, and was written beside the source of 0.5.17. What is relied on, in both:
+Runs on 0.5.17 and on 0.5.23. What is relied on, in both:
 
 - ``skip_tokenizer_init``: the scheduler's outputs come straight to the tokenizer manager of this
   process, as columns of what is new. The manager is subclassed to take them as they are: its own
@@ -73,7 +73,7 @@ class Bridge:
         with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: no signals here
             # Its processes send this to their parent when they fail.
             self._loop.add_signal_handler(signal.SIGQUIT, self._on_child_failed)
-        with _own_logging():
+        with _own_logging(), _own_environment():
             self._engine = await asyncio.wrap_future(self._launcher.call(self._launch))
         self._manager = self._engine.tokenizer_manager
         self._manager.auto_create_handle_loop()
@@ -446,6 +446,20 @@ def _own_logging() -> Iterator[None]:
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
+
+
+@contextlib.contextmanager
+def _own_environment() -> Iterator[None]:
+    """Undoes what SGLang sets of NCCL, once its processes have it: ``NCCL_CUMEM_ENABLE`` has to be
+    the same at both ends of a transfer.
+    """
+    before = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name.startswith("NCCL_")]:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _is_set(variable: str) -> bool:

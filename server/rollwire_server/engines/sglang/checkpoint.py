@@ -30,9 +30,10 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def describe_checkpoint(
-    folder: Path, dtype: torch.dtype
+    folder: Path, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[TensorSpec], dict[str, int]]:
-    """The tensors of a checkpoint as a server of ``dtype`` holds them, and their digests.
+    """The tensors of a checkpoint as a server of ``dtype`` holds them, and their digests, which are
+    computed on ``device``.
 
     Tied embeddings are an alias, whether the files have it or not. Raises EngineError with one
     line when the folder cannot be read.
@@ -43,7 +44,7 @@ def describe_checkpoint(
     for name, stored in read_tensors(folder):
         if name == OUTPUT and tied:
             continue
-        tensor = stored.to(dtype) if stored.is_floating_point() else stored
+        tensor = stored.to(device, dtype if stored.is_floating_point() else None)
         specs[name] = describe(name, tensor)
         digests[name] = tensor_digest(specs[name], tensor)
     if tied and INPUT in specs:

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from rollwire_server.engines.base import EngineError
 
 # What the adapter is built on, so nobody else's to set.
@@ -13,6 +15,7 @@ OWN = {
     "model_path",
     "dtype",
     "device",
+    "base_gpu_id",
     "context_length",
     "max_running_requests",
     "skip_tokenizer_init",
@@ -38,9 +41,11 @@ class SglangConfig:
     Attributes:
         model: A checkpoint directory.
         dtype: Of the weights, as torch names it; "auto": the checkpoint's.
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda", or "cuda:1", …: the first of the devices that it takes.
         max_running_sequences: Sequences that are sampled side by side.
         context_length: Prompt and output tokens of one sequence; None: the model's.
+        staging: Where an update waits for its commit: "device", "host", or "auto": on the devices
+            where they have room.
         unresponsive_seconds: The scheduler counts as dead when it says nothing for so long.
         arguments: Of SGLang's own ``ServerArgs``, by name.
     """
@@ -50,6 +55,7 @@ class SglangConfig:
     device: str
     max_running_sequences: int
     context_length: int | None = None
+    staging: str = "auto"
     unresponsive_seconds: float = 20.0
     arguments: dict[str, Any] = field(default_factory=dict)
 
@@ -64,6 +70,15 @@ class SglangConfig:
         """Whether the weights are in host memory."""
         return self.device == "cpu"
 
+    @property
+    def devices(self) -> list[torch.device]:
+        """Those of its processes, one each; one for all on a CPU."""
+        if self.on_cpu:
+            return [torch.device("cpu")]
+        first, step = torch.device(self.device).index or 0, self.arguments.get("gpu_id_step", 1)
+        ranks = self.arguments.get("tp_size", 1) * self.arguments.get("pp_size", 1)
+        return [torch.device("cuda", first + i * step) for i in range(ranks)]
+
     def server_args(self, loader: str) -> dict[str, Any]:
         """What SGLang is started with; ``loader`` names the function that puts weights in place."""
         return {
@@ -73,7 +88,8 @@ class SglangConfig:
             **self.arguments,
             "model_path": self.model,
             "dtype": self.dtype,
-            "device": self.device,
+            "device": self.devices[0].type,
+            "base_gpu_id": self.devices[0].index or 0,
             "context_length": self.context_length,
             "max_running_requests": self.max_running_sequences,
             "skip_tokenizer_init": True,

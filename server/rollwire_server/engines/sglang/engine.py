@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +27,6 @@ from rollwire_server.engines.base import (
 from .bridge import Bridge
 from .checkpoint import check_folder
 from .sequences import Sequences
-from .shared_memory import allocate
 from .weights import Weights
 
 if TYPE_CHECKING:
@@ -40,11 +40,15 @@ if TYPE_CHECKING:
     from .config import SglangConfig
     from .messages import Chunk, Facts
 
+logger = logging.getLogger(__name__)
+
 MAX_TOP_LOGPROBS = 64
 AHEAD = 1.25
 """SGLang gets so many sequences for each that it can run. The rest wait here, where a commit need
 not take them back.
 """
+BESIDE_STAGING = 3 << 30
+"""What SGLang's steps and the buckets under way take of a device, beside staged updates."""
 ENDING_SECONDS = 30.0
 """For SGLang to end what was given up, before the server goes to sleep."""
 
@@ -83,14 +87,34 @@ class SglangEngine:
         check_folder(folder)
         self._facts = facts = await self._bridge.start()
         self._sequences = Sequences(facts.context_length)
-        self._weights = Weights(self._bridge, facts, folder)
+        self._weights = Weights(self._bridge, facts, folder, self._config.devices[0])
         self._tag = WeightTag(None, 0, server_id, await self._weights.read())
+        await self._choose_staging(self._weights)
         self._sink = sink
         self._tasks = [
             asyncio.create_task(self._send(), name="sglang sequences"),
             asyncio.create_task(self._listen(), name="sglang heartbeat"),
         ]
         return self._tag
+
+    async def _choose_staging(self, weights: Weights) -> None:
+        config = self._config
+        if config.on_cpu or config.staging == "host":
+            return
+        torch.cuda.empty_cache()  # what the checkpoint's digests took
+        if config.staging == "auto":
+            share = weights.nbytes // len(config.devices)
+            free = min(torch.cuda.mem_get_info(device)[0] for device in config.devices)
+            if free < share + BESIDE_STAGING:
+                logger.warning(
+                    "updates are staged in host memory, so commits take seconds: SGLang leaves "
+                    "%d MiB of a device free, and an update takes %d MiB; leave it that with "
+                    "--engine-arg mem-fraction-static=…",
+                    free >> 20,
+                    (share + BESIDE_STAGING) >> 20,
+                )
+                return
+        await weights.stage_on(config.devices)
 
     async def stop(self) -> None:
         """See ``Engine``."""
@@ -113,8 +137,8 @@ class SglangEngine:
         return EngineInfo(
             engine="sglang",
             model=config.model,
-            device=torch.device("cpu"),
-            staging="host",
+            device=config.devices[0],
+            staging="device" if self._started().on_devices else "host",
             staging_bytes=self._started().nbytes,
             vocab_size=facts.vocab_size,
             context_length=facts.context_length,
@@ -239,9 +263,10 @@ class SglangEngine:
 
     async def stage(self, manifest: Manifest) -> Mapping[str, Tensor]:
         """See ``Engine``."""
-        self._awake()
         sent = [spec for spec in manifest.tensors if spec.alias_of is None]
-        return await asyncio.to_thread(allocate, sent)
+        async with self._commands:
+            self._awake()
+            return await self._started().stage(sent)
 
     async def commit(
         self, staged: Mapping[str, Tensor], weights: WeightTag, policy: KvPolicy
@@ -280,9 +305,9 @@ class SglangEngine:
             if facts.can_release_memory:
                 keep = weights is SleepingWeights.KEEP
                 self._released = ["kv_cache"] if keep else ["kv_cache", "weights"]
-                before = _free_device_bytes()
+                before = self._free_device_bytes()
                 await self._bridge.release_memory(self._released)
-                freed = max(0, _free_device_bytes() - before)
+                freed = max(0, self._free_device_bytes() - before)
             self._asleep = True
             if weights is SleepingWeights.DISCARD:
                 self._started().whole = False
@@ -333,6 +358,6 @@ class SglangEngine:
         if self._asleep:
             raise EngineError("the weights' memory is given back: wake the engine up first")
 
-
-def _free_device_bytes() -> int:
-    return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else 0
+    def _free_device_bytes(self) -> int:
+        devices = [] if self._config.on_cpu else self._config.devices
+        return sum(int(torch.cuda.mem_get_info(device)[0]) for device in devices)

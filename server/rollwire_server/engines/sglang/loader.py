@@ -11,49 +11,110 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rollwire_transport import describe, tensor_digest
 
 from .checkpoint import read_tensors
+from .fingerprint import Fingerprint
+from .recipe import NoRecipeError, copies, learn
 from .shared_memory import Layout, views
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor, nn
 
+    from .recipe import Recipe
+
+WARM_UP_PIECES = 8
+
 
 def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Obeys one command; says how it went instead of raising.
-
-    "put": staged tensors in place. "reload": those of a checkpoint folder. "look": nothing. All of
-    them end with the fingerprint of what the process holds then.
-    """
+    """Obeys one command; says how it went instead of raising."""
     command: dict[str, Any] = json.loads(named_tensors[0][0])
-    answer: dict[str, Any] = {"touched": False, "error": None, "fingerprint": {}}
+    if (loader := _loaders.get(model)) is None:
+        loader = _loaders[model] = Loader(model)
+    loader.touched = False
+    answer: dict[str, Any] = {"error": None}
     try:
-        if command["do"] == "put":
-            tensors: Iterable[tuple[str, Tensor]] = views(Layout(**command["staged"])).items()
-        elif command["do"] == "reload":
-            tensors = read_tensors(Path(command["folder"]))
-        else:
-            tensors = ()
         # What the last steps read must not change under them.
         _finish_what_runs()
-        if command["do"] != "look":
-            answer["touched"] = True
-            with torch.no_grad():
-                model.load_weights(tensors)  # type: ignore[operator]  # as SGLang's models have it
-            _finish_what_runs()
-        answer["fingerprint"] = fingerprint(model)
+        with torch.no_grad():
+            answer |= loader.obey(command) or {}
     except Exception as error:  # the server decides what follows from it
         answer["error"] = f"{type(error).__name__}: {error}"
+    answer["touched"] = loader.touched
     Path(command["answers"], f"{_rank()}.json").write_text(json.dumps(answer))
 
 
-def fingerprint(model: nn.Module) -> dict[str, int]:
-    """The digest of each parameter and persistent buffer as it lies in memory, however fused."""
-    tensors = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
-    return {name: tensor_digest(describe(name, t), t) for name, t in tensors.items()}
+class Loader:
+    """The weights of one model, as one process has them.
+
+    Attributes:
+        touched: The command under way has begun to change them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.touched = False
+        self._model = model
+        self._recipe: Recipe | None = None
+        self._opened: tuple[Layout, dict[str, Tensor]] | None = None
+        self._committed = Fingerprint(model)
+
+    def obey(self, command: dict[str, Any]) -> dict[str, Any] | None:
+        """One command, by its ``do``; returns what it has to say."""
+        match command["do"]:
+            case "learn":  # how the tensors of updates get in place
+                return self._learn(command["tensors"])
+            case "open":  # staged memory, ahead of the time when its tensors are put in place
+                self._open(Layout.read(command["staged"]))
+            case "close":
+                self._opened = None
+            case "put":  # staged tensors in place
+                self._open(Layout.read(command["staged"]))
+                self._put()
+            case "reload":  # those of a checkpoint folder
+                self._change(read_tensors(Path(command["folder"])))
+            case "compare":  # with the weights that were last put in place
+                now, then = Fingerprint(self._model).read(), self._committed.read()
+                return {"changed": sorted(n for n in now if now[n] != then.get(n))}
+            case unknown:
+                raise ValueError(f"no such command: {unknown}")
+        return None
+
+    def _learn(self, tensors: list[tuple[str, str, list[int]]]) -> dict[str, Any]:
+        try:
+            self._recipe = learn(self._model, tensors)
+        except NoRecipeError as error:
+            return {"recipe": f"each commit loads tensor by tensor: {error}"}
+        # What the first grouped copy of a process takes is not for the first commit to wait for.
+        pieces = [piece.target for some in self._recipe.values() for piece in some]
+        small = sorted(pieces, key=lambda piece: piece.numel())[:WARM_UP_PIECES]
+        if small:
+            torch._foreach_copy_([torch.empty_like(piece) for piece in small], small)
+        return {"recipe": None}
+
+    def _open(self, layout: Layout) -> None:
+        if self._opened is None or self._opened[0] != layout:
+            self._opened = None
+            self._opened = (layout, views(layout, _rank()))
+
+    def _put(self) -> None:
+        assert self._opened is not None  # noqa: S101  just opened
+        staged, self._opened = self._opened[1], None
+        if self._recipe is None:
+            self._change(staged.items())
+            return
+        targets, sources = copies(self._recipe, staged)
+        self.touched = True
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        _finish_what_runs()
+        self._committed = Fingerprint(self._model)
+
+    def _change(self, tensors: Any) -> None:
+        self.touched = True
+        self._model.load_weights(tensors)  # type: ignore[operator]  # as SGLang's models have it
+        _finish_what_runs()
+        self._committed = Fingerprint(self._model)
 
 
 def _finish_what_runs() -> None:
@@ -65,3 +126,6 @@ def _rank() -> int:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     return 0
+
+
+_loaders: dict[nn.Module, Loader] = {}

@@ -1,4 +1,8 @@
-"""Staged tensors in memory that SGLang's processes can map, without a name that could be left."""
+"""Staged tensors in memory that SGLang's processes can map, without a name that could be left.
+
+On the host they lie in one anonymous file; on devices, in one allocation on each, which the other
+processes open by CUDA's handles (``cuda_memory``).
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,14 @@ import dataclasses
 import os
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from rollwire_transport.tensors import nbytes
 
 from rollwire_server.engines.base import EngineError
+
+from . import cuda_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,22 +29,38 @@ ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where one tensor lies: in which part of the memory, from which byte on, how many."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    part: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """Where tensors lie.
 
     Attributes:
-        path: The memory, as a file that processes of the same user can open.
-        size: Its bytes.
-        tensors: (name, dtype, shape, offset, bytes) of each.
+        parts: How another process of the same user opens each piece of memory, as JSON holds it:
+            ``path`` and ``size`` of a file, or by ``rank`` what ``cuda_memory.share`` says.
+        places: Of the tensors.
     """
 
-    path: str
-    size: int
-    tensors: list[tuple[str, str, list[int], int, int]]
+    parts: list[dict[str, Any]]
+    places: list[Place]
 
-    def told(self) -> dict[str, object]:
+    def told(self) -> dict[str, Any]:
         """As JSON can hold it."""
         return dataclasses.asdict(self)
+
+    @classmethod
+    def read(cls, told: dict[str, Any]) -> Layout:
+        """What ``told`` said."""
+        return cls(told["parts"], [Place(**place) for place in told["places"]])
 
 
 class Staged(dict[str, "Tensor"]):
@@ -47,18 +70,12 @@ class Staged(dict[str, "Tensor"]):
 
 
 def allocate(specs: Sequence[TensorSpec]) -> Staged:
-    """Uninitialized memory for tensors; raises EngineError when there is none."""
-    tensors = []
-    size = 0
-    for spec in specs:
-        nbytes = _itemsize(spec.dtype) * _elements(spec.shape)
-        tensors.append((spec.name, spec.dtype, list(spec.shape), size, nbytes))
-        size += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    size = max(size, ALIGNMENT)
+    """Uninitialized host memory for tensors; raises EngineError when there is none."""
+    places, (size,) = _arrange(specs, parts=1)
     descriptor = os.memfd_create("rollwire-staging")
     try:
         os.posix_fallocate(descriptor, 0, size)
-        layout = Layout(f"/proc/{os.getpid()}/fd/{descriptor}", size, tensors)
+        layout = Layout([{"path": f"/proc/{os.getpid()}/fd/{descriptor}", "size": size}], places)
         staged = Staged(views(layout))
     except (OSError, RuntimeError) as error:
         os.close(descriptor)
@@ -71,26 +88,63 @@ def allocate(specs: Sequence[TensorSpec]) -> Staged:
     return staged
 
 
-def views(layout: Layout) -> dict[str, Tensor]:
-    """The tensors of a layout, in the same memory in every process.
+def allocate_on(
+    devices: Sequence[torch.device], specs: Sequence[TensorSpec], *, ranks: int
+) -> Staged:
+    """Uninitialized memory for tensors, spread evenly over ``devices``, for ``ranks`` processes.
 
-    Raises OSError when the memory is gone.
+    Raises EngineError when there is none.
     """
-    if os.stat(layout.path).st_size != layout.size:  # noqa: PTH116  torch would make a new one
-        raise OSError(f"{layout.path} is not the memory that was staged")
-    memory = torch.from_file(layout.path, shared=True, size=layout.size, dtype=torch.uint8)
+    places, sizes = _arrange(specs, parts=len(devices))
+    try:
+        memories = [
+            torch.empty(size, dtype=torch.uint8, device=device)
+            for size, device in zip(sizes, devices, strict=True)
+        ]
+    except torch.OutOfMemoryError as error:
+        raise EngineError(
+            f"an update of {sum(sizes) >> 20} MiB cannot be staged on {len(devices)} devices: give "
+            "SGLang less (--engine-arg mem-fraction-static=…) or start with --staging host"
+        ) from error
+    staged = Staged(_views(places, memories))
+    parts = [{"ranks": [cuda_memory.share(memory) for _ in range(ranks)]} for memory in memories]
+    staged.layout = Layout(parts, places)
+    return staged
+
+
+def views(layout: Layout, rank: int = 0) -> dict[str, Tensor]:
+    """The tensors of a layout, in the same memory in every process; ``rank`` is this one's.
+
+    Raises OSError or RuntimeError when the memory is gone.
+    """
+    return _views(layout.places, [_open(part, rank) for part in layout.parts])
+
+
+def _open(part: dict[str, Any], rank: int) -> Tensor:
+    if "path" not in part:
+        return cuda_memory.opened(part["ranks"][rank])
+    path, size = part["path"], part["size"]
+    if os.stat(path).st_size != size:  # noqa: PTH116  torch would make a new one
+        raise OSError(f"{path} is not the memory that was staged")
+    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+
+
+def _views(places: Sequence[Place], memories: Sequence[Tensor]) -> dict[str, Tensor]:
     return {
-        name: memory[offset : offset + nbytes].view(getattr(torch, dtype)).view(shape)
-        for name, dtype, shape, offset, nbytes in layout.tensors
+        place.name: memories[place.part][place.offset : place.offset + place.nbytes]
+        .view(getattr(torch, place.dtype))
+        .view(place.shape)
+        for place in places
     }
 
 
-def _itemsize(dtype: str) -> int:
-    return torch.empty(0, dtype=getattr(torch, dtype)).element_size()
-
-
-def _elements(shape: Sequence[int]) -> int:
-    elements = 1
-    for length in shape:
-        elements *= length
-    return elements
+def _arrange(specs: Sequence[TensorSpec], *, parts: int) -> tuple[list[Place], list[int]]:
+    """Each tensor in the part that is least full, and the size of each part."""
+    places = []
+    sizes = [0] * parts
+    for spec in specs:
+        part = sizes.index(min(sizes))
+        size = nbytes(spec)
+        places.append(Place(spec.name, spec.dtype, spec.shape, part, sizes[part], size))
+        sizes[part] += -(-size // ALIGNMENT) * ALIGNMENT
+    return places, [max(size, ALIGNMENT) for size in sizes]

@@ -1,7 +1,7 @@
 """The weights that serve: what updates bring, how they get in place, whether they are still those.
 
 SGLang fuses and shards what it loads, so its memory cannot be compared with a checkpoint. It is
-compared with itself: with the fingerprint that each process took right after the last commit.
+compared with itself: each process takes a fingerprint right after a commit, and keeps it.
 """
 
 from __future__ import annotations
@@ -9,26 +9,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rollwire_transport import sum_digests, tensor_digest
+from rollwire_transport.tensors import nbytes
 
 from rollwire_server.engines.base import EngineError, TornWeightsError
 
 from .checkpoint import describe_checkpoint
-from .shared_memory import Staged
+from .shared_memory import Staged, allocate, allocate_on
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from rollwire_transport import TensorSpec
     from torch import Tensor
 
     from .bridge import Bridge
     from .messages import Facts
+
+
+logger = logging.getLogger(__name__)
+
+CHANGE = ("put", "reload")
 
 
 class Weights:
@@ -39,28 +46,71 @@ class Weights:
         whole: They are those of one policy. If not, only a full update cures it.
     """
 
-    def __init__(self, bridge: Bridge, facts: Facts, folder: Path) -> None:
+    def __init__(self, bridge: Bridge, facts: Facts, folder: Path, device: torch.device) -> None:
         self._bridge = bridge
         self._facts = facts
         self._folder = folder
+        self._device = device
         self._digests: dict[str, int] = {}
         self._digesting: asyncio.Task[None] | None = None
-        self._fingerprints: list[dict[str, int]] = []
+        self._on_devices: Sequence[torch.device] = ()
+        self._open = False
         self.specs: list[TensorSpec] = []
         self.whole = True
 
     @property
     def nbytes(self) -> int:
         """What a full update takes."""
-        return sum(_nbytes(spec) for spec in self.specs if spec.alias_of is None)
+        return sum(nbytes(spec) for spec in self._sent())
+
+    @property
+    def on_devices(self) -> bool:
+        """Whether updates wait on devices for their commit."""
+        return bool(self._on_devices)
 
     async def read(self) -> int:
-        """Learns what the checkpoint holds, which SGLang has loaded; returns its digest."""
-        self.specs, self._digests = await asyncio.to_thread(
-            describe_checkpoint, self._folder, self._facts.dtype
-        )
-        self._fingerprints = await self._run("look")
+        """Learns what the checkpoint holds, which SGLang has loaded; returns its digest.
+
+        Warms up what commits use.
+        """
+        self.specs, self._digests = await self._describe()
+        tensors = [(s.name, s.dtype, s.shape) for s in self._sent()]
+        for answer in await self._run("learn", tensors=tensors):
+            if answer["recipe"] is not None:
+                logger.warning(answer["recipe"])
         return sum_digests(self._digests.values())
+
+    async def stage_on(self, devices: Sequence[torch.device]) -> None:
+        """Has updates wait on ``devices`` from now on; takes that memory and keeps it.
+
+        Raises EngineError when they have no room.
+        """
+        self._on_devices = devices
+        try:
+            await self.stage(self._sent())
+            await self._let_go()
+        except EngineError:
+            self._on_devices = ()
+            raise
+
+    async def stage(self, specs: Sequence[TensorSpec]) -> Staged:
+        """Memory for an update; on devices, that of the one before is taken again."""
+        if not self._on_devices:
+            return await asyncio.to_thread(allocate, specs)
+        await self._settle()
+        await self._let_go()
+        ranks = self._facts.ranks
+        staged = await asyncio.to_thread(allocate_on, self._on_devices, specs, ranks=ranks)
+        self._open = True
+        await self._run("open", staged=staged.layout.told())
+        return staged
+
+    async def _let_go(self) -> None:
+        """Has the processes close what was staged and never put in place."""
+        if self._open:
+            await self._run("close")
+            self._open = False
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
     async def close(self) -> None:
         """Ends what is still computed of the last update."""
@@ -81,7 +131,10 @@ class Weights:
         if not isinstance(staged, Staged):
             raise EngineError("these tensors were not staged by this engine")
         await self._settle()
+        for device in self._on_devices:  # what was received there has arrived
+            torch.cuda.synchronize(device)
         await self._replace("put", staged=staged.layout.told())
+        self._open = False
         # The commit need not wait for it; it keeps the staged memory until it is over.
         self._digesting = asyncio.create_task(self._digest(staged), name="sglang digests")
 
@@ -89,23 +142,23 @@ class Weights:
         """Puts the checkpoint in place again."""
         await self._settle()
         await self._replace("reload", folder=str(self._folder))
-        _, self._digests = await asyncio.to_thread(
-            describe_checkpoint, self._folder, self._facts.dtype
-        )
+        _, self._digests = await self._describe()
 
     async def digests(self) -> dict[str, int]:
         """Of each tensor; raises EngineError when the memory is not what it was."""
         await self._settle()
-        now = await self._run("look")
-        changed = [
-            name
-            for old, new in zip(self._fingerprints, now, strict=True)
-            for name in old.keys() | new.keys()
-            if old.get(name) != new.get(name)
-        ]
+        changed = {name for answer in await self._run("compare") for name in answer["changed"]}
         if changed:
             raise EngineError(f"the serving weights have changed: {', '.join(sorted(changed)[:3])}")
         return dict(self._digests)
+
+    def _sent(self) -> list[TensorSpec]:
+        return [spec for spec in self.specs if spec.alias_of is None]
+
+    async def _describe(self) -> tuple[list[TensorSpec], dict[str, int]]:
+        return await asyncio.to_thread(
+            describe_checkpoint, self._folder, self._facts.dtype, self._device
+        )
 
     async def _settle(self) -> None:
         if self._digesting is not None:
@@ -123,7 +176,7 @@ class Weights:
     async def _replace(self, do: str, **more: Any) -> None:
         before, self.whole = self.whole, False
         try:
-            self._fingerprints = await self._run(do, **more)
+            await self._run(do, **more)
         except TornWeightsError:
             raise
         except EngineError:
@@ -131,8 +184,8 @@ class Weights:
             raise
         self.whole = True
 
-    async def _run(self, do: str, **more: Any) -> list[dict[str, int]]:
-        """Has every scheduler process obey; returns the fingerprint of each.
+    async def _run(self, do: str, **more: Any) -> list[dict[str, Any]]:
+        """Has every scheduler process obey; returns what each says.
 
         Raises TornWeightsError when weights may have been touched before it failed, else
         EngineError.
@@ -146,10 +199,10 @@ class Weights:
             answers = await asyncio.to_thread(_answers, Path(folder))
         errors = [answer["error"] for answer in answers if answer["error"]]
         if not failure and not errors and len(answers) == ranks:
-            return [answer["fingerprint"] for answer in answers]
+            return answers
         why = "; ".join(errors) or failure or f"{len(answers)} of {ranks} processes answered"
         touched = len(answers) < ranks or any(answer["touched"] for answer in answers)
-        if do != "look" and touched:
+        if do in CHANGE and touched:
             raise TornWeightsError(f"putting weights in place failed: {why}")
         raise EngineError(f"SGLang's processes could not obey: {why}")
 
@@ -158,8 +211,3 @@ def _answers(folder: Path) -> list[dict[str, Any]]:
     """What each process wrote, in the order of their ranks."""
     paths = sorted(folder.glob("*.json"), key=lambda path: int(path.stem))
     return [json.loads(path.read_text()) for path in paths]
-
-
-def _nbytes(spec: TensorSpec) -> int:
-    elements = torch.Size(spec.shape).numel()
-    return elements * torch.empty(0, dtype=getattr(torch, spec.dtype)).element_size()
