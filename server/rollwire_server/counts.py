@@ -22,6 +22,7 @@ class Counts:
         refusals: Calls and sequences that were refused, by reason, lower case.
         updates: By what came of them: "committed", "already_current" or "discarded".
         received_bytes: Of verified buckets.
+        forwarded_bytes: Of buckets, passed on to other servers.
         on_commit: Called with each commit that put weights in place.
     """
 
@@ -30,4 +31,5 @@ class Counts:
     refusals: Counter[str] = field(default_factory=Counter)
     updates: Counter[str] = field(default_factory=Counter)
     received_bytes: int = 0
+    forwarded_bytes: int = 0
     on_commit: list[Callable[[Commit], None]] = field(default_factory=list)

@@ -145,6 +145,7 @@ class Lifecycle:
         self._engine_held: bool | None = False  # None: it is being told
         self._held_since = 0.0
         self._held_before = 0.0
+        self.begun_pauses = 0  # renewals are none
         self._change = asyncio.Event()  # set, and replaced, at every change of holds or engine
         self._observers: list[Callable[[State], None]] = []
 
@@ -212,6 +213,7 @@ class Lifecycle:
                 f"{len(self.pauses)} pauses hold this server, the most there may be: resume some",
                 field="pause_id",
             )
+        self.begun_pauses += pause_id not in self._holds
         seconds = self._default_pause_lease if lease is None else lease
         await self._hold(Hold(pause_id, time.monotonic() + seconds if seconds else None))
         return pause_id

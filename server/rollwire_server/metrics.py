@@ -14,6 +14,7 @@ from rollwire_server import __version__
 from rollwire_server.errors import Reason
 from rollwire_server.lifecycle import State
 from rollwire_server.sequences import FinishReason
+from rollwire_server.update import Phase
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -98,6 +99,11 @@ class Metrics(Collector):
         yield _counters("refusals", "Refused calls and sequences.", counts.refusals, REASONS)
         yield _counters("updates", "Weight updates by outcome.", counts.updates, OUTCOMES)
         yield _counter("update_received_bytes", "Bytes of updates.", counts.received_bytes)
+        yield _counter(
+            "update_forwarded_bytes", "Of those, passed on to other servers.",
+            counts.forwarded_bytes,
+        )  # fmt: skip
+        yield _counter("pauses", "Pauses that callers began.", self._lifecycle.begun_pauses)
         yield _counter("held_seconds", "Sampling held, by pauses and commits.",
                        self._lifecycle.held_seconds)  # fmt: skip
         if state is not State.STARTING:
@@ -118,10 +124,29 @@ class Metrics(Collector):
         )  # fmt: skip
         yield _gauge("kv_used_tokens", "KV-cache entries in use.", load.kv_tokens_used)
         yield _gauge("kv_capacity_tokens", "KV-cache entries there are.", load.kv_tokens_total)
-        weights = self._updates.weights
+        yield from self._weight_metrics()
+
+    def _weight_metrics(self) -> Iterator[Metric]:
+        updates = self._updates
+        update, weights, committed_at = updates.update, updates.weights, updates.served.committed_at
+        yield _gauges(
+            "update_phase", "1 for how far the update under way is, if there is one.", "phase",
+            {p.value: int(update is not None and update.phase is p) for p in Phase},
+        )  # fmt: skip
         if weights.version is not None:
             yield _gauge("weights_version", "The trainer's step.", weights.version)
+        if updates.announced_version is not None:
+            yield _gauge(
+                "weights_announced_version",
+                "What the trainer last said that it would send: above weights_version until it is "
+                "committed.",
+                updates.announced_version,
+            )
         yield _gauge("weights_revision", "Commits of this process.", weights.revision)
+        if committed_at is not None:
+            yield _gauge(
+                "weights_committed_timestamp_seconds", "When they were committed.", committed_at
+            )
 
 
 @contextlib.contextmanager

@@ -40,6 +40,7 @@ class ServedWeights:
     Attributes:
         history: What served, newest first.
         committed_update_id: What brought the ones that serve now; "" for a checkpoint.
+        committed_at: When their publisher was last told so, in Unix time; None for a checkpoint.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class ServedWeights:
         self._counts = counts
         self.history: deque[WeightTag] = deque(maxlen=TAGS_REMEMBERED)
         self.committed_update_id = ""
+        self.committed_at: float | None = None
         self._digests: dict[str, int] = {}
         self._highest: WeightTag | None = None  # of the versions; after a rollback: since then
 
@@ -78,7 +80,7 @@ class ServedWeights:
         async with self._lifecycle.committing():
             await self._engine.commit({}, weights, KvPolicy.RECOMPUTE)
             self._digests = digests
-            self.committed_update_id = ""
+            self.committed_update_id, self.committed_at = "", None
             self.history.appendleft(weights)
             self._rollouts.committed(weights)
 
@@ -118,7 +120,7 @@ class ServedWeights:
             commit = Commit(now, receive_ns=update.receive_ns, already_current=True)
         else:
             commit = await self._apply(update, digests, policy)
-        self.committed_update_id = announcement.update_id
+        self.committed_update_id, self.committed_at = announcement.update_id, time.time()
         return commit
 
     def _check_conflict(self, announcement: Announcement, digest: int) -> None:

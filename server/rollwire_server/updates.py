@@ -84,6 +84,7 @@ class Updates:
         self.frozen = frozen
         self.update: Update | None = None
         self.publisher: Publisher | None = None
+        self.announced_version: int | None = None  # by the last update that was tagged
         self._commits: OrderedDict[str, Commit] = OrderedDict()
 
     @property
@@ -270,6 +271,8 @@ class Updates:
                 if announcement.publisher == self.publisher or current.committing is not None:
                     raise in_progress(current)
             self._check_announcement(announcement)
+            if announcement.version is not None:
+                self.announced_version = announcement.version
             await asyncio.to_thread(self._check_manifest, announcement.manifest)
             self._check(Rpc.UPDATE_WEIGHTS)
             self.publisher = announcement.publisher
@@ -352,6 +355,7 @@ class Updates:
             update.receive_ns += time.monotonic_ns() - began
             self._counts.received_bytes += update.receiver.received_bytes - had
             await asyncio.to_thread(link.close)
+            self._counts.forwarded_bytes += link.forwarded_bytes
 
     def _move(self, update: Update, phase: Phase, detail: str = "") -> None:
         """Enters a phase; where it waits for its publisher, its lease begins."""

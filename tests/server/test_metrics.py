@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import shutil
+import subprocess
 import threading
+import time
 import urllib.request
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -29,18 +33,19 @@ if TYPE_CHECKING:
 Samples = dict[tuple[str, tuple[str, ...]], float]
 
 
+def page_of(address: str) -> str:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
 async def scrape(server: ServerProcess) -> Samples:
     """Every sample by its name and the values of its labels."""
     address = json.loads(server.ready_file.read_text())["metrics_listen"]
-
-    def read() -> str:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-            text: str = answer.read().decode()
-            return text
-
+    text = await asyncio.to_thread(page_of, address)
     return {
         (sample.name, tuple(sample.labels.values())): sample.value
-        for family in text_string_to_metric_families(await asyncio.to_thread(read))
+        for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
 
@@ -48,10 +53,12 @@ async def scrape(server: ServerProcess) -> Samples:
 async def test_a_server_tells_what_it_does(start_server: StartServer) -> None:
     server = start_server("--metrics-listen", "127.0.0.1:0")
     async with connected(server.address) as api:
+        began = time.time()
         before = await scrape(server)
         assert before["rollwire_state", ("serving",)] == 1
         assert sum(v for (name, _), v in before.items() if name == "rollwire_state") == 1
-        assert ("rollwire_weights_version", ()) not in before
+        for name in ("version", "announced_version", "committed_timestamp_seconds"):
+            assert (f"rollwire_weights_{name}", ()) not in before
         assert before["rollwire_refusals_total", ("queue_full",)] == 0
 
         await generate(api, request((1,), 20))
@@ -66,6 +73,7 @@ async def test_a_server_tells_what_it_does(start_server: StartServer) -> None:
         assert during["rollwire_state", ("paused",)] == 1
         assert during["rollwire_sequences", ("held",)] == 1
         assert during["rollwire_sampled_tokens_total", ()] == 20
+        await api.pause(paused.pause_id)  # renews it
         await api.resume(paused.pause_id)
         await held.all()
 
@@ -75,7 +83,12 @@ async def test_a_server_tells_what_it_does(start_server: StartServer) -> None:
         assert after["rollwire_refusals_total", ("empty_prompt",)] == 1
         assert after["rollwire_updates_total", ("committed",)] == 1
         assert after["rollwire_weights_version", ()] == 7
+        assert after["rollwire_weights_announced_version", ()] == 7
+        committed_at = after["rollwire_weights_committed_timestamp_seconds", ()]
+        assert began <= committed_at <= time.time()
         assert after["rollwire_weights_revision", ()] == 1
+        assert after["rollwire_pauses_total", ()] == 1
+        assert after["rollwire_update_forwarded_bytes_total", ()] == 0
         assert after["rollwire_commit_paused_seconds_count", ()] == 1
         sent = sum(bucket.size for bucket in change.manifest.buckets)
         assert after["rollwire_update_received_bytes_total", ()] == sent
@@ -86,6 +99,67 @@ async def test_a_server_tells_what_it_does(start_server: StartServer) -> None:
         assert ("rollwire_server_info", ("embedded", "builtin:tiny")) in {
             (name, labels[:2]) for name, labels in after
         }
+
+
+async def test_lag_is_what_was_announced_and_is_not_served(start_server: StartServer) -> None:
+    server = start_server("--metrics-listen", "127.0.0.1:0", "--engine", "synthetic")
+    served, announced = ("rollwire_weights_version", ()), ("rollwire_weights_announced_version", ())
+
+    def phases(samples: Samples) -> set[str]:
+        return {
+            labels[0] for (name, labels), value in samples.items()
+            if name == "rollwire_update_phase" and value
+        }  # fmt: skip
+
+    async with connected(server.address) as api:
+        tensors = await random_weights(api, 1)
+        await Update(api, tensors, 3).publish()
+        told = await scrape(server)
+        assert (told[served], told[announced], phases(told)) == (3, 3, set())
+        behind = Update(api, await random_weights(api, 2), 5)
+        await behind.announce()
+        told = await scrape(server)
+        assert (told[served], told[announced], phases(told)) == (3, 5, {"ready"})
+        await behind.transfer()
+        assert phases(await scrape(server)) == {"staged"}
+        await behind.discard()
+        told = await scrape(server)
+        assert (told[served], told[announced], phases(told)) == (3, 5, set())
+        with pytest.raises(grpc.aio.AioRpcError):  # whoever may not publish moves nothing
+            await Update(api, tensors, 900, publisher="another").announce()
+        assert (await scrape(server))[announced] == 5
+        back = Update(api, tensors, 1, rollback=True)
+        await back.publish()
+        told = await scrape(server)
+        assert (told[served], told[announced]) == (1, 1)
+
+
+async def test_names_and_types_are_as_prometheus_has_them(start_server: StartServer) -> None:
+    """What promtool would say, where it is not installed."""
+    server = start_server("--metrics-listen", "127.0.0.1:0", "--engine", "synthetic")
+    async with connected(server.address) as api:
+        await Update(api, await random_weights(api, 1), 3).publish()
+    address = json.loads(server.ready_file.read_text())["metrics_listen"]
+    text = await asyncio.to_thread(page_of, address)
+    if promtool := shutil.which("promtool"):
+        checked = await asyncio.to_thread(
+            subprocess.run, [promtool, "check", "metrics"], input=text, capture_output=True,
+            text=True, timeout=30, check=False,
+        )  # fmt: skip
+        assert (checked.returncode, checked.stderr) == (0, "")
+    for family in text_string_to_metric_families(text):
+        assert re.fullmatch("rollwire(_[a-z]+)+", family.name), family.name
+        assert family.documentation.endswith(".")
+        assert family.type in {"counter", "gauge", "histogram"}
+        names = {sample.name for sample in family.samples}
+        if family.type == "counter":
+            assert names == {f"{family.name}_total"}
+        for unit in ("milliseconds", "ms", "ns", "minutes", "kilobytes", "mib", "percent"):
+            assert unit not in family.name.split("_")
+        for sample in family.samples:
+            assert set(sample.labels) <= {
+                "state", "reason", "outcome", "phase", "le", "version", "engine", "model",
+            }  # fmt: skip
 
 
 async def test_what_callers_choose_makes_no_new_series(start_server: StartServer) -> None:
@@ -99,7 +173,9 @@ async def test_what_callers_choose_makes_no_new_series(start_server: StartServer
                             term=number + 1)  # fmt: skip
             await change.publish()
         assert (await api.info()).state == common_pb2.SERVER_STATE_SERVING
-        assert (await scrape(server)).keys() == before.keys() | {("rollwire_weights_version", ())}
+        told_once = ("version", "announced_version", "committed_timestamp_seconds")
+        first = {(f"rollwire_weights_{name}", ()) for name in told_once}
+        assert (await scrape(server)).keys() == before.keys() | first
 
 
 async def test_what_changes_on_the_loop_is_read_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,8 +189,11 @@ async def test_what_changes_on_the_loop_is_read_there(monkeypatch: pytest.Monkey
             return load()
 
         monkeypatch.setattr(engine, "load", noting)
-        served: Any = SimpleNamespace(weights=rollouts.tag)
-        metrics = Metrics(Counts(), engine, lifecycle, rollouts, served)
+        served = SimpleNamespace(committed_at=None)
+        updates: Any = SimpleNamespace(
+            weights=rollouts.tag, update=None, announced_version=None, served=served
+        )
+        metrics = Metrics(Counts(), engine, lifecycle, rollouts, updates)
         page = await asyncio.to_thread(generate_latest, metrics.registry)
     assert b"rollwire_kv_used_tokens 0.0" in page
     assert readers == [threading.current_thread()]
