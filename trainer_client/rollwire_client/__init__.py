@@ -10,6 +10,21 @@
 Importing it needs no torch; publishing and tensors do (``pip install 'rollwire[transport]'``).
 """
 
+from rollwire_client.batches import (
+    Batch,
+    Batcher,
+    Carry,
+    Decision,
+    Drop,
+    DropReason,
+    Evaluation,
+    Group,
+    Part,
+    Progress,
+    Prompt,
+    Sample,
+    Tail,
+)
 from rollwire_client.channels import Credentials
 from rollwire_client.client import RolloutClient, Timeouts
 from rollwire_client.data import (
@@ -27,6 +42,7 @@ from rollwire_client.data import (
     WeightTag,
 )
 from rollwire_client.errors import (
+    BufferFileError,
     ClosedError,
     DigestMismatchError,
     FrozenError,
@@ -48,6 +64,7 @@ from rollwire_client.errors import (
     ServerUnreachableError,
     SourceError,
     StaleAttemptError,
+    StalenessError,
     StalePublisherError,
     TimedOutError,
     TransferError,
@@ -68,22 +85,34 @@ from rollwire_client.trajectory import Segment, Trajectory, TrajectoryTensors
 
 __all__ = [
     "Aborted",
+    "Batch",
+    "Batcher",
+    "BufferFileError",
+    "Carry",
     "Chunk",
     "ClosedError",
     "Conversation",
     "Credentials",
+    "Decision",
     "DigestMismatchError",
+    "Drop",
+    "DropReason",
+    "Evaluation",
     "Finish",
     "FinishReason",
     "Fleet",
     "FrozenError",
+    "Group",
     "InvalidRequestError",
     "KvPolicy",
     "LogprobBasis",
     "MissingDependencyError",
     "NotFiniteError",
+    "Part",
     "Pause",
     "PrefixMismatchError",
+    "Progress",
+    "Prompt",
     "ProtocolError",
     "PublishError",
     "PublishFailedError",
@@ -101,6 +130,7 @@ __all__ = [
     "RolloutFailedError",
     "RolloutOptions",
     "RollwireError",
+    "Sample",
     "Sampling",
     "SchemaMismatchError",
     "Segment",
@@ -114,6 +144,8 @@ __all__ = [
     "SourceError",
     "StaleAttemptError",
     "StalePublisherError",
+    "StalenessError",
+    "Tail",
     "TimedOutError",
     "Timeouts",
     "Trajectory",

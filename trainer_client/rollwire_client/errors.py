@@ -25,6 +25,8 @@
     │   ├── SchemaMismatchError        the trainer's tensors are not those that the servers want
     │   ├── PublishInProgressError     another publish of this publisher is under way
     │   └── PublishFailedError         no server committed; says what each serves now
+    ├── StalenessError                 no server serves weights that the batch's bound allows
+    ├── BufferFileError                a saved buffer is none, damaged, or of another run
     ├── ClosedError                    the client or fleet is not open
     └── MissingDependencyError         an extra is not installed
 
@@ -207,6 +209,14 @@ class PublishFailedError(PublishError):
     def __init__(self, message: str, errors: Mapping[str, RollwireError]) -> None:
         super().__init__(message)
         self.errors = dict(errors)
+
+
+class StalenessError(RollwireError):
+    """No server serves weights as new as the batch's ``max_lag`` asks for."""
+
+
+class BufferFileError(RollwireError):
+    """What was to be loaded is no buffer, is damaged, or belongs to another run."""
 
 
 class ClosedError(RollwireError):

@@ -111,7 +111,7 @@ class Fleet(Members):
             RolloutFailedError: It was given up, see ``Retries``.
             RollwireError: Any of these has what was sampled in ``.trajectory``.
         """
-        return self._rollout(prompt_ids, sampling, options)[1].chunks(whole=False)
+        return self.begin(prompt_ids, sampling, options)[1].chunks(whole=False)
 
     async def generate(
         self,
@@ -120,7 +120,7 @@ class Fleet(Members):
         **options: Unpack[RolloutOptions],
     ) -> Trajectory:
         """Samples one sequence to its end; see ``stream``."""
-        draft, rollout = self._rollout(prompt_ids, sampling, options)
+        draft, rollout = self.begin(prompt_ids, sampling, options)
         async for _ in rollout.chunks(whole=True):
             pass
         return draft.trajectory()
@@ -168,11 +168,27 @@ class Fleet(Members):
         versions = [info.highest_version for info in infos]
         return max((v for v in versions if v is not None), default=None)
 
-    def _rollout(
-        self, prompt_ids: Sequence[int], sampling: Sampling, options: RolloutOptions
+    def begin(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        options: RolloutOptions,
+        *,
+        prefix: Trajectory | None = None,
     ) -> tuple[Draft, Rollout]:
+        """The library's own: a rollout, and where what it brings will be.
+
+        Args:
+            prompt_ids: As ``stream`` takes them.
+            sampling: In the same way.
+            options: In the same way.
+            prefix: What was sampled before, of the same prompt; it goes on from there.
+        """
         request = generate_request(prompt_ids, sampling, options)
-        draft = Draft(request.request_id, request.prompt_token_ids)
+        if prefix is None:
+            draft = Draft(request.request_id, request.prompt_token_ids)
+        else:
+            draft = Draft.after(prefix, request.request_id)
         return draft, self._start(request, draft)
 
     def _start(self, request: rollout_pb2.GenerateRequest, draft: Draft) -> Rollout:

@@ -118,6 +118,13 @@ class Attempt:
             raise self._error
         return None
 
+    def pending(self) -> list[Chunk]:
+        """What came and was not read yet, of an attempt that goes on; no later chunk has it."""
+        if self.ended:
+            return []
+        pieces, self._pieces = self._pieces, deque()
+        return [piece.chunk(None) for piece in pieces]
+
     def close(self) -> None:
         """Ends it on the server if it has not ended yet."""
         if not self.ended:

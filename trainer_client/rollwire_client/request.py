@@ -91,6 +91,17 @@ def generate_request(
     return made
 
 
+def checked_token_ids(values: Sequence[int]) -> tuple[int, ...]:
+    """The token ids of a prompt as plain integers.
+
+    Raises:
+        InvalidRequestError: They are none.
+    """
+    checked = rollout_pb2.GenerateRequest()
+    put_all(checked, "prompt_token_ids", values)
+    return tuple(checked.prompt_token_ids)
+
+
 def put(message: Message, field: str, value: Any, *, within: str = "") -> None:
     """Sets a field; None leaves it out.
 

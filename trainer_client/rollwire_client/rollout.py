@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from rollwire.v1 import rollout_pb2
 
+    from rollwire_client.link import Attempt
     from rollwire_client.member import Member
     from rollwire_client.trajectory import Draft
 
@@ -60,7 +61,10 @@ class Pick(Protocol):
 
 
 class Rollout:
-    """One sequence: the request, what came so far, and the failures since the last new token."""
+    """One sequence: the request, what came so far, and the failures since the last new token.
+
+    It goes on from what ``draft`` has, and puts into it what comes.
+    """
 
     def __init__(
         self, request: rollout_pb2.GenerateRequest, draft: Draft, *, pick: Pick, retries: Retries
@@ -69,12 +73,21 @@ class Rollout:
         self._draft = draft
         self._pick = pick
         self._retries = retries
+        self._visited: tuple[Member, Attempt] | None = None
         self._failures: list[RollwireError] = []
         self._failing_since = 0.0
         self._clock = asyncio.get_running_loop().time
         self._deadline = float("inf")
         if request.HasField("timeout"):
             self._deadline = self._clock() + request.timeout.ToTimedelta().total_seconds()
+        self._put_prefix()
+
+    def flush(self) -> None:
+        """Puts into the draft what came so far of an attempt that is read as a whole."""
+        if self._visited is not None:
+            member, attempt = self._visited
+            for chunk in attempt.pending():
+                self._add(chunk, member)
 
     async def chunks(self, *, whole: bool) -> AsyncGenerator[Chunk, None]:
         """The tokens as they come; with ``whole``, those of an attempt at its end.
@@ -88,6 +101,7 @@ class Rollout:
                 failure: RollwireError | None = None
                 try:
                     async with member.attempt(self._request) as attempt:
+                        self._visited = member, attempt
                         while (chunk := await attempt.next(whole=whole)) is not None:
                             finish = chunk.finish
                             if finish and finish.reason is FinishReason.INTERRUPTED:
@@ -96,9 +110,7 @@ class Rollout:
                                     server=member.address,
                                 )
                                 chunk = replace(chunk, finish=None)
-                            self._draft.add(chunk, member.address)
-                            if chunk.token_ids:
-                                self._failures.clear()
+                            self._add(chunk, member)
                             if chunk.token_ids or chunk.finish:
                                 yield chunk
                 except RollwireError as error:
@@ -109,6 +121,15 @@ class Rollout:
         except RollwireError as error:
             error.trajectory = self._draft.trajectory()
             raise
+        finally:
+            if whole:  # else the caller has what it read
+                self.flush()
+            self._visited = None
+
+    def _add(self, chunk: Chunk, member: Member) -> None:
+        self._draft.add(chunk, member.address)
+        if chunk.token_ids:
+            self._failures.clear()
 
     async def _choose(self) -> Member:
         """Where to go on."""
@@ -147,6 +168,12 @@ class Rollout:
     def _make_next_attempt(self) -> None:
         request = self._request
         request.attempt += 1
+        self._put_prefix()
+        if request.HasField("timeout"):
+            request.timeout.CopyFrom(wire.duration(self._deadline - self._clock()))
+
+    def _put_prefix(self) -> None:
+        request = self._request
         request.ClearField("output_token_ids")
         request.output_token_ids.extend(self._draft.token_ids)
         newest = self._draft.newest_version
@@ -154,8 +181,6 @@ class Rollout:
             request.HasField("min_weight_version") and request.min_weight_version > newest
         ):
             request.min_weight_version = newest
-        if request.HasField("timeout"):
-            request.timeout.CopyFrom(wire.duration(self._deadline - self._clock()))
 
     def _delay(self) -> float:
         doublings = len(self._failures) - 2

@@ -16,13 +16,18 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Unpack
 
-from rollwire.v1 import rollout_pb2
-
-from rollwire_client.request import DEFAULT_SAMPLING, RolloutOptions, generate_request, put_all
+from rollwire_client.request import (
+    DEFAULT_SAMPLING,
+    RolloutOptions,
+    checked_token_ids,
+    generate_request,
+)
 from rollwire_client.trajectory import Draft, Trajectory, TrajectoryTensors, tensors
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+
+    from rollwire.v1 import rollout_pb2
 
     from rollwire_client.data import Chunk, Sampling
     from rollwire_client.rollout import Rollout
@@ -104,9 +109,7 @@ class Session:
             RuntimeError: A turn is under way.
         """
         self._check_idle()
-        checked = rollout_pb2.GenerateRequest()
-        put_all(checked, "prompt_token_ids", token_ids)
-        given = list(checked.prompt_token_ids)
+        given = checked_token_ids(token_ids)
         self._add(given, [0.0] * len(given), [None] * len(given), sampled=False)
 
     async def generate(

@@ -140,16 +140,39 @@ class _Run:
 
 
 class Draft:
-    """A trajectory that is still being sampled."""
+    """A trajectory that is still being sampled.
+
+    Attributes:
+        request_id: Its name on the servers.
+        prompt_ids: The prompt.
+        token_ids: The output so far.
+    """
 
     def __init__(self, request_id: str, prompt_ids: Sequence[int]) -> None:
+        self.request_id = request_id
+        self.prompt_ids = tuple(prompt_ids)
         self.token_ids: list[int] = []
-        self._request_id = request_id
-        self._prompt_ids = tuple(prompt_ids)
         self._logprobs: list[float] = []
         self._runs: list[_Run] = []
         self._servers: list[str] = []
         self._finish: Finish | None = None
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Draft:
+        """One that has all of that."""
+        draft = cls.after(trajectory, trajectory.request_id)
+        draft._finish = trajectory.finish  # noqa: SLF001 - its own
+        return draft
+
+    @classmethod
+    def after(cls, prefix: Trajectory, request_id: str) -> Draft:
+        """One that goes on, under another name, from what was sampled before."""
+        draft = cls(request_id, prefix.prompt_ids)
+        draft.token_ids += prefix.token_ids
+        draft._logprobs += prefix.logprobs
+        draft._runs += [_Run(s.end, s.weights, s.oldest_kv_revision) for s in prefix.segments]
+        draft._servers += prefix.servers
+        return draft
 
     def add(self, chunk: Chunk, server: str) -> None:
         """Appends what ``server`` sampled."""
@@ -169,10 +192,14 @@ class Draft:
             last.oldest_kv_revision = min(last.oldest_kv_revision, oldest)
 
     @property
+    def versions(self) -> list[int | None]:
+        """The weight versions that sampled it, in order."""
+        return [run.weights.version for run in self._runs]
+
+    @property
     def newest_version(self) -> int | None:
         """The newest weight version that sampled any of it."""
-        versions = [run.weights.version for run in self._runs if run.weights.version is not None]
-        return max(versions, default=None)
+        return max((v for v in self.versions if v is not None), default=None)
 
     def trajectory(self) -> Trajectory:
         """As it is now."""
@@ -182,8 +209,8 @@ class Draft:
             for start, run in zip(starts, self._runs, strict=False)
         ]
         return Trajectory(
-            request_id=self._request_id,
-            prompt_ids=self._prompt_ids,
+            request_id=self.request_id,
+            prompt_ids=self.prompt_ids,
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self._logprobs),
             segments=tuple(segments),

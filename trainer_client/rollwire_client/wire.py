@@ -35,10 +35,8 @@ def _numbers(kind: type[E], wire: Any, prefix: str) -> Mapping[E, Any]:
 
 LOGPROB_BASES = _numbers(LogprobBasis, rollout_pb2.LogprobBasis, "LOGPROB_BASIS_")
 _BASE_OF = {number: basis for basis, number in LOGPROB_BASES.items()}
-_REASON_OF = {
-    number: reason
-    for reason, number in _numbers(FinishReason, rollout_pb2.FinishReason, "FINISH_REASON_").items()
-}
+_FINISH_REASONS = _numbers(FinishReason, rollout_pb2.FinishReason, "FINISH_REASON_")
+_REASON_OF = {number: reason for reason, number in _FINISH_REASONS.items()}
 _STATE_OF = {
     number: state
     for state, number in _numbers(ServerState, common_pb2.ServerState, "SERVER_STATE_").items()
@@ -63,6 +61,13 @@ def weight_tag(message: common_pb2.WeightTag) -> WeightTag:
     )
 
 
+def weight_tag_message(tag: WeightTag) -> common_pb2.WeightTag:
+    """The same as a message."""
+    return common_pb2.WeightTag(
+        version=tag.version, revision=tag.revision, server_id=tag.server_id, digest=tag.digest
+    )
+
+
 def finish(message: rollout_pb2.Finish) -> Finish | None:
     """The end of a sequence; None if its reason is not one of the API's."""
     reason = _REASON_OF.get(message.reason)
@@ -75,6 +80,18 @@ def finish(message: rollout_pb2.Finish) -> Finish | None:
         prompt_tokens=message.prompt_tokens,
         output_tokens=message.output_tokens,
         cached_prompt_tokens=message.cached_prompt_tokens,
+    )
+
+
+def finish_message(finish: Finish) -> rollout_pb2.Finish:
+    """The same as a message."""
+    return rollout_pb2.Finish(
+        reason=_FINISH_REASONS[finish.reason],
+        stop_token_id=finish.stop_token_id,
+        message=finish.message,
+        prompt_tokens=finish.prompt_tokens,
+        output_tokens=finish.output_tokens,
+        cached_prompt_tokens=finish.cached_prompt_tokens,
     )
 
 

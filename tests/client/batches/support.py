@@ -1,0 +1,46 @@
+"""A fake server whose sequences end when a test says so, and prompts for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollwire_client import Batcher, Fleet, Prompt, Retries, Sampling, Timeouts
+from rollwire_client.testing import FakeServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+STOP = 7
+SAMPLING = Sampling(stop_token_ids=[STOP])
+QUICK = Retries(attempts=1, seconds=5, first_delay=0.001)
+
+
+class HeldServer(FakeServer):
+    """A sequence whose prompt is [number] ends once ``number`` is in ``let_go``; its output is the
+    positions of its tokens, after 100, and STOP.
+    """
+
+    def __init__(self, let_go: set[int], *, version: int | None = None) -> None:
+        super().__init__(self._choose, version=version, tokens_per_second=500)
+        self.let_go = let_go
+
+    def _choose(self, prompt: Sequence[int], output: Sequence[int]) -> int:
+        return STOP if prompt[0] in self.let_go and output else 100 + len(output)
+
+
+def prompts(first: int = 1) -> Iterator[Prompt]:
+    """Numbers, for ever."""
+    number = first
+    while True:
+        yield Prompt(str(number), [number], info={"answer": number})
+        number += 1
+
+
+def fleet_of(*servers: FakeServer, **options: object) -> Fleet:
+    options.setdefault("timeouts", Timeouts(close=0.2))
+    return Fleet([server.address for server in servers], **options)
+
+
+def batcher_of(fleet: Fleet, **options: object) -> Batcher:
+    options = {"seed": 1, "group_size": 2, "sampling": SAMPLING, **options}
+    return Batcher(fleet, **options)

@@ -1,0 +1,265 @@
+"""Groups of samples by the batch, from a fleet whose sequences end at very different times.
+
+    async with Fleet(addresses) as fleet, Batcher(fleet, seed=1, sampling=sampling) as batcher:
+        for version in …:
+            await (await publisher.publish(version, tensors)).committed
+            batch = await batcher.collect(prompts, target=32, over_sample=1.25, tail=Carry())
+            learn(batch.groups)
+            batcher.save(folder / "buffer")  # what is carried, beside the policy
+
+Between two calls, groups that were carried or begun ahead go on in the background.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from rollwire_client.batches import saved
+from rollwire_client.batches.collecting import Stock, collect
+from rollwire_client.batches.data import Decision, Drop, Tail
+from rollwire_client.batches.evaluation import evaluate
+from rollwire_client.batches.group import Recipe
+from rollwire_client.batches.ledger import Plan
+from rollwire_client.batches.saved import Counters
+from rollwire_client.errors import StalenessError
+from rollwire_client.request import DEFAULT_SAMPLING, RolloutOptions
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable
+
+    from rollwire_client.batches.data import Batch, Evaluation, Group, Progress, Prompt
+    from rollwire_client.batches.group import Reward
+    from rollwire_client.data import Sampling
+    from rollwire_client.fleet import Fleet
+
+_OWN_OPTIONS = ("request_id", "session_id", "min_weight_version", "max_weight_version")
+_POLL = 0.05  # seconds between two looks at what the servers serve
+
+
+def _take(_: Group) -> Decision:
+    return Decision.TAKE
+
+
+def _go_on(_: Progress) -> bool:
+    return False
+
+
+class Batcher:
+    """Samples groups and hands them out in batches; an async context manager, within the fleet's.
+
+    Every prompt that it takes is handed out once, or told as dropped, or still carried.
+
+    Args:
+        fleet: Samples.
+        seed: The run's. It, a prompt's id and epoch, and the number of the sample fix the draws.
+        group_size: Samples of each prompt.
+        sampling: How to sample; without a seed.
+        reward: Called with prompt and trajectory when a sample is complete; async, or quick: it
+            runs in the event loop. What it raises, ``collect`` raises; the next one asks again.
+        max_lag: A group with a token of a version more than this many steps behind the trainer's is
+            never handed out. None: no bound.
+        refills: A sample that failed is begun again so many times, alone: from its tokens on (if
+            the fleet gave it up) or anew with other draws (if a server failed at it).
+        weights_timeout: Seconds that ``collect`` waits for weights that are new enough.
+        options: Of the rollouts, such as ``logprob_basis`` and ``timeout``.
+
+    Attributes:
+        version: The trainer's step of the latest batch.
+        handed_out, dropped: Groups so far.
+
+    Raises:
+        ValueError: An argument cannot be.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        seed: int,
+        group_size: int = 8,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        reward: Reward | None = None,
+        max_lag: int | None = None,
+        refills: int = 2,
+        weights_timeout: float = 60.0,
+        options: RolloutOptions | None = None,
+    ) -> None:
+        options = RolloutOptions() if options is None else options
+        if own := [name for name in _OWN_OPTIONS if name in options]:
+            raise ValueError(f"{', '.join(own)}: the batcher's own, leave it out")
+        if sampling.seed is not None:
+            raise ValueError("sampling has a seed, which all samples would share: say seed=…")
+        if group_size < 1 or refills < 0:
+            raise ValueError(f"group_size is {group_size}, from 1 on; refills {refills}, from 0")
+        self.version: int | None = None
+        self.handed_out = 0
+        self.dropped = 0
+        self._fleet = fleet
+        recipe = Recipe(fleet, seed, group_size, sampling, options, reward, refills)
+        self._stock = Stock(recipe)
+        self._max_lag = max_lag
+        self._weights_timeout = weights_timeout
+        self._collecting = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends what is under way, on the servers too; it can still be saved. Idempotent."""
+        await self._stock.pool.close()
+
+    async def collect(
+        self,
+        prompts: Iterable[Prompt],
+        target: int,
+        *,
+        version: int | None = None,
+        over_sample: float = 1.0,
+        tail: Tail = Drop(),  # noqa: B008 - it cannot change
+        prefetch: int = 0,
+        decide: Callable[[Group], Decision] = _take,
+        stop: Callable[[Progress], bool] = _go_on,
+    ) -> Batch:
+        """The next batch; it ends when ``target`` groups are complete.
+
+        By default it is a fixed batch: so many prompts are begun, and all are waited for. Groups
+        that were carried come first. Cancelled, or left by an exception, it hands nothing out and
+        loses nothing: the next call goes on.
+
+        Args:
+            prompts: They are taken from it as there is room for them, and no more than that: give
+                an iterator that goes on where it was.
+            target: Groups; fewer if the prompts run out, or ``stop`` says so.
+            version: The trainer's step. Default: the version that was published last.
+            over_sample: Times as many groups are kept going.
+            tail: What becomes of those that are unfinished then: ``Drop()`` or ``Carry()``.
+            prefetch: Groups begun beyond that, for later batches: servers have work while the last
+                of this one end, and while the trainer learns.
+            decide: Asked about each group that is complete, in the order of their ends, whether it
+                is part of the batch.
+            stop: Asked after each; True ends the batch with what it has.
+
+        Raises:
+            ValueError: The arguments contradict each other, or the version fell.
+            StalenessError: No server serves weights new enough for ``max_lag``.
+            RefusedError: A prompt cannot be sampled as it is; its group is dropped.
+            RolloutFailedError: The fleet gave a sequence up, though it was begun again; what was
+                sampled is kept.
+            ServerFailedError: Servers failed at more than ``target`` groups, which are dropped.
+            Exception: What ``reward``, ``prompts``, ``decide`` or ``stop`` raise.
+        """
+        plan = Plan(target, over_sample, prefetch, tail, self._version(version), self._max_lag)
+        if self._collecting:
+            raise RuntimeError("a batch is being collected: one at a time")
+        self._collecting = True
+        try:
+            await self._await_weights(plan)
+            self.version = plan.version
+            batch = await collect(plan, self._stock, iter(prompts), decide, stop)
+        finally:
+            self._collecting = False
+        self.handed_out += len(batch.finished.groups)
+        self.dropped += len(batch.dropped.groups)
+        return batch
+
+    async def evaluate(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        samples: int = 1,
+        sampling: Sampling | None = None,
+        version: int | None = None,
+    ) -> Evaluation:
+        """Samples all prompts to their ends, under one policy; batches are not touched.
+
+        Args:
+            prompts: Different ones.
+            samples: Of each.
+            sampling: How to sample. Default: as in batches.
+            version: Of the weights. Default: the one that was published last; before that, whatever
+                the servers serve, as long as it is the same.
+
+        Raises:
+            WeightVersionError: Something else was published meanwhile, or is served.
+            RollwireError: A sample could not be had: one of the others' would not tell the same.
+            ValueError, Exception: As ``collect``.
+        """
+        policy = self._fleet.policy
+        if version is None and policy is not None:
+            version = policy.version
+        recipe = replace(
+            self._stock.recipe, size=samples, sampling=sampling or self._stock.recipe.sampling
+        )
+        return await evaluate(recipe, prompts, version)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes what is carried or begun, with its tokens so far, and the counters.
+
+        The file is whole or as it was before. Save it with the trainer's checkpoint, and where its
+        prompts are: what was taken from them is in the buffer, or was told.
+
+        Raises:
+            TypeError: The ``info`` of a prompt cannot be JSON.
+            OSError: It cannot be written.
+        """
+        stock = self._stock
+        groups = tuple(stock.pool.groups.values())
+        counters = Counters(self.version, self.handed_out, self.dropped + len(stock.gone))
+        saved.write(Path(path), stock.recipe, counters, groups)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Takes over what another process saved; it goes on with the next batch.
+
+        Raises:
+            BufferFileError: It is no buffer, is damaged, or was saved by a batcher with another
+                seed or group size; this one is as it was.
+            OSError: It cannot be read.
+            RuntimeError: This batcher has groups already.
+        """
+        if self._stock.pool.groups or self._collecting:
+            raise RuntimeError("this batcher has groups of its own: load into a new one")
+        counters, groups = saved.read(Path(path), self._stock.recipe)
+        for prompt, members in groups:
+            self._stock.add(prompt, members)
+        self.version, self.handed_out, self.dropped = (
+            counters.version, counters.handed_out, counters.dropped,
+        )  # fmt: skip
+
+    def _version(self, version: int | None) -> int | None:
+        """The trainer's step."""
+        if version is None:
+            policy = self._fleet.policy
+            version = policy.version if policy is not None else None
+        if self.version is not None and (version is None or version < self.version):
+            raise ValueError(
+                f"the trainer's version is {version}, and was {self.version}: a batcher goes with "
+                f"one run, whose versions rise; load the buffer that was saved with its checkpoint"
+            )
+        return version
+
+    async def _await_weights(self, plan: Plan) -> None:
+        """Returns once a server serves weights that the bound allows."""
+        least = plan.oldest_version
+        if least is None:
+            return
+        clock = asyncio.get_running_loop().time
+        give_up = clock() + self._weights_timeout
+        while True:
+            served = [member.version for member in self._fleet.members]
+            newest = max((v for v in served if v is not None), default=None)
+            if newest is not None and newest >= least:
+                return
+            if clock() >= give_up:
+                raise StalenessError(
+                    f"the trainer is at version {plan.version}, and max_lag is {plan.max_lag}; the "
+                    f"newest version that a server serves is {newest}, and {least} did not come "
+                    f"within {self._weights_timeout:g} s: publish the policy, or allow more lag"
+                )
+            await asyncio.sleep(_POLL)

@@ -1,0 +1,198 @@
+"""One batch, from its opening to the groups that it hands out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+from rollwire_client.batches.data import Batch, Decision, DropReason, Part, Progress
+from rollwire_client.batches.ledger import Ledger, Life
+from rollwire_client.batches.pool import Pool
+from rollwire_client.errors import RefusedError, ServerFailedError, TimedOutError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rollwire_client.batches.data import Group, Prompt
+    from rollwire_client.batches.group import LiveGroup, Member, Recipe
+    from rollwire_client.batches.ledger import Plan
+
+
+_FINAL = (TimedOutError, RefusedError, ServerFailedError)  # a group's end, if they end its task
+
+
+class Stock:
+    """What outlives a batch.
+
+    Attributes:
+        recipe: How they are sampled.
+        pool: The groups.
+        ledger: What each is; under the same numbers.
+        gone: Those that were dropped since the batch before.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.pool = Pool(recipe)
+        self.ledger = Ledger()
+        self.gone: list[Group] = []
+
+    def add(self, prompt: Prompt, members: list[Member] | None = None) -> LiveGroup:
+        """A group that does not run yet; see ``Pool.add``."""
+        group = self.pool.add(prompt, members)
+        self.ledger.begin(group.number)
+        return group
+
+    def drop(self, number: int, why: DropReason, error: Exception | None = None) -> None:
+        """Lets go of a group that the ledger has dropped."""
+        self.gone.append(self.pool.remove(number).snapshot(why, error))
+
+
+async def collect(
+    plan: Plan,
+    stock: Stock,
+    prompts: Iterator[Prompt],
+    decide: Callable[[Group], Decision],
+    stop: Callable[[Progress], bool],
+) -> Batch:
+    """The batch that ``plan`` asks for; see ``Batcher.collect``."""
+    batch = _Collecting(plan, stock, prompts, decide, stop)
+    try:
+        await batch.run()
+    except BaseException:
+        stock.ledger.abandon()
+        raise
+    return batch.close()
+
+
+class _Collecting:
+    def __init__(
+        self,
+        plan: Plan,
+        stock: Stock,
+        prompts: Iterator[Prompt],
+        decide: Callable[[Group], Decision],
+        stop: Callable[[Progress], bool],
+    ) -> None:
+        self._plan = plan
+        self._stock = stock
+        self._pool, self._ledger = stock.pool, stock.ledger
+        self._prompts = prompts
+        self._decide = decide
+        self._stop = stop
+        self._clock = asyncio.get_running_loop().time
+        self._begun = self._clock()
+        self._more = True  # prompts
+        self._server_failures = 0
+
+    async def run(self) -> None:
+        """Returns when the batch has what it is to have."""
+        for number, group in self._pool.groups.items():
+            self._ledger.see(number, group.oldest())
+        for number in self._ledger.open(self._plan, self._begun):
+            self._stock.drop(number, DropReason.STALE)
+        self._go_on()
+        while True:
+            self._pool.changed.clear()
+            for group in self._pool.ended():
+                self._settle(group)
+            self._admit()
+            if self._choose() or self._ledger.is_over(self._clock()):
+                return
+            if self._more and self._ledger.room():
+                continue
+            if not self._ledger.waits():
+                return  # there are no more prompts
+            await self._change()
+
+    def close(self) -> Batch:
+        """What it hands out."""
+        seconds = self._clock() - self._begun
+        taken, dropped = self._ledger.close()
+        for number in dropped:
+            self._stock.drop(number, DropReason.TAIL)
+        finished = tuple(self._pool.remove(number).snapshot() for number in taken)
+        carried = tuple(group.snapshot() for group in self._pool.groups.values())
+        gone = tuple(self._stock.gone)
+        self._stock.gone.clear()
+        return Batch(self._plan.version, Part(finished), Part(carried), Part(gone), seconds)
+
+    def _go_on(self) -> None:
+        """Groups that failed between batches, or were loaded, are sampled again."""
+        for group in self._pool.ended():
+            if group.failure is None or isinstance(group.failure, _FINAL):
+                self._settle(group)
+        for number, group in self._pool.groups.items():
+            if self._ledger.entries[number].life is Life.SAMPLING and not group.running:
+                self._pool.run(group, self._plan.oldest_version)
+
+    def _settle(self, group: LiveGroup) -> None:
+        """Books what a group came to.
+
+        Raises:
+            Exception: What the caller is to know at once.
+        """
+        error, number = group.failure, group.number
+        if error is None:
+            if not self._ledger.complete(number, group.oldest()):
+                self._stock.drop(number, DropReason.STALE)
+        elif isinstance(error, TimedOutError):
+            self._drop(number, DropReason.CUT, error)
+        elif isinstance(error, RefusedError):
+            self._drop(number, DropReason.FAILED, error)
+            raise error
+        elif isinstance(error, ServerFailedError):
+            self._drop(number, DropReason.FAILED, error)
+            self._server_failures += 1
+            if self._server_failures > self._plan.target:
+                raise error
+        else:
+            raise error
+
+    def _admit(self) -> None:
+        while self._more and self._ledger.room():
+            if (prompt := next(self._prompts, None)) is None:
+                self._more = False
+                return
+            group = self._stock.add(prompt)
+            self._pool.run(group, self._plan.oldest_version)
+
+    def _choose(self) -> bool:
+        """Decides on what is complete; True ends the batch."""
+        while (number := self._ledger.offered()) is not None:
+            decision = self._decide(self._pool.groups[number].snapshot())
+            if decision is Decision.TAKE:
+                self._ledger.choose(number, self._clock())
+            elif decision is Decision.POSTPONE:
+                self._ledger.postpone(number)
+            elif decision is Decision.DROP:
+                self._drop(number, DropReason.FILTERED)
+            else:
+                raise TypeError(f"decide returned {decision!r}, not a Decision")
+            if self._stop(self._progress()):
+                return True
+        return False
+
+    def _drop(self, number: int, why: DropReason, error: Exception | None = None) -> None:
+        self._ledger.drop(number)
+        self._stock.drop(number, why, error)
+
+    def _progress(self) -> Progress:
+        count = self._ledger.count
+        return Progress(
+            version=self._plan.version,
+            target=self._plan.target,
+            chosen=count(Life.CHOSEN),
+            sampling=count(Life.SAMPLING),
+            ready=count(Life.READY, Life.POSTPONED),
+            seconds=self._clock() - self._begun,
+        )
+
+    async def _change(self) -> None:
+        """Waits for a group to end, or for the tail's time to be up."""
+        deadline = self._ledger.deadline()
+        until = deadline if self._clock() < deadline < float("inf") else None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await self._pool.changed.wait()

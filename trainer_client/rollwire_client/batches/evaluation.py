@@ -1,0 +1,66 @@
+"""Samples of one policy, whole: nothing is left out for being long, nothing is of two versions."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rollwire_client.batches.data import Evaluation, Part
+from rollwire_client.batches.group import sample_group
+from rollwire_client.batches.pool import Pool
+from rollwire_client.errors import WeightVersionError
+from rollwire_client.tasks import end
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rollwire_client.batches.data import Prompt
+    from rollwire_client.batches.group import LiveGroup, Recipe
+
+AT_ONCE = 1024  # sequences
+
+
+async def evaluate(recipe: Recipe, prompts: Iterable[Prompt], version: int | None) -> Evaluation:
+    """See ``Batcher.evaluate``."""
+    clock = asyncio.get_running_loop().time
+    begun = clock()
+    if version is not None:
+        recipe = replace(recipe, options={**recipe.options, "max_weight_version": version})
+    pool = Pool(recipe)
+    groups = [pool.add(prompt) for prompt in prompts]
+    places = asyncio.Semaphore(max(AT_ONCE // recipe.size, 1))
+
+    async def sample(group: LiveGroup) -> None:
+        group.oldest_version = version
+        async with places:
+            await sample_group(group, recipe)
+
+    tasks = [asyncio.create_task(sample(group)) for group in groups]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        await end(tasks)
+    samples = Part(tuple(group.snapshot() for group in groups))
+    return Evaluation(version, _digest(samples), samples, clock() - begun)
+
+
+def _digest(samples: Part) -> int | None:
+    """Of the weights that sampled all of it.
+
+    Raises:
+        WeightVersionError: There are several.
+    """
+    digests = {
+        segment.weights.digest
+        for group in samples.groups
+        for sample in group.samples
+        for segment in sample.trajectory.segments
+    }
+    if len(digests) > 1:
+        names = ", ".join(f"0x{digest:016x}" for digest in sorted(digests))
+        raise WeightVersionError(
+            f"the samples are of {len(digests)} different weights ({names}): something was "
+            f"published meanwhile, or the servers disagree; evaluate again"
+        )
+    return next(iter(digests), None)

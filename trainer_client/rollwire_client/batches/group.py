@@ -1,0 +1,203 @@
+"""A group that is being sampled: its members, each a sequence that goes on whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+import uuid
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from rollwire_client.batches.data import DropReason, Group, Prompt, Sample
+from rollwire_client.batches.seeds import seed_of
+from rollwire_client.errors import (
+    ClosedError,
+    RefusedError,
+    RolloutFailedError,
+    RollwireError,
+    ServerFailedError,
+    TimedOutError,
+)
+from rollwire_client.trajectory import Draft
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from rollwire_client.data import Sampling
+    from rollwire_client.fleet import Fleet
+    from rollwire_client.request import RolloutOptions
+    from rollwire_client.rollout import Rollout
+    from rollwire_client.trajectory import Trajectory
+
+    Reward = Callable[[Prompt, Trajectory], float | Awaitable[float]]
+
+logger = logging.getLogger(__name__)
+
+_NEVER_REFILLED = (RefusedError, TimedOutError, ClosedError)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How groups are sampled.
+
+    Attributes:
+        fleet: Samples.
+        run: The trainer's seed.
+        size: Samples of each prompt.
+        sampling: Without a seed.
+        options: Of the rollouts.
+        reward: Of a complete sample; None: there are none.
+        refills: How often a sample that failed is begun again, one after the other.
+    """
+
+    fleet: Fleet
+    run: int
+    size: int
+    sampling: Sampling
+    options: RolloutOptions
+    reward: Reward | None
+    refills: int
+
+
+@dataclass(slots=True)
+class Member:
+    """One sample.
+
+    Attributes:
+        index: Which of the group.
+        draft: What was sampled so far.
+        reward: Once it is complete, if there is one.
+        refills: How often it was begun anew, which changes its seed.
+    """
+
+    index: int
+    draft: Draft
+    reward: float | None = None
+    refills: int = 0
+    _rollout: Rollout | None = None
+
+    def trajectory(self) -> Trajectory:
+        """What there is of it now."""
+        self._flush()
+        return self.draft.trajectory()
+
+    def versions(self) -> list[int | None]:
+        """The weight versions of its tokens."""
+        self._flush()
+        return self.draft.versions
+
+    def follow(self, rollout: Rollout, draft: Draft) -> None:
+        """It is sampled by ``rollout`` from now on."""
+        self._rollout, self.draft = rollout, draft
+
+    def begin_anew(self) -> None:
+        """Forgets what was sampled; the next draws are others."""
+        self.refills += 1
+        self._rollout = None
+        self.draft = Draft(self.draft.request_id, self.draft.prompt_ids)
+
+    def _flush(self) -> None:
+        if self._rollout is not None:
+            self._rollout.flush()
+
+
+@dataclass(slots=True)
+class LiveGroup:
+    """A group that is sampled, or complete and not handed out yet.
+
+    Attributes:
+        number: Rises from group to group.
+        prompt: Of its members.
+        members: In the order of their seeds.
+        oldest_version: That its next tokens may be of; None: any.
+        session_id: Its members share a prefix.
+        task: Samples it.
+        failure: What ended its task before it was complete.
+    """
+
+    number: int
+    prompt: Prompt
+    members: list[Member]
+    oldest_version: int | None = None
+    task: asyncio.Task[None] | None = None
+    failure: Exception | None = None
+    session_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def snapshot(self, dropped: DropReason | None = None, error: Exception | None = None) -> Group:
+        """What there is of it now."""
+        samples = tuple(Sample(member.trajectory(), member.reward) for member in self.members)
+        return Group(self.prompt, samples, dropped, error)
+
+    def oldest(self) -> float:
+        """The version of its oldest token, as ``ledger.Entry`` has it."""
+        versions = [version for member in self.members for version in member.versions()]
+        return min((-math.inf if v is None else float(v) for v in versions), default=math.inf)
+
+    @property
+    def running(self) -> bool:
+        """Whether it is being sampled."""
+        return self.task is not None and not self.task.done()
+
+
+async def sample_group(group: LiveGroup, recipe: Recipe) -> None:
+    """Samples all members to their ends; each goes on from what it has.
+
+    Raises:
+        Exception: The first that a member came to, once all have ended.
+    """
+    outcomes = await asyncio.gather(
+        *(_sample(group, member, recipe) for member in group.members), return_exceptions=True
+    )
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+
+
+async def _sample(group: LiveGroup, member: Member, recipe: Recipe) -> None:
+    failures = 0
+    while not (trajectory := member.trajectory()).complete:
+        try:
+            await _attempt(group, member, recipe)
+        except _NEVER_REFILLED:
+            raise
+        except RollwireError as error:
+            failures += 1
+            if failures > recipe.refills:
+                raise
+            logger.warning("%s; sample %d of %s again", error, member.index, group.prompt.id)
+            if isinstance(error, ServerFailedError):  # the same draws would fail again
+                member.begin_anew()
+        else:
+            if not member.trajectory().complete:
+                failures += 1
+                if failures > recipe.refills:
+                    raise _ended_by_others(member.trajectory())
+    if member.reward is None and recipe.reward is not None:
+        reward = recipe.reward(group.prompt, trajectory)
+        member.reward = float(await reward if inspect.isawaitable(reward) else reward)
+
+
+def _ended_by_others(trajectory: Trajectory) -> RolloutFailedError:
+    reason = trajectory.finish.reason.value if trajectory.finish else "cut"
+    error = RolloutFailedError(f"sequence {trajectory.request_id} was {reason} again and again", ())
+    error.trajectory = trajectory
+    return error
+
+
+async def _attempt(group: LiveGroup, member: Member, recipe: Recipe) -> None:
+    prompt = group.prompt
+    seed = seed_of(recipe.run, prompt.id, prompt.epoch, member.index, member.refills)
+    options: RolloutOptions = {**recipe.options, "session_id": group.session_id}
+    if group.oldest_version is not None:
+        options["min_weight_version"] = group.oldest_version
+    draft, rollout = recipe.fleet.begin(
+        prompt.token_ids,
+        replace(recipe.sampling, seed=seed),
+        options,
+        prefix=member.trajectory(),
+    )
+    member.follow(rollout, draft)
+    async for _ in rollout.chunks(whole=True):
+        pass

@@ -1,0 +1,91 @@
+"""The groups that are under way: their tasks, and what those came to."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from itertools import count
+from typing import TYPE_CHECKING
+
+from rollwire_client.batches.group import LiveGroup, Member, sample_group
+from rollwire_client.request import checked_token_ids
+from rollwire_client.tasks import end
+from rollwire_client.trajectory import Draft
+
+if TYPE_CHECKING:
+    from rollwire_client.batches.data import Prompt
+    from rollwire_client.batches.group import Recipe
+
+
+class Pool:
+    """Samples groups until they are let go.
+
+    Attributes:
+        groups: By number, which rises.
+        changed: Set when one of them ends.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.groups: dict[int, LiveGroup] = {}
+        self.changed = asyncio.Event()
+        self._recipe = recipe
+        self._numbers = count(1)
+        self._ended: list[LiveGroup] = []
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def add(self, prompt: Prompt, members: list[Member] | None = None) -> LiveGroup:
+        """A group that does not run yet.
+
+        Args:
+            prompt: Of its samples.
+            members: What there is of them already. Default: nothing.
+
+        Raises:
+            ValueError: The same prompt is under way in the same epoch: its samples would be equal.
+            InvalidRequestError: Its token ids are none.
+        """
+        key = prompt.id, prompt.epoch
+        if any(key == (group.prompt.id, group.prompt.epoch) for group in self.groups.values()):
+            raise ValueError(
+                f"prompt {prompt.id!r} of epoch {prompt.epoch} is under way already: the seeds "
+                f"of its samples would be equal; give each pass over the data its epoch"
+            )
+        prompt = replace(prompt, token_ids=checked_token_ids(prompt.token_ids))
+        if members is None:
+            size = self._recipe.size
+            members = [Member(index, Draft("", prompt.token_ids)) for index in range(size)]
+        group = LiveGroup(next(self._numbers), prompt, members)
+        self.groups[group.number] = group
+        return group
+
+    def run(self, group: LiveGroup, oldest_version: int | None) -> None:
+        """Samples it, from what it has on, under weights of that version or newer ones."""
+        group.failure, group.oldest_version = None, oldest_version
+        group.task = asyncio.create_task(self._sample(group), name=f"rollwire {group.prompt.id}")
+
+    def ended(self) -> list[LiveGroup]:
+        """Those that were sampled, or failed, since it was asked last."""
+        groups, self._ended = self._ended, []
+        return [group for group in groups if group.number in self.groups]
+
+    def remove(self, number: int) -> LiveGroup:
+        """Lets a group go; what is still sampled of it is aborted."""
+        group = self.groups.pop(number)
+        if group.task is not None and not group.task.done():
+            group.task.cancel()
+            self._ending.add(group.task)
+            group.task.add_done_callback(self._ending.discard)
+        return group
+
+    async def close(self) -> None:
+        """Ends what is under way. Idempotent."""
+        tasks = [group.task for group in self.groups.values() if group.task is not None]
+        await end([*tasks, *self._ending])
+
+    async def _sample(self, group: LiveGroup) -> None:
+        try:
+            await sample_group(group, self._recipe)
+        except Exception as error:  # whoever collects gets it
+            group.failure = error
+        self._ended.append(group)
+        self.changed.set()

@@ -1,0 +1,174 @@
+"""A buffer in a file: groups that are under way, with the counters of their batcher.
+
+The file says which format it has and what its digest is, so that another file, a later format and
+damage are told apart. Nothing in it is executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from google.protobuf.message import DecodeError
+from rollwire.v1 import buffer_pb2
+
+from rollwire_client import wire
+from rollwire_client.batches.data import Prompt
+from rollwire_client.batches.group import LiveGroup, Member
+from rollwire_client.errors import BufferFileError
+from rollwire_client.trajectory import Draft, Segment, Trajectory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from rollwire_client.batches.group import Recipe
+
+_NAME, _FORMAT = b"rollwire buffer ", b"1"
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a batcher counts.
+
+    Attributes:
+        version: The trainer's step of its latest batch.
+        handed_out, dropped: Groups.
+    """
+
+    version: int | None
+    handed_out: int
+    dropped: int
+
+
+def write(path: Path, recipe: Recipe, counters: Counters, groups: Iterable[LiveGroup]) -> None:
+    """Replaces the file as a whole; see ``Batcher.save``."""
+    message = buffer_pb2.SavedBuffer(
+        seed=recipe.run,
+        group_size=recipe.size,
+        version=counters.version,
+        handed_out=counters.handed_out,
+        dropped=counters.dropped,
+        groups=[_group_message(group) for group in groups],
+    )
+    content = message.SerializeToString()
+    digest = hashlib.sha256(content).digest()
+    with tempfile.NamedTemporaryFile(
+        dir=path.parent, prefix=f".{path.name}.", delete=False
+    ) as file:
+        try:
+            file.write(_NAME + _FORMAT + b"\n" + digest + content)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, path)  # noqa: PTH105 - of the open file's name
+        except BaseException:
+            os.unlink(file.name)  # noqa: PTH108
+            raise
+
+
+def read(path: Path, recipe: Recipe) -> tuple[Counters, list[tuple[Prompt, list[Member]]]]:
+    """What was saved; see ``Batcher.load``."""
+    content = _content(path)
+    try:
+        message = buffer_pb2.SavedBuffer.FromString(content)
+    except DecodeError as error:
+        raise BufferFileError(f"{path}: no buffer, though its digest is right: {error}") from error
+    if (message.seed, message.group_size) != (recipe.run, recipe.size):
+        raise BufferFileError(
+            f"{path} is of seed {message.seed} and groups of {message.group_size}, this batcher of "
+            f"seed {recipe.run} and groups of {recipe.size}: it belongs to another run"
+        )
+    version = message.version if message.HasField("version") else None
+    counters = Counters(version, message.handed_out, message.dropped)
+    return counters, [_group(group) for group in message.groups]
+
+
+def _content(path: Path) -> bytes:
+    data = path.read_bytes()
+    line, _, rest = data.partition(b"\n")
+    if not line.startswith(_NAME):
+        raise BufferFileError(f"{path} is no buffer that a Batcher saved")
+    if line != _NAME + _FORMAT:
+        raise BufferFileError(
+            f"{path} has the format {line[len(_NAME) :].decode(errors='replace')!r}, and this "
+            f"release of rollwire reads {_FORMAT.decode()}"
+        )
+    digest, content = rest[:_DIGEST_BYTES], rest[_DIGEST_BYTES:]
+    if hashlib.sha256(content).digest() != digest:
+        raise BufferFileError(
+            f"{path} is damaged: its content has not the digest that was saved with it; use an "
+            f"older checkpoint's, or go on without"
+        )
+    return content
+
+
+def _group_message(group: LiveGroup) -> buffer_pb2.SavedGroup:
+    prompt = group.prompt
+    try:
+        info = json.dumps(prompt.info)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"the info of prompt {prompt.id!r} cannot be JSON: {error}") from error
+    return buffer_pb2.SavedGroup(
+        prompt_id=prompt.id,
+        prompt_token_ids=prompt.token_ids,
+        epoch=prompt.epoch,
+        info=info,
+        samples=[_sample_message(member) for member in group.members],
+    )
+
+
+def _group(message: buffer_pb2.SavedGroup) -> tuple[Prompt, list[Member]]:
+    prompt = Prompt(
+        id=message.prompt_id,
+        token_ids=tuple(message.prompt_token_ids),
+        epoch=message.epoch,
+        info=json.loads(message.info),
+    )
+    members = [
+        _member(index, prompt.token_ids, sample) for index, sample in enumerate(message.samples)
+    ]
+    return prompt, members
+
+
+def _sample_message(member: Member) -> buffer_pb2.SavedSample:
+    trajectory = member.trajectory()
+    return buffer_pb2.SavedSample(
+        request_id=trajectory.request_id,
+        token_ids=trajectory.token_ids,
+        logprobs=trajectory.logprobs,
+        segments=[
+            buffer_pb2.SavedSegment(
+                end=segment.end,
+                weights=wire.weight_tag_message(segment.weights),
+                oldest_kv_revision=segment.oldest_kv_revision,
+            )
+            for segment in trajectory.segments
+        ],
+        finish=None if trajectory.finish is None else wire.finish_message(trajectory.finish),
+        servers=trajectory.servers,
+        reward=member.reward,
+        refills=member.refills,
+    )
+
+
+def _member(index: int, prompt_ids: Sequence[int], message: buffer_pb2.SavedSample) -> Member:
+    starts = [0, *(segment.end for segment in message.segments)]
+    trajectory = Trajectory(
+        request_id=message.request_id,
+        prompt_ids=tuple(prompt_ids),
+        token_ids=tuple(message.token_ids),
+        logprobs=tuple(message.logprobs),
+        segments=tuple(
+            Segment(start, s.end, wire.weight_tag(s.weights), s.oldest_kv_revision)
+            for start, s in zip(starts, message.segments, strict=False)
+        ),
+        finish=wire.finish(message.finish) if message.HasField("finish") else None,
+        servers=tuple(message.servers),
+    )
+    reward = message.reward if message.HasField("reward") else None
+    return Member(index, Draft.of(trajectory), reward, message.refills)
