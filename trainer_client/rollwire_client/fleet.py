@@ -8,21 +8,19 @@ from typing import TYPE_CHECKING, Self, Unpack
 from rollwire_client.data import ServerInfo
 from rollwire_client.errors import RollwireError, UnavailableError
 from rollwire_client.members import Members
-from rollwire_client.request import DEFAULT_SAMPLING, RolloutOptions, generate_request
-from rollwire_client.rollout import Retries, Rollout
+from rollwire_client.request import DEFAULT_SAMPLING, RolloutOptions
+from rollwire_client.rollout import Retries
 from rollwire_client.session import Session
-from rollwire_client.trajectory import Draft, Trajectory
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
-
-    from rollwire.v1 import rollout_pb2
 
     from rollwire_client.addresses import Addresses
     from rollwire_client.channels import Credentials
     from rollwire_client.client import Timeouts
     from rollwire_client.data import Chunk, Sampling
     from rollwire_client.member import Member
+    from rollwire_client.trajectory import Trajectory
 
 
 class Fleet(Members):
@@ -59,18 +57,18 @@ class Fleet(Members):
         probe_interval: float = 1.0,
         resolve_interval: float = 5.0,
     ) -> None:
+        if not isinstance(retries, Retries | None):
+            raise TypeError(
+                f"retries is {retries!r}: say Retries(attempts={retries!r}), or another"
+            )
         super().__init__(
             addresses,
+            retries=retries,
             timeouts=timeouts,
             credentials=credentials,
             probe_interval=probe_interval,
             resolve_interval=resolve_interval,
         )
-        if not isinstance(retries, Retries | None):
-            raise TypeError(
-                f"retries is {retries!r}: say Retries(attempts={retries!r}), or another"
-            )
-        self._retries = retries or Retries()
 
     async def __aenter__(self) -> Self:
         """Opens the channels, and waits until one of the servers has loaded its model.
@@ -131,7 +129,7 @@ class Fleet(Members):
         Raises:
             InvalidRequestError: They are no token ids.
         """
-        return Session(prompt_ids, self._start)
+        return Session(prompt_ids, self.start)
 
     async def info(self) -> dict[str, ServerInfo | RollwireError]:
         """What each server is and does, or why it does not say so, by address.
@@ -167,29 +165,3 @@ class Fleet(Members):
             raise UnavailableError(f"no server answers: {'; '.join(map(str, answers))}")
         versions = [info.highest_version for info in infos]
         return max((v for v in versions if v is not None), default=None)
-
-    def begin(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        options: RolloutOptions,
-        *,
-        prefix: Trajectory | None = None,
-    ) -> tuple[Draft, Rollout]:
-        """The library's own: a rollout, and where what it brings will be.
-
-        Args:
-            prompt_ids: As ``stream`` takes them.
-            sampling: In the same way.
-            options: In the same way.
-            prefix: What was sampled before, of the same prompt; it goes on from there.
-        """
-        request = generate_request(prompt_ids, sampling, options)
-        if prefix is None:
-            draft = Draft(request.request_id, request.prompt_token_ids)
-        else:
-            draft = Draft.after(prefix, request.request_id)
-        return draft, self._start(request, draft)
-
-    def _start(self, request: rollout_pb2.GenerateRequest, draft: Draft) -> Rollout:
-        return Rollout(request, draft, pick=self._pick, retries=self._retries)

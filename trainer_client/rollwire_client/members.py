@@ -15,8 +15,11 @@ from rollwire_client.data import ServerState
 from rollwire_client.errors import ClosedError, UnavailableError
 from rollwire_client.lifecycle import Life
 from rollwire_client.member import Member
+from rollwire_client.request import generate_request
+from rollwire_client.rollout import Retries, Rollout
 from rollwire_client.routing import Router
 from rollwire_client.tasks import end
+from rollwire_client.trajectory import Draft
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -24,7 +27,9 @@ if TYPE_CHECKING:
     from rollwire.v1 import rollout_pb2
 
     from rollwire_client.addresses import Addresses
-    from rollwire_client.data import WeightTag
+    from rollwire_client.data import Sampling, WeightTag
+    from rollwire_client.request import RolloutOptions
+    from rollwire_client.trajectory import Trajectory
 
 T = TypeVar("T")
 
@@ -38,6 +43,7 @@ class Members:
 
     Args:
         addresses: Of the servers, see ``Fleet``.
+        retries: When to give a sequence up.
         timeouts: How long to wait for a server.
         credentials: TLS and token, for all of them.
         probe_interval: Seconds between two questions to each server how it is.
@@ -51,6 +57,7 @@ class Members:
         self,
         addresses: Addresses,
         *,
+        retries: Retries | None,
         timeouts: Timeouts | None,
         credentials: Credentials | None,
         probe_interval: float,
@@ -62,6 +69,7 @@ class Members:
             )
         self._source = sources.address_source(addresses)
         self.policy: WeightTag | None = None
+        self._retries = retries or Retries()
         self._timeouts = timeouts or Timeouts()
         self._credentials = credentials or Credentials()
         if self._credentials.secure and self._credentials.server_name is None:
@@ -94,6 +102,33 @@ class Members:
             work.close()
             raise
         return _keep(work, self._works)
+
+    def begin(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        options: RolloutOptions,
+        *,
+        prefix: Trajectory | None = None,
+    ) -> tuple[Draft, Rollout]:
+        """A rollout, and where what it brings will be.
+
+        Args:
+            prompt_ids: As ``Fleet.stream`` takes them.
+            sampling: In the same way.
+            options: In the same way.
+            prefix: What was sampled before, of the same prompt; it goes on from there.
+        """
+        request = generate_request(prompt_ids, sampling, options)
+        if prefix is None:
+            draft = Draft(request.request_id, request.prompt_token_ids)
+        else:
+            draft = Draft.after(prefix, request.request_id)
+        return draft, self.start(request, draft)
+
+    def start(self, request: rollout_pb2.GenerateRequest, draft: Draft) -> Rollout:
+        """A rollout that puts into ``draft`` what it brings."""
+        return Rollout(request, draft, pick=self._pick, retries=self._retries)
 
     def learn(self, address: str, weights: WeightTag) -> None:
         """The server at ``address`` has committed these weights."""
