@@ -1,0 +1,172 @@
+"""Buffers in files: what is carried survives the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+from client.batches.support import HeldServer, batcher_of, fleet_of, prompts
+from client.scripted import until
+from rollwire_client import BufferFileError, Carry, Prompt, Sampling, Trajectory
+from rollwire_client.testing import FakeServer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+async def carried(path: Path, server: HeldServer) -> list[int]:
+    """Saves a buffer with group 1 unfinished, and says how long its samples are by then."""
+    async with fleet_of(server) as fleet, batcher_of(fleet, reward=lambda p, t: 1.0) as batcher:
+        batch = await batcher.collect(prompts(), 1, version=3, over_sample=2.0, tail=Carry())
+        await until(lambda: server.running == 2)
+        batcher.save(path)
+        assert len(batch.carried.groups) == 1
+    return list(batch.carried.lengths)
+
+
+async def test_another_process_goes_on_from_the_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "buffer"
+    async with HeldServer({2}, version=3) as server:
+        lengths = await carried(path, server)
+        await until(lambda: server.running == 0)
+        server.let_go.add(1)
+        asked = len(server.requests)
+        async with fleet_of(server) as fleet, batcher_of(fleet, reward=lambda p, t: 2.0) as batcher:
+            batcher.load(path)
+            assert (batcher.version, batcher.handed_out, batcher.dropped) == (3, 1, 0)
+            batch = await batcher.collect(prompts(3), 1, version=4)
+    (group,) = batch.groups
+    assert (group.prompt.id, group.prompt.info) == ("1", {"answer": 1})
+    assert group.rewards == (2.0, 2.0)
+    for request, length in zip(server.requests[asked:], lengths, strict=True):
+        assert len(request.output_token_ids) >= length
+        assert request.min_weight_version == 3  # what it has is of that
+    for sample in group.samples:
+        tokens = sample.trajectory.token_ids
+        assert tokens[:-1] == tuple(range(100, 99 + len(tokens)))
+        assert len(sample.trajectory.logprobs) == len(tokens)
+
+
+async def test_seeded_samples_become_what_they_would_have(tmp_path: Path) -> None:
+    sampling = Sampling(max_new_tokens=40)
+
+    async def outputs(path: Path | None) -> list[tuple[int, ...]]:
+        async with (
+            FakeServer(tokens_per_second=500) as server,
+            fleet_of(server) as fleet,
+            batcher_of(fleet, sampling=sampling) as batcher,
+        ):
+            if path is not None:
+                batcher.load(path)
+            batch = await batcher.collect(prompts(), 1)
+            return [sample.trajectory.token_ids for sample in batch.groups[0].samples]
+
+    async with (
+        FakeServer(tokens_per_second=500) as server,
+        fleet_of(server) as fleet,
+        batcher_of(fleet, sampling=sampling) as batcher,
+    ):
+        collecting = asyncio.create_task(batcher.collect(prompts(), 1))
+        await until(lambda: server.running == 2)
+        await asyncio.sleep(0.02)
+        batcher.save(tmp_path / "buffer")
+        collecting.cancel()
+        await asyncio.wait([collecting])
+    assert await outputs(tmp_path / "buffer") == await outputs(None)
+
+
+async def test_what_is_complete_is_not_sampled_again(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def reward(prompt: Prompt, _: Trajectory) -> float:
+        asked.append(prompt.id)
+        return 1.0
+
+    async with HeldServer({1, 2, 3}) as server:
+        async with fleet_of(server) as fleet, batcher_of(fleet, reward=reward) as batcher:
+            await batcher.collect(prompts(), 1, prefetch=2)
+            await until(lambda: len(asked) == 6)
+            batcher.save(tmp_path / "buffer")
+        sampled = len(server.requests)
+        async with fleet_of(server) as fleet, batcher_of(fleet, reward=lambda p, t: 2.0) as batcher:
+            batcher.load(tmp_path / "buffer")
+            batch = await batcher.collect(prompts(4), 2)
+    assert [group.prompt.id for group in batch.groups] == ["2", "3"]
+    assert batch.finished.rewards == (1.0,) * 4
+    assert len(server.requests) == sampled
+
+
+@pytest.fixture
+async def saved(tmp_path: Path) -> Path:
+    async with HeldServer({2}, version=3) as server:
+        await carried(tmp_path / "buffer", server)
+    return tmp_path / "buffer"
+
+
+def rewrite(path: Path, change) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+def content(path: Path) -> bytes:
+    return path.read_bytes()
+
+
+def flip(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (flip, "is damaged"),
+        (lambda data: data[:-3], "is damaged"),
+        (lambda data: data[:20], "is damaged"),
+        (lambda data: data.replace(b"buffer 1", b"buffer 2", 1), "has the format '2'"),
+        (lambda data: b"", "is no buffer"),
+        (lambda data: b"\x80\x04", "is no buffer"),
+    ],
+)
+async def test_a_damaged_file_is_told_and_changes_nothing(saved: Path, damage, told: str) -> None:
+    rewrite(saved, damage)
+    async with HeldServer({1}) as server, fleet_of(server) as fleet, batcher_of(fleet) as batcher:
+        with pytest.raises(BufferFileError, match=told):
+            batcher.load(saved)
+        assert batcher.version is None
+        assert len((await batcher.collect(prompts(), 1)).groups) == 1
+
+
+@pytest.mark.parametrize("other", [{"seed": 2}, {"group_size": 3}])
+async def test_the_buffer_of_another_run_is_refused(saved: Path, other: dict) -> None:
+    async with HeldServer(set()) as server, fleet_of(server) as fleet:
+        with pytest.raises(BufferFileError, match="another run"):
+            batcher_of(fleet, **other).load(saved)
+
+
+async def test_a_batcher_with_groups_of_its_own_loads_nothing(saved: Path) -> None:
+    async with HeldServer({1}) as server, fleet_of(server) as fleet, batcher_of(fleet) as batcher:
+        await batcher.collect(prompts(), 1, prefetch=1)
+        with pytest.raises(RuntimeError, match="groups of its own"):
+            batcher.load(saved)
+
+
+async def test_versions_go_on_where_they_were(saved: Path) -> None:
+    async with HeldServer({1}) as server, fleet_of(server) as fleet, batcher_of(fleet) as batcher:
+        batcher.load(saved)
+        with pytest.raises(ValueError, match="versions rise"):
+            await batcher.collect(prompts(), 1, version=2)
+
+
+async def test_a_save_that_fails_leaves_the_file_as_it_was(saved: Path) -> None:
+    before = content(saved)
+    async with HeldServer(set()) as server, fleet_of(server) as fleet, batcher_of(fleet) as batcher:
+        strange = [Prompt("a", [1], info=object())]
+        collecting = asyncio.create_task(batcher.collect(strange, 1))
+        await until(lambda: server.running == 2)
+        with pytest.raises(TypeError, match="the info of prompt 'a' cannot be JSON"):
+            batcher.save(saved)
+        collecting.cancel()
+        await asyncio.wait([collecting])
+    assert content(saved) == before
+    assert os.listdir(saved.parent) == ["buffer"]
