@@ -1,33 +1,74 @@
-"""How the server logs: structured, one event a line, on standard error."""
+"""How the server logs: structured, one event a line, on standard error.
+
+Lines about a sequence name its request_id and attempt, lines about an update its update_id and
+version: where whoever logs does not know them, by what was ``bind``ed for the call that is being
+answered. Tokens, keys and epochs are in none; so tracebacks come without the values of variables.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
+if TYPE_CHECKING:
+    from structlog.typing import Processor
+
+OWN = ("rollwire_server", "rollwire_transport")
+MOST_CHARACTERS = 256
+
 
 def configure(style: str, level: str) -> None:
-    """Sets logging up for the whole process.
+    """Sets logging up for the whole process, that of libraries included.
 
     Args:
         style: "text", "json", or "auto" (text on a terminal).
-        level: The least severe level that is written.
+        level: The least severe level that is written; of other people's libraries, warnings.
     """
     text = sys.stderr.isatty() if style == "auto" else style == "text"
+    first: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    last = _text() if text else _json()
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *(
-                [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
-                if text
-                else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-            ),
-        ],
+        processors=[*first, *last],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
         cache_logger_on_first_use=True,
     )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*first, structlog.stdlib.add_logger_name],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
+        )
+    )
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logging.captureWarnings(capture=True)
+    for name in OWN:
+        logging.getLogger(name).setLevel(level.upper())
+
+
+def bind(**names: Any) -> None:
+    """Adds names to all lines of the call that is being answered, and of what it sets going."""
+    structlog.contextvars.bind_contextvars(
+        **{
+            name: value[:MOST_CHARACTERS] if isinstance(value, str) else value
+            for name, value in names.items()
+        }
+    )
+
+
+def _text() -> list[Processor]:
+    renderer = structlog.dev.ConsoleRenderer(
+        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+    )
+    return [renderer]
+
+
+def _json() -> list[Processor]:
+    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]

@@ -116,6 +116,10 @@ class Rollouts:
             self._forget(record)
         self._remember(request)
         self._records[request.request_id] = sequence
+        log.debug(
+            "sequence begun", request_id=request.request_id, attempt=request.attempt,
+            prompt_tokens=len(request.spec.prompt), given_tokens=len(request.spec.prefix),
+        )  # fmt: skip
         reader = self._attach(sequence, outbox, handle)
         if complete is not None:
             self._end(sequence, sequence.finish(complete))
@@ -302,6 +306,10 @@ class Rollouts:
                 f"this attempt began after {record.prefix_length} output tokens and cannot tell "
                 f"again what came before: pick it up from there, not from {offset}",
             )
+        log.debug(
+            "sequence picked up", request_id=request.request_id, attempt=request.attempt,
+            given_tokens=offset,
+        )  # fmt: skip
         if record.reader is not None:
             record.reader.supersede()
         record.request = dataclasses.replace(record.request, detach_grace=request.detach_grace)
@@ -342,11 +350,15 @@ class Rollouts:
         self._awaiting_version.pop(sequence, None)
         self._disarm(sequence, "timeout")
         self._counts.ended_sequences[end.reason.name.lower()] += 1
-        log.debug("sequence ended", request_id=sequence.request.request_id, reason=end.reason.name)
+        request = sequence.request
+        log.debug(
+            "sequence ended", request_id=request.request_id, attempt=request.attempt,
+            reason=end.reason.name, output_tokens=len(sequence.tokens),
+        )  # fmt: skip
         if not self.live:
             self._idle.set()
         self._tell(sequence)
-        grace = sequence.request.detach_grace
+        grace = request.detach_grace
         if grace <= 0:
             self._forget(sequence)
             return

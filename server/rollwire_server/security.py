@@ -163,7 +163,8 @@ class Authentication(grpc.aio.ServerInterceptor):
             self._access.require(scope, handler_call_details.invocation_metadata or ())
         except ServiceError as error:
             self._counts.refusals[error.reason.name.lower()] += 1
-            log.info("refused", rpc=method.rpartition("/")[2], reason=error.reason.name)
+            rpc = method.rpartition("/")[2] if handler is not None else "unknown"
+            log.info("refused", rpc=rpc, reason=error.reason.name)
             return _refusing(handler, error) if handler is not None else handler
         return handler
 

@@ -151,6 +151,7 @@ class ServedWeights:
         paused_ns = time.monotonic_ns() - held_at
         log.info(
             "committed",
+            update_id=update.announcement.update_id,
             version=version,
             revision=weights.revision,
             digest=f"{digest:016x}",

@@ -18,6 +18,7 @@ import structlog
 from rollwire_server.engines.base import EngineError
 from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.lifecycle import Rpc, State
+from rollwire_server.logs import bind
 from rollwire_server.outcomes import outcome, result
 from rollwire_server.update import (
     WAITING,
@@ -251,6 +252,7 @@ class Updates:
                 f"no update {update_id} is under way (discarded, its lease over, or never "
                 f"announced); the server serves {told(self.weights)}",
             )
+        bind(version=self.update.announcement.version)
         return self.update
 
     # What happens inside.
@@ -368,6 +370,10 @@ class Updates:
                 lease, self._drop_later, update, why
             )
         update.move(phase, detail)
+        log.info(
+            "update", **_named(update), phase=phase.value, detail=detail,
+            next_bucket=update.receiver.next_bucket,
+        )  # fmt: skip
 
     async def _commit(self, update: Update, policy: KvPolicy) -> Commit:
         update.end_lease()
@@ -404,12 +410,18 @@ class Updates:
         if self.update is update:
             self.update = None
             self._counts.updates["discarded"] += 1
-            log.info("update discarded", update_id=update.announcement.update_id, why=why)
+            log.info("update discarded", **_named(update), why=why)
         update.end_lease()
         if update.failure is None:
             update.failure = ServiceError(reason, why)
         update.changed.set()
         await self._leave_group(update)
+
+
+def _named(update: Update) -> dict[str, object]:
+    """What lines of the log call an update."""
+    announcement = update.announcement
+    return {"update_id": announcement.update_id, "version": announcement.version}
 
 
 def _check_still_wanted(update: Update, membership: Membership) -> None:

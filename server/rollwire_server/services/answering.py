@@ -1,17 +1,25 @@
-"""What every RPC does with errors: a ServiceError becomes its status, a bug is logged."""
+"""What every RPC does: its lines of the log say what it is about; a ServiceError becomes its
+status, a bug is logged.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import structlog
 
 from rollwire_server.errors import ServiceError, answer
+from rollwire_server.logs import bind
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
 
 log = structlog.get_logger()
+
+NAMES = ("request_id", "attempt", "update_id", "version", "pause_id")
 
 Response = TypeVar("Response")
 Handler = Callable[[Any, Any, grpc.aio.ServicerContext[Any, Any]], Awaitable[Response]]
@@ -27,6 +35,7 @@ def answering(handler: Handler[Response]) -> Handler[Response]:
     async def wrapped(
         self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]
     ) -> Response:
+        bind(**_names(request))
         try:
             return await handler(self, request, context)
         except ServiceError as error:
@@ -42,3 +51,18 @@ def answering(handler: Handler[Response]) -> Handler[Response]:
             raise
 
     return wrapped
+
+
+def _names(request: Message | Any) -> dict[str, Any]:
+    """What a request is about; nothing of a stream of requests."""
+    descriptor = getattr(request, "DESCRIPTOR", None)
+    if descriptor is None:
+        return {}
+    fields = [
+        descriptor.fields_by_name[name] for name in NAMES if name in descriptor.fields_by_name
+    ]
+    return {
+        field.name: getattr(request, field.name)
+        for field in fields
+        if not field.has_presence or request.HasField(field.name)
+    }

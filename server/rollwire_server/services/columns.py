@@ -10,10 +10,12 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import structlog
 from rollwire.v1 import rollout_pb2
 
 from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.lifecycle import Rpc
+from rollwire_server.logs import MOST_CHARACTERS
 from rollwire_server.sequences import Outbox
 from rollwire_server.services import messages
 from rollwire_server.services.requests import read_request
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from rollwire_server.lifecycle import Lifecycle
     from rollwire_server.rollouts import Rollouts
     from rollwire_server.sequences import Chunk, Reader, Run
+
+log = structlog.get_logger()
 
 MESSAGE_BYTES = 1 << 20
 TOKENS_A_CHUNK = 49_152
@@ -167,6 +171,10 @@ class RolloutStream:
             self._readers[handle] = self._rollouts.start(checked, self._outbox, handle)
         except ServiceError as error:
             self._counts.refusals[error.reason.name.lower()] += 1
+            log.debug(
+                "refused", request_id=request.request_id[:MOST_CHARACTERS], attempt=request.attempt,
+                reason=error.reason.name, message=error.message,
+            )  # fmt: skip
             self._refused.append(
                 rollout_pb2.SequenceEvent(handle=handle, error=messages.sequence_error(error))
             )

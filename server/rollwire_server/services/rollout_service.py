@@ -10,6 +10,7 @@ from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
 from rollwire_server.engines.base import SleepingWeights
 from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.lifecycle import Rpc
+from rollwire_server.logs import bind
 from rollwire_server.security import Scope
 from rollwire_server.sequences import Outbox
 from rollwire_server.services import messages
@@ -77,6 +78,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self._lifecycle.check(Rpc.PICK_UP)  # else see Rollouts.start
         outbox = Outbox()
         checked = read_request(request, self._engine.describe(), self._rollouts.next_key())
+        bind(request_id=checked.request_id)  # which may be the server's own
         reader = self._rollouts.start(checked, outbox)
         try:
             await self._write(reader, outbox, context)
