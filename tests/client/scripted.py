@@ -54,6 +54,22 @@ class Sequence:
         await self.stream.write(message)
         self.offset = start + count
 
+    async def route(self, start: int, end: int, expert: int = 0, **other: object) -> None:
+        """Sends the routing of tokens ``start`` to ``end``, of two layers with two experts each:
+        all are ``expert`` plus the token's position, unless ``other`` fields say otherwise.
+        """
+        fields = {
+            "start_position": start,
+            "num_tokens": end - start,
+            "num_layers": 2,
+            "top_k": 2,
+            "experts": bytes((expert + p) % 256 for p in range(start, end) for _ in range(4)),
+            "bytes_per_expert": 1,
+            "weights": self.server.weights,
+        }
+        rows = rollout_pb2.RoutedExperts(**{**fields, **other})
+        await self._event(rollout_pb2.SequenceEvent(handle=self.handle, routed_experts=[rows]))
+
     async def finish(self, reason: str = "LENGTH", *, output_tokens: int | None = None) -> None:
         finish = rollout_pb2.Finish(
             reason=rollout_pb2.FinishReason.Value(f"FINISH_REASON_{reason}"),

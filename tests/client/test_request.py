@@ -66,6 +66,8 @@ def test_a_sampling_value_that_does_not_fit_is_named(field: str, value) -> None:
         ("logprob_basis", ["model"]),
         ("min_weight_version", 1.5),
         ("max_weight_version", 2**63),
+        ("routed_experts", True),
+        ("routed_experts", "as_sampled"),
         ("timeout", "soon"),
         ("timeout", -1),
         ("timeout", float("nan")),

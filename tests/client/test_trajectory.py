@@ -13,9 +13,11 @@ from rollwire_client import (
     Finish,
     FinishReason,
     MissingDependencyError,
+    RoutingReplay,
     Segment,
     WeightTag,
 )
+from rollwire_client.replay import Rows
 from rollwire_client.trajectory import Draft
 
 
@@ -72,6 +74,30 @@ def test_tensors_are_what_a_loss_needs() -> None:
     assert tensors.logprobs.dtype == torch.float32
     assert tensors.versions.tolist() == [-1, -1, -1, 4, 4]
     assert tensors.mask.tolist() == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_tensors_have_the_experts_of_every_token_that_was_an_input(width: int) -> None:
+    experts = [[[1, 255], [0, 7]], [[2, 3], [4, 5]], [[6, 8], [9, 10]]]
+    if width == 2:
+        experts[1][0] = [256, 65535]
+    flat = [e for row in experts for layer in row for e in layer]
+    draft = Draft("id", [7, 8], RoutingReplay.AS_SAMPLED)
+    packed = b"".join(e.to_bytes(width, "little") for e in flat)
+    draft.routing.add(Rows(0, 3, (2, 2, width), packed, tag(4)))
+    draft.add(chunk(0, 3, tag(4)), "x")
+    trajectory = draft.trajectory()
+    assert (trajectory.routing.num_rows, trajectory.routing.bytes_per_expert) == (3, width)
+    tensor = trajectory.to_tensors().routing
+    assert tensor.dtype == torch.int32
+    none = [[-1, -1], [-1, -1]]
+    assert tensor.tolist() == [*experts, none, none]  # one did not come; the last was no input
+
+
+def test_tensors_without_routing() -> None:
+    assert Draft("id", [7]).trajectory().to_tensors().routing is None
+    draft = Draft("id", [7], RoutingReplay.LAST_PASS)
+    assert draft.trajectory().to_tensors().routing is None
 
 
 def test_tensors_of_no_tokens() -> None:

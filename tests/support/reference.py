@@ -47,6 +47,15 @@ def greedy(model: PreTrainedModel, prompt: Sequence[int], new_tokens: int) -> li
     return output
 
 
+def routing(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
+    """The experts that the routers of a mixture choose, [tokens, layers, top_k]."""
+    with torch.inference_mode():
+        scores = model(torch.tensor([list(tokens)]), output_router_logits=True, use_cache=False)
+    top_k = model.config.num_experts_per_tok
+    chosen = [layer.float().topk(top_k).indices for layer in scores.router_logits]
+    return torch.stack(chosen, dim=1)
+
+
 def logprobs_over_old_keys(
     old: PreTrainedModel, new: PreTrainedModel, tokens: Sequence[int], entries: int, first: int
 ) -> Tensor:

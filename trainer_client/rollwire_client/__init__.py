@@ -77,6 +77,7 @@ from rollwire_client.handle import PublishHandle
 from rollwire_client.publisher import Publisher
 from rollwire_client.ranks import Ranks
 from rollwire_client.recipient import PublishTimeouts
+from rollwire_client.replay import Routing, RoutingReplay, RoutingSegment
 from rollwire_client.reports import PublishReport, ServerReport
 from rollwire_client.request import RolloutOptions
 from rollwire_client.rollout import Retries
@@ -130,6 +131,9 @@ __all__ = [
     "RolloutFailedError",
     "RolloutOptions",
     "RollwireError",
+    "Routing",
+    "RoutingReplay",
+    "RoutingSegment",
     "Sample",
     "Sampling",
     "SchemaMismatchError",

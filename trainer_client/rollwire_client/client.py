@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     import grpc
 
+    from rollwire_client.replay import RoutingDraft
+
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
@@ -143,7 +145,7 @@ class RolloutClient:
             RollwireError: With what was sampled before it in ``.trajectory``.
         """
         request = generate_request(prompt_ids, sampling, options)
-        return self._run(request, Draft(request.request_id, request.prompt_token_ids), whole=False)
+        return self._run(request, _draft(request, options), whole=False)
 
     async def generate(
         self,
@@ -153,20 +155,22 @@ class RolloutClient:
     ) -> Trajectory:
         """Samples one sequence to its end; see ``stream``."""
         request = generate_request(prompt_ids, sampling, options)
-        draft = Draft(request.request_id, request.prompt_token_ids)
+        draft = _draft(request, options)
         async for _ in self._run(request, draft, whole=True):
             pass
         return draft.trajectory()
 
-    async def start(self, request: rollout_pb2.GenerateRequest) -> Attempt:
+    async def start(
+        self, request: rollout_pb2.GenerateRequest, routing: RoutingDraft | None = None
+    ) -> Attempt:
         """Starts one attempt at a sequence, which the caller reads and closes; for the library
-        itself, beneath ``stream`` and a ``Fleet``.
+        itself, beneath ``stream`` and a ``Fleet``. Rows of routing go to ``routing``.
         """
         link = await self._open()
         limit = request.sampling.max_new_tokens or self._context_length
         room = max(self._context_length - len(request.prompt_token_ids), 0)
         budget = max(min(limit, room), len(request.output_token_ids))
-        return link.start(request, budget)
+        return link.start(request, budget, routing)
 
     async def info(self, *, timeout: float | None = None) -> ServerInfo:
         """What the server is, holds and is doing.
@@ -238,10 +242,10 @@ class RolloutClient:
     ) -> AsyncGenerator[Chunk, None]:
         attempt = None
         try:
-            attempt = await self.start(request)
+            attempt = await self.start(request, draft.routing)
             while (chunk := await attempt.next(whole=whole)) is not None:
                 draft.add(chunk, self.address)
-                yield chunk
+                yield chunk if whole else draft.with_rows(chunk)
         except RollwireError as error:
             error.trajectory = draft.trajectory()
             raise
@@ -282,3 +286,7 @@ class RolloutClient:
             self._rollouts.Abort, request, server=self.address, timeout=self.timeouts.call
         )
         return Aborted(answer.aborted, tuple(answer.not_found))
+
+
+def _draft(request: rollout_pb2.GenerateRequest, options: RolloutOptions) -> Draft:
+    return Draft(request.request_id, request.prompt_token_ids, options.get("routed_experts"))

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rollwire_client.replay import Routing
+
 
 class LogprobBasis(enum.Enum):
     """The distribution that log-probabilities are taken from."""
@@ -147,6 +149,9 @@ class Chunk:
         oldest_kv_revision: The lowest revision that computed a key or value which these tokens
             attended to. Below ``weights.revision`` only after a commit with ``KvPolicy.KEEP``.
         finish: In the last chunk of a sequence, and only there.
+        routing: If it was asked for: the rows that follow those of the chunks before, none twice.
+            With ``RoutingReplay.LAST_PASS`` they begin again where they were computed again, and
+            replace what came before from there on.
     """
 
     offset: int
@@ -155,6 +160,7 @@ class Chunk:
     weights: WeightTag
     oldest_kv_revision: int
     finish: Finish | None = None
+    routing: Routing | None = None
 
 
 @dataclass(frozen=True, slots=True)

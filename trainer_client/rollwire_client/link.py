@@ -32,6 +32,8 @@ from rollwire_client.tasks import end
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from rollwire_client.replay import RoutingDraft, Rows
+
     Call = grpc.aio.StreamStreamCall[
         rollout_pb2.StreamRolloutsRequest, rollout_pb2.StreamRolloutsResponse
     ]
@@ -74,6 +76,7 @@ class Attempt:
         "_finish",
         "_link",
         "_pieces",
+        "_routing",
         "_waiter",
         "_whole",
         "budget",
@@ -82,12 +85,15 @@ class Attempt:
         "next_offset",
     )
 
-    def __init__(self, link: Link, handle: int, offset: int, budget: int) -> None:
+    def __init__(
+        self, link: Link, handle: int, offset: int, budget: int, routing: RoutingDraft | None
+    ) -> None:
         self.handle = handle
         self.next_offset = offset
         self.budget = budget
         self.ended = False
         self._link = link
+        self._routing = routing
         self._pieces: deque[_Piece] = deque()
         self._finish: Finish | None = None
         self._error: RollwireError | None = None
@@ -170,6 +176,21 @@ class Attempt:
             self._link.to_wake.add(self)
         return len(token_ids)
 
+    def take_rows(self, rows: Rows) -> None:
+        """Merges routing into that of the sequence.
+
+        Raises:
+            ValueError: It does not go with what came before.
+        """
+        if (routing := self._routing) is None:
+            return
+        if rows.end > routing.prompt + self.budget:
+            raise ValueError(
+                f"the routing of token {rows.end - 1} came, of {routing.prompt} of the prompt and "
+                f"at most {self.budget} of the output"
+            )
+        routing.add(rows)
+
     def finish(self, finish: Finish, weights: WeightTag) -> None:
         """Ends it as the server says.
 
@@ -235,8 +256,15 @@ class Link:
         self._outgoing: asyncio.Queue[rollout_pb2.StreamRolloutsRequest | None] = asyncio.Queue()
         self._task = asyncio.create_task(self._serve(), name=f"rollwire link to {address}")
 
-    def start(self, request: rollout_pb2.GenerateRequest, budget: int) -> Attempt:
+    def start(
+        self,
+        request: rollout_pb2.GenerateRequest,
+        budget: int,
+        routing: RoutingDraft | None = None,
+    ) -> Attempt:
         """Sends a request that may bring the output to at most ``budget`` tokens.
+
+        Rows of routing go to ``routing`` as they come.
 
         Raises:
             RollwireError: The link is lost.
@@ -244,7 +272,7 @@ class Link:
         if self.lost is not None:
             raise copy.copy(self.lost)
         self._handles += 1
-        attempt = Attempt(self, self._handles, len(request.output_token_ids), budget)
+        attempt = Attempt(self, self._handles, len(request.output_token_ids), budget, routing)
         self._attempts[attempt.handle] = attempt
         self.outstanding_tokens += budget - attempt.next_offset
         self._outgoing.put_nowait(
@@ -360,6 +388,13 @@ class Link:
     def _on_event(self, event: rollout_pb2.SequenceEvent, weights: WeightTag) -> None:
         attempt = self._attempts.get(event.handle)
         if attempt is None:
+            return
+        try:
+            for rows in event.routed_experts:
+                attempt.take_rows(wire.rows(rows, self._weights(rows.weights)))
+        except ValueError as misfit:
+            problem = f"{self.address}: {misfit}"
+            self._give_up(attempt, ProtocolError(problem, server=self.address))
             return
         if event.HasField("finish"):
             finish = wire.finish(event.finish)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from rollwire_client.client import RolloutClient
     from rollwire_client.link import Attempt
+    from rollwire_client.replay import RoutingDraft
 
 logger = logging.getLogger(__name__)
 
@@ -83,22 +84,28 @@ class Member:
         """Tokens that its sequences may still bring."""
         return self.client.outstanding_tokens + self._starting_tokens
 
-    def attempt(self, request: rollout_pb2.GenerateRequest) -> AbstractAsyncContextManager[Attempt]:
+    def attempt(
+        self, request: rollout_pb2.GenerateRequest, routing: RoutingDraft | None
+    ) -> AbstractAsyncContextManager[Attempt]:
         """An attempt here, which counts as outstanding once it is entered; leaving it aborts it.
+
+        Rows of routing go to ``routing`` as they come.
 
         Raises:
             RollwireError: When it is entered: it cannot be started.
         """
-        return _Visit(self, request)
+        return _Visit(self, request, routing)
 
-    async def start(self, request: rollout_pb2.GenerateRequest) -> Attempt:
+    async def start(
+        self, request: rollout_pb2.GenerateRequest, routing: RoutingDraft | None
+    ) -> Attempt:
         """Starts an attempt; beneath ``attempt``, which ends it."""
         context = self.info.context_length if self.info is not None else 0
         tokens = request.sampling.max_new_tokens or context
         self._starting_tokens += tokens
         self._attempts += 1
         try:
-            return await self.client.start(request)
+            return await self.client.start(request, routing)
         except BaseException:
             self.end(None)
             raise
@@ -221,13 +228,19 @@ class _Visit:
     closes those in any order, and a context manager made of another one would not outlive that.
     """
 
-    def __init__(self, member: Member, request: rollout_pb2.GenerateRequest) -> None:
+    def __init__(
+        self,
+        member: Member,
+        request: rollout_pb2.GenerateRequest,
+        routing: RoutingDraft | None,
+    ) -> None:
         self._member = member
         self._request = request
+        self._routing = routing
         self._attempt: Attempt | None = None
 
     async def __aenter__(self) -> Attempt:
-        self._attempt = await self._member.start(self._request)
+        self._attempt = await self._member.start(self._request, self._routing)
         return self._attempt
 
     async def __aexit__(self, *_: object) -> None:

@@ -120,10 +120,11 @@ class Members:
             prefix: What was sampled before, of the same prompt; it goes on from there.
         """
         request = generate_request(prompt_ids, sampling, options)
+        replay = options.get("routed_experts")
         if prefix is None:
-            draft = Draft(request.request_id, request.prompt_token_ids)
+            draft = Draft(request.request_id, request.prompt_token_ids, replay)
         else:
-            draft = Draft.after(prefix, request.request_id)
+            draft = Draft.after(prefix, request.request_id, replay)
         return draft, self.start(request, draft)
 
     def start(self, request: rollout_pb2.GenerateRequest, draft: Draft) -> Rollout:

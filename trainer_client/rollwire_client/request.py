@@ -20,6 +20,7 @@ from rollwire.v1 import rollout_pb2
 from rollwire_client import wire
 from rollwire_client.data import LogprobBasis, Sampling
 from rollwire_client.errors import InvalidRequestError
+from rollwire_client.replay import RoutingReplay
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,6 +38,8 @@ class RolloutOptions(TypedDict, total=False):
         max_weight_version: Do not sample under newer weights: their commit ends the sequence.
         session_id: Names sequences that share a prefix: a fleet sends them to the server that has
             it, until that is clearly busier than the others. Default: none.
+        routed_experts: Bring the experts that a mixture of experts chose for each token, and which
+            choice stands where it was made more than once. Default: None, not at all.
         timeout: Seconds from start to last token, then ``TimedOutError``. Default: no limit.
     """
 
@@ -45,6 +48,7 @@ class RolloutOptions(TypedDict, total=False):
     min_weight_version: int | None
     max_weight_version: int | None
     session_id: str
+    routed_experts: RoutingReplay | None
     timeout: float | None
 
 
@@ -84,6 +88,10 @@ def generate_request(
     if not isinstance(basis, LogprobBasis):
         raise _misfit("logprob_basis", basis, "a LogprobBasis")
     made.logprob_basis = wire.LOGPROB_BASES[basis]
+    replay = options.get("routed_experts")
+    if not isinstance(replay, RoutingReplay | None):
+        raise _misfit("routed_experts", replay, "a RoutingReplay")
+    made.routed_experts = replay is not None
     put(made, "min_weight_version", options.get("min_weight_version"))
     put(made, "max_weight_version", options.get("max_weight_version"))
     put(made, "session_id", options.get("session_id"))

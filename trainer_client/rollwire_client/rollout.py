@@ -100,7 +100,7 @@ class Rollout:
                 member = await self._choose()
                 failure: RollwireError | None = None
                 try:
-                    async with member.attempt(self._request) as attempt:
+                    async with member.attempt(self._request, self._draft.routing) as attempt:
                         self._visited = member, attempt
                         while (chunk := await attempt.next(whole=whole)) is not None:
                             finish = chunk.finish
@@ -112,7 +112,7 @@ class Rollout:
                                 chunk = replace(chunk, finish=None)
                             self._add(chunk, member)
                             if chunk.token_ids or chunk.finish:
-                                yield chunk
+                                yield chunk if whole else self._draft.with_rows(chunk)
                 except RollwireError as error:
                     failure = error
                 if failure is None:
@@ -168,6 +168,7 @@ class Rollout:
     def _make_next_attempt(self) -> None:
         request = self._request
         request.attempt += 1
+        self._draft.begin_attempt()
         self._put_prefix()
         if request.HasField("timeout"):
             request.timeout.CopyFrom(wire.duration(self._deadline - self._clock()))

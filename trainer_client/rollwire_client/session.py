@@ -16,6 +16,7 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Unpack
 
+from rollwire_client.replay import joined
 from rollwire_client.request import (
     DEFAULT_SAMPLING,
     RolloutOptions,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from rollwire.v1 import rollout_pb2
 
     from rollwire_client.data import Chunk, Sampling
+    from rollwire_client.replay import Routing
     from rollwire_client.rollout import Rollout
 
     StartRollout = Callable[[rollout_pb2.GenerateRequest, Draft], Rollout]
@@ -56,13 +58,18 @@ class Conversation:
     mask: tuple[bool, ...]
     turns: tuple[Trajectory, ...]
 
+    @property
+    def routing(self) -> Routing | None:
+        """That of its turns as one; None if none has any."""
+        return joined(turn.routing for turn in self.turns if turn.routing is not None)
+
     def to_tensors(self) -> TrajectoryTensors:
-        """The conversation as a loss takes it; every tensor has the shape [tokens].
+        """The conversation as a loss takes it.
 
         Raises:
             MissingDependencyError: torch is not installed.
         """
-        return tensors(self.token_ids, self.logprobs, self.versions, self.mask)
+        return tensors(self.token_ids, self.logprobs, self.versions, self.mask, self.routing)
 
 
 class Session:
@@ -164,7 +171,7 @@ class Session:
         bounds = [asked, *self._versions]
         own["min_weight_version"] = max((v for v in bounds if v is not None), default=None)
         request = generate_request(self._token_ids, sampling, own)
-        draft = Draft(request.request_id, self._token_ids)
+        draft = Draft(request.request_id, self._token_ids, own.get("routed_experts"))
         return draft, self._start(request, draft)
 
     @contextlib.contextmanager

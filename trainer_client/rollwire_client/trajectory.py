@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rollwire_client.data import Chunk, Finish, FinishReason, WeightTag
 from rollwire_client.errors import MissingDependencyError
+from rollwire_client.replay import RoutingDraft
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+    from rollwire_client.replay import Routing, RoutingReplay
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +37,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryTensors:
-    """A trajectory or conversation as a loss takes it; every tensor has the shape [tokens], which
-    is [prompt + output] of a trajectory.
+    """A trajectory or conversation as a loss takes it; every tensor but the last has the shape
+    [tokens], which is [prompt + output] of a trajectory.
 
     Attributes:
         token_ids: int64; what was given and what was sampled, in order.
@@ -43,12 +46,15 @@ class TrajectoryTensors:
         versions: int64; the weight version that sampled each token, -1 where there is none (where
             it was given, and under weights without a version).
         mask: bool; true where a token was sampled, false where it was given.
+        routing: int32 [tokens, layers, top_k]; the experts of each token, -1 of the last, which was
+            never an input, and of rows that did not come. None if nothing came.
     """
 
     token_ids: Tensor
     logprobs: Tensor
     versions: Tensor
     mask: Tensor
+    routing: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,7 @@ class Trajectory:
         segments: The output in runs of equal WeightTag; they touch, and cover it.
         finish: How it ended; None where an error ended it (see ``RollwireError.trajectory``).
         servers: Addresses of the servers that sampled it, in order.
+        routing: If it was asked for: the experts of its tokens, by position.
     """
 
     request_id: str
@@ -72,6 +79,7 @@ class Trajectory:
     segments: tuple[Segment, ...]
     finish: Finish | None
     servers: tuple[str, ...]
+    routing: Routing | None = None
 
     @property
     def complete(self) -> bool:
@@ -102,6 +110,7 @@ class Trajectory:
             (0.0,) * prompt + self.logprobs,
             (None,) * prompt + self.versions,
             (False,) * prompt + (True,) * len(self.token_ids),
+            self.routing,
         )
 
 
@@ -110,8 +119,9 @@ def tensors(
     logprobs: Sequence[float],
     versions: Sequence[int | None],
     mask: Sequence[bool],
+    routing: Routing | None,
 ) -> TrajectoryTensors:
-    """What a loss takes, on the CPU; each argument has an entry for every token.
+    """What a loss takes, on the CPU; each argument but the last has an entry for every token.
 
     Raises:
         MissingDependencyError: torch is not installed.
@@ -127,7 +137,20 @@ def tensors(
         logprobs=torch.tensor(logprobs, dtype=torch.float32),
         versions=torch.tensor([-1 if v is None else v for v in versions], dtype=torch.int64),
         mask=torch.tensor(mask, dtype=torch.bool),
+        routing=_routing_tensor(routing, len(token_ids)) if routing is not None else None,
     )
+
+
+def _routing_tensor(routing: Routing, tokens: int) -> Tensor:
+    import torch
+
+    shape = routing.num_layers, routing.top_k
+    made = torch.full((tokens, *shape), -1, dtype=torch.int32)
+    if routing.num_rows:
+        octets = torch.frombuffer(bytearray(routing.experts), dtype=torch.uint8).to(torch.int32)
+        low, *high = octets.view(-1, *shape, routing.bytes_per_expert).unbind(-1)
+        made[routing.start : routing.end] = low + (high[0] << 8) if high else low
+    return made
 
 
 @dataclass(slots=True)
@@ -146,9 +169,15 @@ class Draft:
         request_id: Its name on the servers.
         prompt_ids: The prompt.
         token_ids: The output so far.
+        routing: If it was asked for: what attempts are to merge it into.
     """
 
-    def __init__(self, request_id: str, prompt_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        replay: RoutingReplay | None = None,
+    ) -> None:
         self.request_id = request_id
         self.prompt_ids = tuple(prompt_ids)
         self.token_ids: list[int] = []
@@ -156,23 +185,40 @@ class Draft:
         self._runs: list[_Run] = []
         self._servers: list[str] = []
         self._finish: Finish | None = None
+        self.routing = RoutingDraft(replay, len(self.prompt_ids)) if replay is not None else None
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Draft:
         """One that has all of that."""
-        draft = cls.after(trajectory, trajectory.request_id)
+        routing = trajectory.routing
+        draft = cls.after(
+            trajectory, trajectory.request_id, routing.replay if routing is not None else None
+        )
         draft._finish = trajectory.finish  # noqa: SLF001 - its own
         return draft
 
     @classmethod
-    def after(cls, prefix: Trajectory, request_id: str) -> Draft:
+    def after(cls, prefix: Trajectory, request_id: str, replay: RoutingReplay | None) -> Draft:
         """One that goes on, under another name, from what was sampled before."""
-        draft = cls(request_id, prefix.prompt_ids)
+        draft = cls(request_id, prefix.prompt_ids, replay)
         draft.token_ids += prefix.token_ids
         draft._logprobs += prefix.logprobs
         draft._runs += [_Run(s.end, s.weights, s.oldest_kv_revision) for s in prefix.segments]
         draft._servers += prefix.servers
+        if draft.routing is not None and prefix.routing is not None:
+            draft.routing.go_on_from(prefix.routing)
         return draft
+
+    def begin_attempt(self) -> None:
+        """What comes now is of another attempt."""
+        if self.routing is not None:
+            self.routing.begin_attempt(len(self.token_ids))
+
+    def with_rows(self, chunk: Chunk) -> Chunk:
+        """The chunk, which was just added, with the routing that no chunk before it had."""
+        if self.routing is None:
+            return chunk
+        return replace(chunk, routing=self.routing.take(self._tokens()))
 
     def add(self, chunk: Chunk, server: str) -> None:
         """Appends what ``server`` sampled."""
@@ -216,4 +262,10 @@ class Draft:
             segments=tuple(segments),
             finish=self._finish,
             servers=tuple(self._servers),
+            routing=self.routing.routing(self._tokens()) if self.routing is not None else None,
         )
+
+    def _tokens(self) -> list[tuple[int, WeightTag]]:
+        """As routing counts them."""
+        prompt = len(self.prompt_ids)
+        return [(prompt + run.end, run.weights) for run in self._runs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.protobuf import duration_pb2
@@ -17,6 +18,7 @@ from rollwire_client.data import (
     ServerState,
     WeightTag,
 )
+from rollwire_client.replay import Rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -93,6 +95,23 @@ def finish_message(finish: Finish) -> rollout_pb2.Finish:
         output_tokens=finish.output_tokens,
         cached_prompt_tokens=finish.cached_prompt_tokens,
     )
+
+
+def rows(message: rollout_pb2.RoutedExperts, weights: WeightTag) -> Rows:
+    """Rows of routing that ``weights`` computed.
+
+    Raises:
+        ValueError: The message contradicts itself; says how.
+    """
+    shape = message.num_layers, message.top_k, message.bytes_per_expert
+    size = message.num_tokens * math.prod(shape)
+    if message.bytes_per_expert not in (1, 2) or not size or len(message.experts) != size:
+        raise ValueError(
+            f"routing of {message.num_tokens} tokens, {message.num_layers} layers, top "
+            f"{message.top_k}, {message.bytes_per_expert} bytes an expert came in "
+            f"{len(message.experts)} bytes"
+        )
+    return Rows(message.start_position, message.num_tokens, shape, message.experts, weights)
 
 
 def server_info(message: rollout_pb2.GetServerInfoResponse, address: str) -> ServerInfo:

@@ -30,13 +30,7 @@ async def moe() -> AsyncIterator[Driver]:
 
 
 def routing(model: PreTrainedModel, tokens: Sequence[int]) -> np.ndarray:
-    """What the model's own routers choose, [tokens, layers, top_k]."""
-    with torch.inference_mode():
-        scores = model(torch.tensor([list(tokens)]), output_router_logits=True, use_cache=False)
-    top_k = model.config.num_experts_per_tok
-    return torch.stack(
-        [layer.float().topk(top_k).indices for layer in scores.router_logits], dim=1
-    ).numpy()
+    return reference.routing(model, tokens).numpy()
 
 
 def told(sampled: Sampled) -> list[tuple[RoutedExperts, int]]:
