@@ -306,6 +306,29 @@ async def test_time_without_a_server_is_limited(server: ScriptedServer) -> None:
     assert time.monotonic() - began < 3
 
 
+async def test_the_time_that_a_sequence_ran_is_no_time_without_a_server(
+    server: ScriptedServer,
+) -> None:
+    retries = Retries(seconds=1.2, first_delay=0.001)
+    began = time.monotonic()
+
+    async def script(sequence: Sequence) -> None:
+        while time.monotonic() - began < 1.1 * retries.seconds:
+            await sequence.send()
+            await asyncio.sleep(0.05)
+        server.state = common_pb2.SERVER_STATE_SLEEPING
+        await sequence.finish("INTERRUPTED")
+
+    async with fleet_of(server, retries=retries, probe_interval=0.02) as fleet:
+        server.scripts = [script]
+        task = asyncio.create_task(fleet.generate(PROMPT, Sampling(max_new_tokens=1000)))
+        await until(lambda: server.state == common_pb2.SERVER_STATE_SLEEPING)
+        await until(lambda: "is sleeping" in str(fleet.members[0].problem))
+        assert not task.done()
+        server.state = common_pb2.SERVER_STATE_SERVING
+        assert (await task).token_ids == tokens(1000)
+
+
 async def test_the_callers_time_counts_over_all_attempts(server: ScriptedServer) -> None:
     server.default = after(1, interrupt)
     async with fleet_of(server) as fleet:

@@ -157,6 +157,8 @@ class Rollout:
             member.full_until = self._clock() + (failure.retry_after or 1.0)
         else:
             member.doubt(failure)
+            if not self._failures:
+                self._failing_since = self._clock()
             self._failures.append(failure)
             if len(self._failures) >= self._retries.attempts:
                 raise self._given_up(failure) from failure
