@@ -5,7 +5,7 @@
     │   ├── InvalidRequestError        a field is wrong; `.violations` names it
     │   ├── StaleAttemptError          a newer attempt of this request was seen
     │   ├── PrefixMismatchError        the prefix is not what the server sampled
-    │   └── WeightVersionError         the server's weights are too old or too new
+    │   └── WeightVersionError         the servers' weights are too old or too new
     ├── UnavailableError               not now, or not here
     │   ├── ServerUnreachableError     nothing answers at the address, or the link to it is lost
     │   ├── ServerNotReadyError        drains, sleeps, awaits weights, is quarantined
@@ -104,7 +104,9 @@ class PrefixMismatchError(RefusedError):
 
 
 class WeightVersionError(RefusedError):
-    """The server's weights stayed older than asked for, or are newer."""
+    """The server's weights stayed older than asked for, or are newer; of a fleet, those of every
+    server are newer.
+    """
 
 
 class UnavailableError(RollwireError):

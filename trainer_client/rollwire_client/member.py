@@ -49,8 +49,8 @@ class Member:
         changed: Callable[[], None],
         policy: WeightTag | None = None,
     ) -> None:
-        """``changed`` is called whenever it becomes ready, or has more room; without ``policy``
-        it may serve any.
+        """``changed`` is called whenever it is ready, and when it says something new; without
+        ``policy`` it may serve any.
         """
         self.client = client
         self.life = Life.JOINING
@@ -59,6 +59,7 @@ class Member:
         self.full_until = 0.0
         self._changed = changed
         self._policy = policy
+        self._beyond = ("", 0)  # what process refused a sequence of at most which version
         self._starting_tokens = 0
         self._attempts = 0
         self._works: set[asyncio.Task[Any]] = set()
@@ -78,6 +79,24 @@ class Member:
     def version(self) -> int | None:
         """Of the weights that it is known to serve."""
         return self.info.weights.version if self.info is not None else None
+
+    def is_ahead(self, most: int) -> bool:
+        """Whether its weights are known to be newer than version ``most``."""
+        process, refused = self._beyond
+        if process == self.server_id and refused >= most:
+            return True
+        return self.version is not None and self.version > most
+
+    def may_serve(self, most: int) -> bool:
+        """Whether it may still sample under version ``most`` or an older one, now or later: its
+        own only rises, and what it needs to serve again brings it up to the others.
+        """
+        if self.info is None:
+            return self.life is Life.JOINING
+        needed = self._policy.version if self._policy is not None else None
+        if needed is not None and needed > most:
+            return False
+        return not self.is_ahead(most) and self.info.state not in _CURABLE
 
     @property
     def outstanding_tokens(self) -> int:
@@ -123,6 +142,10 @@ class Member:
         """A sequence failed here: ask the server before it gets another."""
         self._move(Event.FAILED, error)
         self._poked.set()
+
+    def refused_as_too_old(self, most: int) -> None:
+        """It refused a sequence of at most this version, as its weights are newer."""
+        self._beyond = (self.server_id, most)
 
     def learn(self, weights: WeightTag) -> None:
         """The server has committed these weights."""
@@ -177,7 +200,9 @@ class Member:
             return None
         if self.info is not None and _is_later(self.info.weights, info.weights):
             info = replace(info, weights=self.info.weights)
-        self.info = info
+        before, self.info = self.info, info
+        if before is None or (before.state, before.weights) != (info.state, info.weights):
+            self._changed()
         if not self._poked.is_set():  # else it is asked again at once
             self._move(*self._judge(self.info))
         return info

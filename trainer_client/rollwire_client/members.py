@@ -12,7 +12,7 @@ from rollwire_client import addresses as sources
 from rollwire_client.channels import Credentials, CredentialsError
 from rollwire_client.client import RolloutClient, Timeouts
 from rollwire_client.data import ServerState
-from rollwire_client.errors import ClosedError, UnavailableError
+from rollwire_client.errors import ClosedError, UnavailableError, WeightVersionError
 from rollwire_client.lifecycle import Life
 from rollwire_client.member import Member
 from rollwire_client.request import generate_request
@@ -141,6 +141,7 @@ class Members:
         self.policy = policy
         for member in self._all.values():
             member.expect(policy)
+        self._on_change()
 
     async def behind(self) -> list[Member]:
         """Asks all servers; those that could serve the policy published last, and do not."""
@@ -241,21 +242,37 @@ class Members:
 
     async def _pick(self, request: rollout_pb2.GenerateRequest, *, timeout: float) -> Member:
         """One of the servers that are ready, as ``rollout.Pick`` has it."""
+        most = request.max_weight_version if request.HasField("max_weight_version") else None
         clock = asyncio.get_running_loop().time
         give_up = clock() + timeout
         while True:
             self._check_open()
             now = clock()
-            ready = [m for m in self.members if m.problem is None]
+            ready = [m for m in self.members if m.problem is None and not _is_ahead(m, most)]
             if free := [m for m in ready if m.full_until <= now]:
                 return self._router.choose(free, request)
+            if most is not None:
+                self._check_bound(most)
             if now >= give_up:
-                raise UnavailableError(f"no server is ready: {self._problems()}")
+                raise UnavailableError(f"no server is ready: {self._problems(most)}")
             until = min([give_up, *(m.full_until for m in ready)])
             change = self._change
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(until - now):
                     await change.wait()
+
+    def _check_bound(self, most: int) -> None:
+        """Raises WeightVersionError if no server may sample under version ``most`` any more."""
+        members = self.members
+        if any(m.may_serve(most) for m in members):
+            return
+        newest = self.policy.version if self.policy is not None else None
+        if (newest is not None and newest > most) or any(m.is_ahead(most) for m in members):
+            raise WeightVersionError(
+                f"no server serves version {most} or an older one any more, and none will, as "
+                f"versions only rise: {self._problems(most)}",
+                reason="WEIGHTS_TOO_NEW",
+            )
 
     def _check_open(self) -> None:
         if self._closed:
@@ -265,10 +282,21 @@ class Members:
         self._change.set()
         self._change = asyncio.Event()
 
-    def _problems(self) -> str:
-        return "; ".join(
-            str(member.problem or f"{member.address}: its queue is full") for member in self.members
-        )
+    def _problems(self, most: int | None = None) -> str:
+        return "; ".join(_problem(member, most) for member in self.members)
+
+
+def _problem(member: Member, most: int | None) -> str:
+    """Why a server does not take a sequence now."""
+    if most is not None and member.is_ahead(most):
+        version = member.version
+        newer = f"version {version}" if version is not None and version > most else "a newer one"
+        return f"{member.address}: serves {newer}"
+    return str(member.problem or f"{member.address}: its queue is full")
+
+
+def _is_ahead(member: Member, most: int | None) -> bool:
+    return most is not None and member.is_ahead(most)
 
 
 def _keep(work: Coroutine[Any, Any, T], tasks: set[asyncio.Task[Any]]) -> asyncio.Task[T]:

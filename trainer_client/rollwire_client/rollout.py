@@ -17,6 +17,7 @@ from rollwire_client.errors import (
     ServerNotReadyError,
     TimedOutError,
     UnavailableError,
+    WeightVersionError,
 )
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Pick(Protocol):
         """Waits for a server, preferably one whose weights the request takes now.
 
         Raises:
+            WeightVersionError: All have newer weights than the request takes.
             UnavailableError: None was ready within ``timeout`` seconds.
         """
 
@@ -150,10 +152,13 @@ class Rollout:
         Raises:
             RollwireError: There is none.
         """
-        if not failure.elsewhere:
+        too_new = isinstance(failure, WeightVersionError) and failure.reason == "WEIGHTS_TOO_NEW"
+        if not (failure.elsewhere or too_new):
             raise failure
         logger.info("%s: sequence %s goes on elsewhere", failure, self._request.request_id)
-        if isinstance(failure, QueueFullError):  # a busy server is no failure: the next one, then
+        if too_new:  # no failure either way: another server may serve an older version
+            member.refused_as_too_old(self._request.max_weight_version)
+        elif isinstance(failure, QueueFullError):
             member.full_until = self._clock() + (failure.retry_after or 1.0)
         else:
             member.doubt(failure)

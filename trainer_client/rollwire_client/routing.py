@@ -30,7 +30,7 @@ class Router:
         self._homes: OrderedDict[str, tuple[Member, str]] = OrderedDict()
 
     def choose(self, servers: Sequence[Member], request: rollout_pb2.GenerateRequest) -> Member:
-        """One of ``servers``, which are at least one and could take any sequence."""
+        """One of ``servers``: at least one, none with weights too new for the request."""
         fitting = _fitting(servers, request)
         least = min(fitting, key=lambda member: member.outstanding_tokens)
         if not (session := request.session_id):
@@ -49,13 +49,10 @@ class Router:
 
 
 def _fitting(servers: Sequence[Member], request: rollout_pb2.GenerateRequest) -> Sequence[Member]:
-    """Those that serve a version which the sequence takes; else those that may come to serve it:
-    one that is behind makes the sequence wait, one that is ahead refuses it.
+    """Those that serve a version which the sequence takes; else all: there it waits for newer
+    weights.
     """
-    least = request.min_weight_version if request.HasField("min_weight_version") else None
-    most = request.max_weight_version if request.HasField("max_weight_version") else None
-    not_ahead = [m for m in servers if most is None or m.version is None or m.version <= most]
-    current = [
-        m for m in not_ahead if least is None or (m.version is not None and m.version >= least)
-    ]
-    return current or not_ahead or servers
+    if not request.HasField("min_weight_version"):
+        return servers
+    least = request.min_weight_version
+    return [m for m in servers if m.version is not None and m.version >= least] or servers
