@@ -107,6 +107,19 @@ def test_an_abort_in_the_middle_of_a_message_ends_both_ends_at_once(who: str) ->
     assert time.monotonic() - start < 5
 
 
+def test_a_program_that_ends_with_a_message_under_way_ends_as_it_would() -> None:
+    """A thread that comes back from gloo during the interpreter's end would abort the process."""
+    done = subprocess.run(
+        [sys.executable, "-m", "support.stuck_exit"],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
 def test_an_abort_reaches_members_that_the_failed_one_did_not_talk_to() -> None:
     with group(receivers=3) as (trainer, *servers), ThreadPoolExecutor(2) as pool:
         receiving = [

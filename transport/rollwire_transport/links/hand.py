@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -13,12 +15,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 
+EXIT_SECONDS = 60.0
+"""A program that ends waits so long for threads that are within a library: one that comes back to
+Python while the interpreter is taken apart ends the whole process by SIGABRT, whatever it has
+achieved (before Python 3.14). What they wait for has a deadline, which is 30 s by default."""
+
+_at_work: set[int] = set()  # threads
+
 
 class Hand(Generic[T]):
     """Does one thing after another to an object, in a thread of its own.
 
     The thread lets go of the object in the end, which may take its time too. It is a daemon: what
-    never comes back does not keep the process.
+    never comes back does not keep the process for longer than ``EXIT_SECONDS``.
 
     Args:
         held: The object. ``let_go`` can only give it back if nobody else keeps it.
@@ -61,7 +70,19 @@ class Hand(Generic[T]):
 
 
 def _work(held: list[T], jobs: SimpleQueue[Callable[[T], None] | None]) -> None:
-    one = held.pop()
+    one, me = held.pop(), threading.get_ident()
     while job := jobs.get():
+        _at_work.add(me)
         job(one)
         del job  # with what it holds, before the next comes
+        _at_work.discard(me)
+    _at_work.add(me)
+    del one
+    _at_work.discard(me)
+
+
+@atexit.register
+def _let_them_come_back() -> None:
+    give_up = time.monotonic() + EXIT_SECONDS
+    while _at_work and time.monotonic() < give_up:
+        time.sleep(0.01)
