@@ -18,6 +18,7 @@ import functools
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from rollwire_client.background import Background
+from rollwire_client.batches import Batcher
 from rollwire_client.errors import ClosedError
 from rollwire_client.fleet import Fleet
 from rollwire_client.handle import PublishHandle
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from rollwire_client.reports import PublishReport
     from rollwire_client.session import Conversation
 
-__all__ = ["SyncFleet", "SyncPublishHandle", "SyncPublisher", "SyncSession"]
+__all__ = ["SyncBatcher", "SyncFleet", "SyncPublishHandle", "SyncPublisher", "SyncSession"]
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -55,6 +56,21 @@ def _waits(
     @functools.wraps(method)
     def call(self: _Facade[A], /, *args: P.args, **named: P.kwargs) -> R:
         return self._background.call(method(self._inner, *args, **named))
+
+    return call
+
+
+def _runs(
+    method: Callable[Concatenate[A, P], R],
+) -> Callable[Concatenate[_Facade[A], P], R]:
+    """The same method of the facade, run in the loop's thread."""
+
+    @functools.wraps(method)
+    def call(self: _Facade[A], /, *args: P.args, **named: P.kwargs) -> R:
+        async def run() -> R:
+            return method(self._inner, *args, **named)
+
+        return self._background.call(run())
 
     return call
 
@@ -242,3 +258,43 @@ class SyncPublisher(_Facade[Publisher]):
     publish = _begins(Publisher.publish)
     schema = _waits(Publisher.schema)
     catch_up = _waits(Publisher.catch_up)
+
+
+class SyncBatcher(_Facade[Batcher]):
+    """A ``Batcher`` for a ``SyncFleet``, made with the arguments of ``Batcher``; a context manager.
+
+    What it is given to call (``reward``, ``decide``, ``stop``) it calls in the fleet's thread.
+    """
+
+    @_takes_after_fleet(Batcher.__init__)
+    def __init__(self, fleet: SyncFleet, **named: Any) -> None:
+        inner, background = fleet._inner, fleet._background  # noqa: SLF001 - a facade too
+        super().__init__(Batcher(inner, **named), background)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ClosedError):  # with the fleet
+            self.close()
+
+    collect = _waits(Batcher.collect)
+    evaluate = _waits(Batcher.evaluate)
+    close = _waits(Batcher.close)
+    save = _runs(Batcher.save)
+    load = _runs(Batcher.load)
+
+    @property
+    def version(self) -> int | None:
+        """The trainer's step of the latest batch."""
+        return self._inner.version
+
+    @property
+    def handed_out(self) -> int:
+        """Groups so far."""
+        return self._inner.handed_out
+
+    @property
+    def dropped(self) -> int:
+        """Groups so far."""
+        return self._inner.dropped

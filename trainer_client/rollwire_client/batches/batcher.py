@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from rollwire_client.batches import saved
+from rollwire_client.batches.bar import Bar
 from rollwire_client.batches.collecting import Stock, collect
 from rollwire_client.batches.data import Decision, Drop, Tail
 from rollwire_client.batches.evaluation import evaluate
@@ -66,6 +67,7 @@ class Batcher:
             the fleet gave it up) or anew with other draws (if a server failed at it).
         weights_timeout: Seconds that ``collect`` waits for weights that are new enough.
         options: Of the rollouts, such as ``logprob_basis`` and ``timeout``.
+        bar: Show one on a terminal while a batch is collected.
 
     Attributes:
         version: The trainer's step of the latest batch.
@@ -87,6 +89,7 @@ class Batcher:
         refills: int = 2,
         weights_timeout: float = 60.0,
         options: RolloutOptions | None = None,
+        bar: bool = True,
     ) -> None:
         options = RolloutOptions() if options is None else options
         if own := [name for name in _OWN_OPTIONS if name in options]:
@@ -103,6 +106,7 @@ class Batcher:
         self._stock = Stock(recipe)
         self._max_lag = max_lag
         self._weights_timeout = weights_timeout
+        self._bar = bar
         self._collecting = False
 
     async def __aenter__(self) -> Self:
@@ -162,7 +166,8 @@ class Batcher:
         try:
             await self._await_weights(plan)
             self.version = plan.version
-            batch = await collect(plan, self._stock, iter(prompts), decide, stop)
+            with Bar(_title(plan), target, wanted=self._bar) as bar:
+                batch = await collect(plan, self._stock, iter(prompts), decide, stop, bar)
         finally:
             self._collecting = False
         self.handed_out += len(batch.finished.groups)
@@ -197,7 +202,7 @@ class Batcher:
         recipe = replace(
             self._stock.recipe, size=samples, sampling=sampling or self._stock.recipe.sampling
         )
-        return await evaluate(recipe, prompts, version)
+        return await evaluate(recipe, list(prompts), version, bar=self._bar)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes what is carried or begun, with its tokens so far, and the counters.
@@ -263,3 +268,7 @@ class Batcher:
                     f"within {self._weights_timeout:g} s: publish the policy, or allow more lag"
                 )
             await asyncio.sleep(_POLL)
+
+
+def _title(plan: Plan) -> str:
+    return "batch" if plan.version is None else f"batch of version {plan.version}"

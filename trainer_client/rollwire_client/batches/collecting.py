@@ -14,6 +14,7 @@ from rollwire_client.errors import RefusedError, ServerFailedError, TimedOutErro
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from rollwire_client.batches.bar import Bar
     from rollwire_client.batches.data import Group, Prompt
     from rollwire_client.batches.group import LiveGroup, Member, Recipe
     from rollwire_client.batches.ledger import Plan
@@ -55,9 +56,10 @@ async def collect(
     prompts: Iterator[Prompt],
     decide: Callable[[Group], Decision],
     stop: Callable[[Progress], bool],
+    bar: Bar,
 ) -> Batch:
     """The batch that ``plan`` asks for; see ``Batcher.collect``."""
-    batch = _Collecting(plan, stock, prompts, decide, stop)
+    batch = _Collecting(plan, stock, prompts, decide, stop, bar)
     try:
         await batch.run()
     except BaseException:
@@ -74,6 +76,7 @@ class _Collecting:
         prompts: Iterator[Prompt],
         decide: Callable[[Group], Decision],
         stop: Callable[[Progress], bool],
+        bar: Bar,
     ) -> None:
         self._plan = plan
         self._stock = stock
@@ -81,6 +84,7 @@ class _Collecting:
         self._prompts = prompts
         self._decide = decide
         self._stop = stop
+        self._bar = bar
         self._clock = asyncio.get_running_loop().time
         self._begun = self._clock()
         self._more = True  # prompts
@@ -98,7 +102,9 @@ class _Collecting:
             for group in self._pool.ended():
                 self._settle(group)
             self._admit()
-            if self._choose() or self._ledger.is_over(self._clock()):
+            over = self._choose()
+            self._show()
+            if over or self._ledger.is_over(self._clock()):
                 return
             if self._more and self._ledger.room():
                 continue
@@ -173,6 +179,10 @@ class _Collecting:
             if self._stop(self._progress()):
                 return True
         return False
+
+    def _show(self) -> None:
+        now = self._progress()
+        self._bar.show(now.chosen, f"{now.sampling} sampling, {now.ready} ready")
 
     def _drop(self, number: int, why: DropReason, error: Exception | None = None) -> None:
         self._ledger.drop(number)

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from rollwire_client.batches.bar import Bar
 from rollwire_client.batches.data import Evaluation, Part
 from rollwire_client.batches.group import sample_group
 from rollwire_client.batches.pool import Pool
@@ -13,7 +14,7 @@ from rollwire_client.errors import WeightVersionError
 from rollwire_client.tasks import end
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from rollwire_client.batches.data import Prompt
     from rollwire_client.batches.group import LiveGroup, Recipe
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 AT_ONCE = 1024  # sequences
 
 
-async def evaluate(recipe: Recipe, prompts: Iterable[Prompt], version: int | None) -> Evaluation:
+async def evaluate(
+    recipe: Recipe, prompts: Sequence[Prompt], version: int | None, *, bar: bool
+) -> Evaluation:
     """See ``Batcher.evaluate``."""
     clock = asyncio.get_running_loop().time
     begun = clock()
@@ -37,10 +40,13 @@ async def evaluate(recipe: Recipe, prompts: Iterable[Prompt], version: int | Non
             await sample_group(group, recipe)
 
     tasks = [asyncio.create_task(sample(group)) for group in groups]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        await end(tasks)
+    with Bar("evaluation", len(tasks), wanted=bar) as shown:
+        try:
+            for done, task in enumerate(asyncio.as_completed(tasks), 1):
+                await task
+                shown.show(done)
+        finally:
+            await end(tasks)
     samples = Part(tuple(group.snapshot() for group in groups))
     return Evaluation(version, _digest(samples), samples, clock() - begun)
 
