@@ -1,0 +1,54 @@
+"""A bar on the terminal while a batch takes its time."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+class Bar:
+    """How many of ``total`` are done, on standard error; gone when it is left.
+
+    There is none off a terminal, without rich (it comes with ``rollwire[cli]``), or if it is not
+    ``wanted``.
+    """
+
+    def __init__(self, what: str, total: int, *, wanted: bool) -> None:
+        self._shown: tuple[Progress, TaskID] | None = None
+        if wanted and sys.stderr.isatty() and importlib.util.find_spec("rich"):
+            self._shown = _bar(what, total)
+
+    def __enter__(self) -> Self:
+        if self._shown is not None:
+            self._shown[0].start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown is not None:
+            self._shown[0].stop()
+
+    def show(self, done: int, beside: str = "") -> None:
+        """So many are done by now."""
+        if self._shown is not None:
+            progress, task = self._shown
+            progress.update(task, completed=done, beside=beside)
+
+
+def _bar(what: str, total: int) -> tuple[Progress, TaskID]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[beside]}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    return progress, progress.add_task(what, total=total, beside="")
