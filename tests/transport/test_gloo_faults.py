@@ -241,6 +241,14 @@ def threads_and_descriptors() -> tuple[int, int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts what /proc lists")
+def await_hands() -> None:
+    """Returns once gloo has let go of all messages."""
+    until = time.monotonic() + 2 * TIMEOUT
+    while any(thread.name == "rollwire-gloo" for thread in threading.enumerate()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def test_nothing_is_left_behind() -> None:
     def succeed() -> None:
         with group() as links:
@@ -264,6 +272,7 @@ def test_nothing_is_left_behind() -> None:
             meeting.form(0.05)
         meeting.close()
 
+    await_hands()  # of the tests before
     for action in (succeed, fail, never_form):
         action()  # what is made once and kept
         gc.collect()
