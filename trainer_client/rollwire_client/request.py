@@ -79,12 +79,9 @@ def generate_request(
     _check_names(options)
     if not isinstance(sampling, Sampling):
         raise TypeError(f"sampling is {reprlib.repr(sampling)}, not a Sampling(…)")
-    made = rollout_pb2.GenerateRequest(sampling=rollout_pb2.SamplingParams())
+    made = rollout_pb2.GenerateRequest(sampling=sampling_message(sampling))
     put(made, "request_id", options.get("request_id") or uuid.uuid4().hex)
     put_all(made, "prompt_token_ids", prompt_ids)
-    for field in _SAMPLING_FIELDS:
-        fill = put_all if field == "stop_token_ids" else put
-        fill(made.sampling, field, getattr(sampling, field), within="sampling.")
     basis = options.get("logprob_basis", LogprobBasis.TEMPERATURE)
     if not isinstance(basis, LogprobBasis):
         raise _misfit("logprob_basis", basis, "a LogprobBasis")
@@ -97,6 +94,19 @@ def generate_request(
     put(made, "max_weight_version", options.get("max_weight_version"))
     put(made, "session_id", options.get("session_id"))
     put_seconds(made, "timeout", options.get("timeout"))
+    return made
+
+
+def sampling_message(sampling: Sampling) -> rollout_pb2.SamplingParams:
+    """How to sample, as it goes over the wire.
+
+    Raises:
+        InvalidRequestError: A value does not fit its field.
+    """
+    made = rollout_pb2.SamplingParams()
+    for field in _SAMPLING_FIELDS:
+        fill = put_all if field == "stop_token_ids" else put
+        fill(made, field, getattr(sampling, field), within="sampling.")
     return made
 
 

@@ -14,6 +14,7 @@ from rollwire_client.data import (
     FinishReason,
     KvPolicy,
     LogprobBasis,
+    Sampling,
     ServerInfo,
     ServerState,
     WeightTag,
@@ -67,6 +68,21 @@ def weight_tag_message(tag: WeightTag) -> common_pb2.WeightTag:
     """The same as a message."""
     return common_pb2.WeightTag(
         version=tag.version, revision=tag.revision, server_id=tag.server_id, digest=tag.digest
+    )
+
+
+def sampling(message: rollout_pb2.SamplingParams) -> Sampling:
+    """How to sample, of a message in which all is said that ``Sampling`` does not leave open."""
+    return Sampling(
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        max_new_tokens=message.max_new_tokens if message.HasField("max_new_tokens") else None,
+        min_new_tokens=message.min_new_tokens,
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        seed=message.seed if message.HasField("seed") else None,
     )
 
 

@@ -75,6 +75,7 @@ class SavedGroup(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     INFO_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
     prompt_id: _builtins.str
     epoch: _builtins.int
     info: _builtins.str
@@ -85,6 +86,10 @@ class SavedGroup(_message.Message):
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SavedSample]:
         """all members, also those of which nothing is sampled yet"""
 
+    @_builtins.property
+    def sampling(self) -> _rollout_pb2.SamplingParams:
+        """absent: the batcher's"""
+
     def __init__(
         self,
         *,
@@ -93,10 +98,11 @@ class SavedGroup(_message.Message):
         epoch: _builtins.int = ...,
         info: _builtins.str = ...,
         samples: _abc.Iterable[Global___SavedSample] | None = ...,
+        sampling: _rollout_pb2.SamplingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "info", b"info", "prompt_id", b"prompt_id", "prompt_token_ids", b"prompt_token_ids", "samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "info", b"info", "prompt_id", b"prompt_id", "prompt_token_ids", b"prompt_token_ids", "samples", b"samples", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -228,6 +228,18 @@ async def test_the_same_prompt_twice_is_refused() -> None:
             await batcher.collect(twice, 3)
 
 
+async def test_a_prompt_may_say_how_it_is_sampled() -> None:
+    async with FakeServer() as server, fleet_of(server) as fleet:
+        batcher = batcher_of(fleet, sampling=Sampling(max_new_tokens=5))
+        own = Prompt("b", [1], sampling=Sampling(max_new_tokens=9, temperature=0.5))
+        batch = await batcher.collect([Prompt("a", [1]), own], 2)
+        assert batch.finished.lengths == (5, 5, 9, 9)
+        assert server.requests[-1].sampling.temperature == 0.5
+        seeded = Prompt("c", [1], sampling=Sampling(seed=1))
+        with pytest.raises(ValueError, match="the sampling of prompt 'c' has a seed"):
+            await batcher.collect([seeded], 1)
+
+
 async def test_a_prompt_that_is_none_is_refused_before_anything_is_sampled() -> None:
     async with held() as (server, batcher):
         with pytest.raises(InvalidRequestError, match="prompt_token_ids"):

@@ -97,6 +97,25 @@ async def test_what_is_complete_is_not_sampled_again(tmp_path: Path) -> None:
     assert len(server.requests) == sampled
 
 
+async def test_how_a_prompt_is_sampled_is_saved_too(tmp_path: Path) -> None:
+    own = Sampling(0.7, 0.9, 5, 0.1, 500, 499, (3, 4), ignore_eos=True)
+    async with HeldServer(set()) as server, fleet_of(server) as fleet:
+        async with batcher_of(fleet) as batcher:
+            collecting = asyncio.create_task(batcher.collect([Prompt("a", [1], sampling=own)], 1))
+            await until(lambda: server.running == 2)
+            batcher.save(tmp_path / "buffer")
+            collecting.cancel()
+            await asyncio.wait([collecting])
+        async with batcher_of(fleet) as batcher:
+            batcher.load(tmp_path / "buffer")
+            collecting = asyncio.create_task(batcher.collect([], 1))
+            await until(lambda: len(server.requests) == 4)
+            collecting.cancel()
+            await asyncio.wait([collecting])
+    for first, again in zip(server.requests[:2], server.requests[2:], strict=True):
+        assert first.sampling == again.sampling
+
+
 @pytest.fixture
 async def saved(tmp_path: Path) -> Path:
     async with HeldServer({2}, version=3) as server:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rollwire_client.data import Sampling
     from rollwire_client.trajectory import Trajectory
 
 
@@ -21,6 +22,7 @@ class Prompt:
         id: Names it in the trainer's data.
         token_ids: At least one: any sequence of integers.
         epoch: Which pass over the data this is; the seeds of its samples differ from pass to pass.
+        sampling: How to sample this one; without a seed. None: as the batcher says.
         info: The caller's own, such as the right answer, for its reward function. A buffer that is
             saved writes it as JSON.
     """
@@ -28,6 +30,7 @@ class Prompt:
     id: str
     token_ids: Sequence[int]
     epoch: int = 0
+    sampling: Sampling | None = None
     info: Any = None
 
 

@@ -194,7 +194,7 @@ async def _attempt(group: LiveGroup, member: Member, recipe: Recipe) -> None:
         options["min_weight_version"] = group.oldest_version
     draft, rollout = recipe.fleet.begin(
         prompt.token_ids,
-        replace(recipe.sampling, seed=seed),
+        replace(prompt.sampling or recipe.sampling, seed=seed),
         options,
         prefix=member.trajectory(),
     )

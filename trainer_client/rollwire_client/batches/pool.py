@@ -41,7 +41,8 @@ class Pool:
             members: What there is of them already. Default: nothing.
 
         Raises:
-            ValueError: The same prompt is under way in the same epoch: its samples would be equal.
+            ValueError: Its sampling has a seed, or the same prompt is under way in the same epoch:
+                samples would be equal.
             InvalidRequestError: Its token ids are none.
         """
         key = prompt.id, prompt.epoch
@@ -50,6 +51,8 @@ class Pool:
                 f"prompt {prompt.id!r} of epoch {prompt.epoch} is under way already: the seeds "
                 f"of its samples would be equal; give each pass over the data its epoch"
             )
+        if prompt.sampling is not None and prompt.sampling.seed is not None:
+            raise ValueError(f"the sampling of prompt {prompt.id!r} has a seed: leave it out")
         prompt = replace(prompt, token_ids=checked_token_ids(prompt.token_ids))
         if members is None:
             size = self._recipe.size

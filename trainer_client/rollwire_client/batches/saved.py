@@ -20,6 +20,7 @@ from rollwire_client import wire
 from rollwire_client.batches.data import Prompt
 from rollwire_client.batches.group import LiveGroup, Member
 from rollwire_client.errors import BufferFileError
+from rollwire_client.request import sampling_message
 from rollwire_client.trajectory import Draft, Segment, Trajectory
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def _group_message(group: LiveGroup) -> buffer_pb2.SavedGroup:
         prompt_token_ids=prompt.token_ids,
         epoch=prompt.epoch,
         info=info,
+        sampling=None if prompt.sampling is None else sampling_message(prompt.sampling),
         samples=[_sample_message(member) for member in group.members],
     )
 
@@ -128,6 +130,7 @@ def _group(message: buffer_pb2.SavedGroup) -> tuple[Prompt, list[Member]]:
         token_ids=tuple(message.prompt_token_ids),
         epoch=message.epoch,
         info=json.loads(message.info),
+        sampling=wire.sampling(message.sampling) if message.HasField("sampling") else None,
     )
     members = [
         _member(index, prompt.token_ids, sample) for index, sample in enumerate(message.samples)
