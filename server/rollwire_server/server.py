@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -166,6 +167,8 @@ class RolloutServer:
         log.info("loading", model=self._settings.model)
         weights = await self._engine.start(self._server_id, self._rollouts)
         await updates.served.loaded(weights)
+        gc.collect()
+        gc.freeze()  # else a full collection walks over all of torch: a quarter of a second
         self._lifecycle.attach(self._engine)
         awaiting = self._settings.await_weights
         self._lifecycle.happened(Event.LOADED_AWAITING if awaiting else Event.LOADED)
