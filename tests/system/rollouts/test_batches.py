@@ -1,0 +1,166 @@
+"""Batches on real processes: killed servers, a policy that moves on, a trainer that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pty
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from rollwire_client import Carry, Fleet
+from rollwire_client.batches.seeds import seed_of
+from rollwire_client.sync import SyncBatcher, SyncFleet
+from support.batching import (
+    GROUP,
+    LAG,
+    RATE,
+    SAMPLING,
+    SEED,
+    batcher_of,
+    length,
+    prompts,
+    trained,
+)
+from support.synthetic import labels_are_honest, start_synthetic
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rollwire_client import Batch, Group
+    from support.servers import ServerProcess, StartServer
+
+SECONDS = 120
+
+
+def assert_honest(groups: Iterable[Group]) -> None:
+    """Fails unless each token is what the weights of its label sample at its place."""
+    for group in groups:
+        for member, sample in enumerate(group.samples):
+            seed = seed_of(SEED, group.prompt.id, group.prompt.epoch, member)
+            assert labels_are_honest(sample.trajectory, seed)
+
+
+@pytest.mark.slow
+async def test_servers_that_die_and_policies_that_move_on_lose_no_group(
+    start_server: StartServer,
+) -> None:
+    servers = [start_synthetic(start_server, RATE) for _ in range(3)]
+    batches: list[Batch] = []
+    async with Fleet([s.address for s in servers]) as fleet, batcher_of(fleet) as batcher:
+        source = prompts()
+        batches += await trained(fleet, batcher, source, range(1, 4))
+        servers[0].kill()
+        batches += await trained(fleet, batcher, source, range(4, 7))
+        await asyncio.to_thread(start_synthetic, start_server, RATE, "--listen", servers[0].address)
+        servers[1].kill()
+        batches += await trained(fleet, batcher, source, range(7, 10))
+        taken = int(next(source).id)
+    finished = [group for batch in batches for group in batch.groups]
+    dropped = [group for batch in batches for group in batch.dropped.groups]
+    assert len(finished) == 9 * 8
+    known = [group.prompt.id for group in (*finished, *dropped, *batches[-1].carried.groups)]
+    assert sorted(known, key=int) == [str(number) for number in range(taken)]
+    assert_honest([*finished, *dropped, *batches[-1].carried.groups])
+    for batch in batches:
+        for group in batch.groups:
+            assert group.complete
+            assert min(group.versions) >= batch.version - LAG
+    assert max(len(group.versions) for group in finished) > 1  # some crossed an update
+    assert any(len(set(s.trajectory.servers)) > 1 for group in finished for s in group.samples)
+
+
+def saved_and_killed(buffer: Path, addresses: list[str]) -> list[str]:
+    """The prompts of the first batch of a trainer that saved the rest, and died."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "support.batching", buffer, *addresses],
+        stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+    ) as trainer:  # fmt: skip
+        assert trainer.stdout is not None
+        told = trainer.stdout.readline().split()
+        trainer.kill()
+    return told
+
+
+@pytest.mark.slow
+async def test_a_trainer_that_is_killed_goes_on_with_what_it_saved(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    servers = [start_synthetic(start_server, RATE) for _ in range(2)]
+    addresses = [server.address for server in servers]
+    first = await asyncio.to_thread(saved_and_killed, tmp_path / "buffer", addresses)
+    assert len(first) == 8
+    async with Fleet(addresses) as fleet, batcher_of(fleet) as batcher:
+        batcher.load(tmp_path / "buffer")
+        (batch,) = await trained(fleet, batcher, prompts(16), range(2, 3))
+    carried = {str(number) for number in range(16)} - set(first)
+    again = {group.prompt.id for group in (*batch.groups, *batch.carried.groups)}
+    assert carried <= again
+    assert not again & set(first)
+    assert_honest([*batch.groups, *batch.carried.groups])
+    assert any(group.versions == {1, 2} for group in batch.groups)
+
+
+@pytest.fixture
+def one(start_server: StartServer) -> ServerProcess:
+    return start_synthetic(start_server, RATE)
+
+
+def test_a_trainer_that_is_not_async(one: ServerProcess, tmp_path: Path) -> None:
+    named = {"seed": SEED, "group_size": GROUP, "sampling": SAMPLING, "reward": length}
+    with SyncFleet([one.address]) as fleet:
+        source = prompts()
+        with SyncBatcher(fleet, **named) as batcher:
+            batch = batcher.collect(source, 2, over_sample=2.0, tail=Carry())
+            batcher.save(tmp_path / "buffer")
+            assert (batcher.handed_out, batcher.dropped, batcher.version) == (2, 0, None)
+            told = batcher.evaluate(islice(prompts(100), 3), samples=2)
+            assert len(told.samples.lengths) == 6
+        with SyncBatcher(fleet, **named) as batcher:
+            batcher.load(tmp_path / "buffer")
+            rest = batcher.collect([], 2)
+    assert len(rest.groups) == 2
+    both = {group.prompt.id for group in (*batch.groups, *rest.groups)}
+    assert both == {"0", "1", "2", "3"}
+    assert_honest([*batch.groups, *rest.groups])
+
+
+SCRIPT = """
+import sys
+from rollwire_client import Prompt, Sampling
+from rollwire_client.sync import SyncBatcher, SyncFleet
+
+with SyncFleet(sys.argv[1:]) as fleet:
+    batcher = SyncBatcher(fleet, seed=1, group_size=1, sampling=Sampling(max_new_tokens=100))
+    batcher.collect([Prompt(str(i), [1]) for i in range(3)], 3)
+"""
+
+
+def test_a_batch_shows_a_bar_on_a_terminal_and_nothing_elsewhere(one: ServerProcess) -> None:
+    command = [sys.executable, "-c", SCRIPT, one.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    with subprocess.Popen(command, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        shown = b""
+        while piece := read(ours):
+            shown += piece
+    os.close(ours)
+    assert process.returncode == 0
+    assert b"batch" in shown
+    assert b"0/3" in shown
+    assert b"sampling" in shown
+
+
+def read(terminal: int) -> bytes:
+    """What was written, until nobody can write any more."""
+    try:
+        return os.read(terminal, 4096)
+    except OSError:
+        return b""
