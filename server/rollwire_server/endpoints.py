@@ -16,6 +16,7 @@ from rollwire.v1 import rollout_pb2, weights_pb2
 from rollwire_server.metrics import serving
 from rollwire_server.security import Authentication, server_credentials
 from rollwire_server.settings import split_listening
+from rollwire_server.sizes import LARGEST_BYTES, MessageSizes
 
 if TYPE_CHECKING:
     from rollwire_server.counts import Counts
@@ -25,11 +26,10 @@ if TYPE_CHECKING:
 
 ROLLOUT_SERVICE: str = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
 WEIGHT_SERVICE: str = weights_pb2.DESCRIPTOR.services_by_name["WeightService"].full_name
-MANIFEST_BYTES = 32 << 20  # the only large message: 10 MiB for 100,000 tensors
 FLUSH_SECONDS = 2.0  # for streams to deliver their last messages
 CHANNEL_OPTIONS = [
     ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server on it
-    ("grpc.max_receive_message_length", MANIFEST_BYTES),
+    ("grpc.max_receive_message_length", LARGEST_BYTES),
     # Clients keep long silent streams alive; do not send them away for it.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -57,7 +57,7 @@ class Endpoints:
         self._closing = contextlib.ExitStack()
         self._health_servicer = health.aio.HealthServicer()
         self.api = grpc.aio.server(
-            interceptors=[Authentication(access, counts)], options=CHANNEL_OPTIONS
+            interceptors=[Authentication(access, counts), MessageSizes()], options=CHANNEL_OPTIONS
         )
         self.addresses = {"listen": _bind(self.api, settings.listen, server_credentials(settings))}
         health_pb2_grpc.add_HealthServicer_to_server(self._health_servicer, self.api)

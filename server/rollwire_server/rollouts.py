@@ -17,6 +17,7 @@ import structlog
 from rollwire_server.engines.base import EndReason
 from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.lifecycle import Rpc
+from rollwire_server.retained import Retained
 from rollwire_server.sequences import FinishReason, Reader, Sequence, new_sequence
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 ATTEMPTS_REMEMBERED = 100_000
-MOST_KEPT = 10_000
+MOST_KEPT = 10_000  # to be picked up
+MOST_UNREAD = 10_000  # by streams that are there
+MOST_BYTES = 1 << 30  # of either
 
 
 class Rollouts:
@@ -65,7 +68,8 @@ class Rollouts:
         self._records: dict[str, Sequence] = {}
         self._sampling: dict[int, Sequence] = {}
         self._awaiting_version: dict[Sequence, None] = {}
-        self._kept: dict[Sequence, None] = {}  # ended, to be picked up; oldest first
+        self._kept = Retained(MOST_KEPT, MOST_BYTES)
+        self._unread = Retained(MOST_UNREAD, MOST_BYTES)
         self._attempts: OrderedDict[str, int] = OrderedDict()
         self._dropped: list[int] = []
         self._drops = asyncio.Event()
@@ -105,6 +109,7 @@ class Rollouts:
             self._lifecycle.check(Rpc.PICK_UP)
             return self._pick_up(record, request, outbox, handle)
         self._lifecycle.check(Rpc.GENERATE)
+        self._refuse_unread()
         sequence = new_sequence(request)
         complete = sequence.complete()
         if complete is None:
@@ -138,6 +143,7 @@ class Rollouts:
         if sequence.reader is not reader:
             return
         sequence.reader = None
+        self._unread.discard(sequence)
         grace = sequence.request.detach_grace
         if self._records.get(sequence.request.request_id) is not sequence:
             return  # it has ended, and was forgotten
@@ -275,6 +281,14 @@ class Rollouts:
                 "or try again",
             )
 
+    def _refuse_unread(self) -> None:
+        if self._unread.full:
+            raise ServiceError(
+                Reason.QUEUE_FULL,
+                "what has ended and was not read yet takes all the memory that it may: read the "
+                "streams that are open, or use another server",
+            )
+
     def _refuse_weights(self, request: Request) -> None:
         if is_too_new(self._version, request):
             raise ServiceError(
@@ -323,6 +337,8 @@ class Rollouts:
     ) -> Reader:
         at = sequence.prefix_length if offset is None else offset
         sequence.reader = Reader(sequence, outbox, handle, at)
+        if sequence.end is not None:
+            self._unread.add(sequence)
         outbox.put(sequence.reader)
         return sequence.reader
 
@@ -358,14 +374,16 @@ class Rollouts:
         if not self.live:
             self._idle.set()
         self._tell(sequence)
+        if sequence.reader is not None:
+            self._unread.add(sequence)
         grace = request.detach_grace
         if grace <= 0:
             self._forget(sequence)
             return
-        self._kept[sequence] = None
-        if len(self._kept) > MOST_KEPT:
-            self._forget(next(iter(self._kept)))
-        if "grace" not in sequence.timers:
+        self._kept.add(sequence)
+        while self._kept.full:
+            self._forget(self._kept.oldest)
+        if self._records.get(request.request_id) is sequence and "grace" not in sequence.timers:
             self._arm(sequence, "grace", grace, self._forget)
 
     def _grace_over(self, sequence: Sequence) -> None:
@@ -392,7 +410,7 @@ class Rollouts:
         self._end(sequence, error)
 
     def _forget(self, sequence: Sequence) -> None:
-        self._kept.pop(sequence, None)
+        self._kept.discard(sequence)
         for name in list(sequence.timers):
             self._disarm(sequence, name)
         if self._records.get(sequence.request.request_id) is sequence:

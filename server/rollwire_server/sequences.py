@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 EXTRA_BYTES = 1 << 19  # of prompt log-probabilities and routing, a message
 BYTES_A_TOP = 9
+NUMBER_BYTES = 36  # a number of Python's own, and its place in a list
+OWN_BYTES = 4096  # a sequence without any
 
 
 class FinishReason(enum.Enum):
@@ -77,6 +79,11 @@ class PromptPart:
     weights: WeightTag
     size: int
 
+    @property
+    def held_bytes(self) -> int:
+        """In memory."""
+        return NUMBER_BYTES * len(self.logprobs.logprobs)
+
 
 @dataclass(frozen=True, slots=True)
 class RoutedPart:
@@ -85,6 +92,11 @@ class RoutedPart:
     rows: RoutedExperts
     weights: WeightTag
     size: int
+
+    @property
+    def held_bytes(self) -> int:
+        """In memory."""
+        return self.size
 
 
 @dataclass(slots=True, eq=False)
@@ -148,6 +160,14 @@ class Sequence:
             message=message,
             cached_prompt_tokens=self.cached_prompt_tokens,
         )
+
+    def held_bytes(self) -> int:
+        """The memory that it takes, about: what a caller can make large."""
+        spec = self.request.spec
+        numbers = len(spec.prompt) + len(spec.prefix) + len(spec.sampling.stop_token_ids)
+        numbers += 2 * sum(len(token_ids) for token_ids, _ in self.tops)
+        extras = sum(extra.held_bytes for extra in self.extras)
+        return OWN_BYTES + NUMBER_BYTES * numbers + 8 * len(self.tokens) + extras
 
     def complete(self) -> FinishReason | None:
         """Whether the prefix alone ends the sequence, and why."""
@@ -236,11 +256,17 @@ class Reader:
         self._superseded: Finish | None = None
 
     def supersede(self) -> None:
-        """Ends this reader where it is: a newer stream reads the sequence on."""
+        """Ends this reader where it is: a newer stream reads the sequence on.
+
+        It lets go of the sequence, so that a stream that reads late holds nothing but this end.
+        """
         finish = self.sequence.finish(
             FinishReason.SUPERSEDED, "a newer stream of this request took over"
         )
         self._superseded = replace(finish, output_tokens=self.cursor)
+        request = self.sequence.request
+        nothing = replace(request.spec, prompt=(), prefix=())
+        self.sequence = new_sequence(replace(request, spec=nothing))
         self.outbox.put(self)
 
     @property

@@ -285,9 +285,9 @@ class Updates:
                 staged = await self._engine.stage(announcement.manifest)
             except EngineError as error:
                 raise ServiceError(Reason.STAGING_FAILED, str(error)) from error
+            receiver = await asyncio.to_thread(transport.Receiver, announcement.manifest, staged)
             self._check(Rpc.UPDATE_WEIGHTS)  # much may have happened meanwhile
             self._check_announcement(announcement)
-            receiver = transport.Receiver(announcement.manifest, staged)
             update = self.update = Update(announcement, staged, receiver)
             self._move(update, Phase.READY)
             return update

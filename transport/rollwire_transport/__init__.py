@@ -9,7 +9,7 @@ schema, ``join``s, and a ``Receiver`` puts what comes into its tensors. When a g
 members that are left form another and go on from the lowest bucket that one of them misses.
 """
 
-from rollwire_transport.checks import ManifestError, compare, validate
+from rollwire_transport.checks import MAX_DIMENSIONS, ManifestError, compare, validate
 from rollwire_transport.digest import sum_digests, tensor_digest
 from rollwire_transport.errors import DigestMismatch, SourceError, TransportError, TransportTimeout
 from rollwire_transport.layout import DEFAULT_BUCKET_BYTES, plan
@@ -30,6 +30,7 @@ from rollwire_transport.tensors import describe, describe_all, whole
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
+    "MAX_DIMENSIONS",
     "Availability",
     "Bucket",
     "DigestMismatch",

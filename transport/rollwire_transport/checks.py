@@ -116,7 +116,7 @@ def _tensor_problems(tensors: Sequence[TensorSpec], sizes: list[int | None]) -> 
         if size is None:
             yield f"{label}: unknown dtype {spec.dtype[:80]!r}"
         if len(spec.shape) > MAX_DIMENSIONS:
-            yield f"{label}: {len(spec.shape)} dimensions"
+            yield f"{label}: more than {MAX_DIMENSIONS} dimensions"
             size = None
         elif size is not None:
             size = _bounded_product(size, spec.shape)

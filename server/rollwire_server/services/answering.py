@@ -13,6 +13,7 @@ import structlog
 
 from rollwire_server.errors import ServiceError, answer
 from rollwire_server.logs import bind
+from rollwire_server.sizes import check_size
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -37,6 +38,7 @@ def answering(handler: Handler[Response]) -> Handler[Response]:
     ) -> Response:
         bind(**_names(request))
         try:
+            check_size(request)
             return await handler(self, request, context)
         except ServiceError as error:
             self.counts.refusals[error.reason.name.lower()] += 1

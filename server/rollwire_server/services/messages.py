@@ -39,6 +39,8 @@ ENCODINGS = {
     weights_pb2.ENCODING_FULL: transport.Encoding.FULL,
     weights_pb2.ENCODING_DELTA: transport.Encoding.DELTA,
 }
+MOST_TENSORS = 200_000
+MOST_BUCKETS = 200_000
 
 
 def weight_tag(tag: WeightTag) -> common_pb2.WeightTag:
@@ -145,8 +147,18 @@ def tensor_spec(spec: transport.TensorSpec) -> weights_pb2.TensorSpec:
     )
 
 
+def schema(specs: Iterable[transport.TensorSpec]) -> weights_pb2.GetWeightSchemaResponse:
+    """The tensors that a server wants, as a message."""
+    return weights_pb2.GetWeightSchemaResponse(tensors=[tensor_spec(spec) for spec in specs])
+
+
 def manifest(message: weights_pb2.Manifest) -> transport.Manifest:
-    """The manifest of a message; ``transport.validate`` checks it."""
+    """The manifest of a message; ``transport.validate`` checks it.
+
+    Raises:
+        ServiceError: It has more parts than are looked at, or an encoding that is not known.
+    """
+    _check_parts(message)
     if message.encoding not in ENCODINGS:
         raise ServiceError(
             Reason.UNSUPPORTED_ENCODING,
@@ -158,7 +170,7 @@ def manifest(message: weights_pb2.Manifest) -> transport.Manifest:
             transport.TensorSpec(
                 name=spec.name,
                 dtype=spec.dtype,
-                shape=tuple(spec.shape),
+                shape=tuple(spec.shape[: transport.MAX_DIMENSIONS + 1]),  # too many stay too many
                 alias_of=spec.alias_of or None,
             )
             for spec in message.tensors
@@ -183,3 +195,22 @@ def manifest(message: weights_pb2.Manifest) -> transport.Manifest:
         partial=message.partial,
         base_digest=message.base_digest if message.HasField("base_digest") else None,
     )
+
+
+def _check_parts(message: weights_pb2.Manifest) -> None:
+    """Each part becomes an object of Python's, which takes a hundred times what it took before."""
+    spans = 0
+    if len(message.buckets) <= MOST_BUCKETS:
+        spans = sum(len(bucket.spans) for bucket in message.buckets)
+    for what, count, most in (
+        ("tensors", len(message.tensors), MOST_TENSORS),
+        ("buckets", len(message.buckets), MOST_BUCKETS),
+        ("spans", spans, MOST_TENSORS + MOST_BUCKETS),  # a bucket's end cuts one tensor
+    ):
+        if count > most:
+            raise ServiceError(
+                Reason.MANIFEST_MISMATCH,
+                f"the manifest has {count} {what}, more than {most}: use larger buckets, or send "
+                "tensors that belong together as one",
+                field="manifest",
+            )

@@ -32,6 +32,8 @@ LOGPROB_BASES = {
 LONGEST_SECONDS = 315_576_000_000  # of google.protobuf.Duration
 ID_CHARACTERS = 256
 STOP_TOKENS = 1024
+TOKEN_BYTES = 5  # the most that an id takes
+OTHER_BYTES = 1 << 16  # names, stop tokens, sampling
 LEAST_TEMPERATURE = 1e-6  # below, logits / temperature may not be finite
 
 
@@ -44,19 +46,9 @@ def read_request(message: rollout_pb2.GenerateRequest, info: EngineInfo, key: in
         key: Names the sequence in the engine.
     """
     _check_ids(message)
+    prompt = _check_lengths(message, info)
     _check_tokens("prompt_token_ids", message.prompt_token_ids, info)
     _check_tokens("output_token_ids", message.output_token_ids, info)
-    prompt = len(message.prompt_token_ids)
-    if not prompt:
-        raise ServiceError(
-            Reason.EMPTY_PROMPT, "a prompt needs at least one token", field="prompt_token_ids"
-        )
-    if prompt >= info.context_length:
-        raise ServiceError(
-            Reason.CONTEXT_EXCEEDED,
-            f"a prompt of {prompt} tokens leaves no room in a context of {info.context_length}",
-            field="prompt_token_ids",
-        )
     sampling = _read_sampling(message.sampling, info, info.context_length - prompt)
     if len(message.output_token_ids) > sampling.max_new_tokens:
         raise ServiceError(
@@ -126,6 +118,36 @@ def _check_ids(message: rollout_pb2.GenerateRequest) -> None:
         check_id(field, getattr(message, field))
 
 
+def _check_lengths(message: rollout_pb2.GenerateRequest, info: EngineInfo) -> int:
+    """The prompt's length. Whatever looks at each token comes after this."""
+    prompt, given = len(message.prompt_token_ids), len(message.output_token_ids)
+    if not prompt:
+        raise ServiceError(
+            Reason.EMPTY_PROMPT, "a prompt needs at least one token", field="prompt_token_ids"
+        )
+    if prompt >= info.context_length:
+        raise ServiceError(
+            Reason.CONTEXT_EXCEEDED,
+            f"a prompt of {prompt} tokens leaves no room in a context of {info.context_length}",
+            field="prompt_token_ids",
+        )
+    if prompt + given > info.context_length:
+        raise ServiceError(
+            Reason.CONTEXT_EXCEEDED,
+            f"{given} output tokens are given after a prompt of {prompt}, more than a context of "
+            f"{info.context_length} holds",
+            field="output_token_ids",
+        )
+    if len(message.sampling.stop_token_ids) > STOP_TOKENS:
+        raise _bad_sampling("stop_token_ids", f"are more than {STOP_TOKENS}")
+    most = TOKEN_BYTES * info.context_length + OTHER_BYTES
+    if (size := message.ByteSize()) > most:  # of fields that nobody here knows
+        raise ServiceError(
+            Reason.BAD_REQUEST, f"the request has {size} bytes, the most that makes sense is {most}"
+        )
+    return prompt
+
+
 def _check_tokens(field: str, token_ids: Iterable[int], info: EngineInfo) -> None:
     highest = max(token_ids, default=0)
     if highest >= info.vocab_size:
@@ -173,8 +195,6 @@ def _read_sampling(
     message: rollout_pb2.SamplingParams, info: EngineInfo, room: int
 ) -> SamplingParams:
     _check_tokens("sampling.stop_token_ids", message.stop_token_ids, info)
-    if len(message.stop_token_ids) > STOP_TOKENS:
-        raise _bad_sampling("stop_token_ids", f"are more than {STOP_TOKENS}")
     temperature = message.temperature if message.HasField("temperature") else 1.0
     if temperature != 0 and not (math.isfinite(temperature) and temperature >= LEAST_TEMPERATURE):
         least = f"{LEAST_TEMPERATURE:g}"

@@ -166,6 +166,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_pb2.ResumeResponse:
         """Lifts one pause, or all."""
         self._lifecycle.check(Rpc.RESUME)
+        check_id("pause_id", request.pause_id)
         was_held = self._lifecycle.held
         await self._lifecycle.resume(request.pause_id)
         resumed = was_held and not self._lifecycle.held

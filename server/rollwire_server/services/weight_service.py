@@ -40,6 +40,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         self._engine = engine
         self._lifecycle = lifecycle
         self._updates = updates
+        self._one_manifest = asyncio.Lock()  # at a time: it takes a thread and much memory
 
     @answering
     async def GetWeightSchema(  # noqa: N802
@@ -48,9 +49,8 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         """The tensors that this server wants."""
         self._lifecycle.check(Rpc.GET_WEIGHT_SCHEMA)
         schema = self._engine.schema()
-        return weights_pb2.GetWeightSchemaResponse(
-            tensors=[messages.tensor_spec(spec) for spec in schema]
-        )
+        # Beside the event loop: it may name a hundred thousand tensors.
+        return await asyncio.to_thread(messages.schema, schema)
 
     @answering
     async def UpdateWeights(  # type: ignore[override]  # noqa: N802  writes by itself
@@ -60,13 +60,14 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         lease = read_duration(request, "stage_lease")
         publisher, update_id = _publisher(request.publisher), _update_id(request.update_id)
         self._updates.check_announcer(publisher)
+        async with self._one_manifest:
+            manifest = await asyncio.to_thread(messages.manifest, request.manifest)
         announcement = Announcement(
             publisher=publisher,
             update_id=update_id,
             version=request.version if request.HasField("version") else None,
             allow_version_rollback=request.allow_version_rollback,
-            # Beside the event loop: it may name a hundred thousand tensors.
-            manifest=await asyncio.to_thread(messages.manifest, request.manifest),
+            manifest=manifest,
             stage_lease=STAGE_LEASE_SECONDS if lease is None else lease,
         )
         async with contextlib.aclosing(self._updates.announce(announcement)) as reports:

@@ -1,0 +1,376 @@
+"""Nothing that a client chooses takes the server's memory or time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+from rollwire.v1 import rollout_pb2, weights_pb2
+from rollwire_server import rollouts as rollouts_module
+from rollwire_server.engines.base import SamplingParams, SequenceSpec
+from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.sequences import Outbox, Request
+from rollwire_server.services import messages
+from rollwire_server.services.requests import STOP_TOKENS, read_request
+from support.calls import Api, Generation, connected, generate, reason_of, request
+from support.engine_room import serving
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from google.protobuf.descriptor import Descriptor
+    from rollwire_server.engines.base import EngineInfo
+    from rollwire_server.rollouts import Rollouts
+    from rollwire_server.sequences import Reader
+    from support.servers import ServerProcess, StartServer
+
+LONG = "n" * 257
+ME = weights_pb2.Publisher(id="me", term=1 << 60)
+CONTEXT = 4096  # of builtin:tiny
+
+
+def tensor(**fields: Any) -> dict[str, Any]:
+    return {"name": "t", "dtype": "float32", "shape": [1], **fields}
+
+
+def update(**fields: Any) -> weights_pb2.UpdateWeightsRequest:
+    """An announcement that would be right in all else."""
+    manifest = {"tensors": [tensor()], **fields.pop("manifest", {})}
+    right = {"publisher": ME, "update_id": uuid.uuid4().hex, "version": 1 << 60}
+    return weights_pb2.UpdateWeightsRequest(**{**right, "manifest": manifest, **fields})
+
+
+def join(**fields: Any) -> weights_pb2.JoinTransportRequest:
+    right = {"publisher": ME, "update_id": "u", "epoch": "e", "backend": "gloo", "ranks": [1],
+             "world_size": 2, "rendezvous": "127.0.0.1:1"}  # fmt: skip
+    return weights_pb2.JoinTransportRequest(**{**right, **fields})
+
+
+# A message for each field that has no length of its own: too much of it, and the refusal.
+TOO_MUCH: dict[str, tuple[Any, str]] = {
+    "Generate.request_id": (request(request_id=LONG), "BAD_REQUEST"),
+    "Generate.session_id": (request(session_id=LONG), "BAD_REQUEST"),
+    "Generate.prompt_token_ids": (request([600] * CONTEXT), "CONTEXT_EXCEEDED"),
+    "Generate.output_token_ids": (request((1,), None, prefix=[600] * CONTEXT), "CONTEXT_EXCEEDED"),
+    "Generate.sampling.stop_token_ids": (
+        request(stop_token_ids=[600] * (STOP_TOKENS + 1)),
+        "BAD_SAMPLING",
+    ),
+    "Abort.sequences": (
+        rollout_pb2.AbortRequest(sequences=[rollout_pb2.SequenceKey()] * 65_537),
+        "BAD_REQUEST",
+    ),
+    "Abort.sequences.request_id": (
+        rollout_pb2.AbortRequest(sequences=[rollout_pb2.SequenceKey(request_id=LONG)]),
+        "BAD_REQUEST",
+    ),
+    "Pause.pause_id": (rollout_pb2.PauseRequest(pause_id=LONG), "BAD_REQUEST"),
+    "Resume.pause_id": (rollout_pb2.ResumeRequest(pause_id=LONG), "BAD_REQUEST"),
+    "UpdateWeights.publisher.id": (update(publisher={"id": LONG}), "BAD_REQUEST"),
+    "UpdateWeights.update_id": (update(update_id=LONG), "BAD_REQUEST"),
+    "UpdateWeights.manifest.tensors": (
+        update(manifest={"tensors": [weights_pb2.TensorSpec()] * 200_001}),
+        "MANIFEST_MISMATCH",
+    ),
+    "UpdateWeights.manifest.tensors.name": (
+        update(manifest={"tensors": [tensor(name="n" * 4097)]}),
+        "MANIFEST_MISMATCH",
+    ),
+    "UpdateWeights.manifest.tensors.dtype": (
+        update(manifest={"tensors": [tensor(dtype="n" * 100_000)]}),
+        "MANIFEST_MISMATCH",
+    ),
+    "UpdateWeights.manifest.tensors.shape": (
+        update(manifest={"tensors": [tensor(shape=[1 << 63] * 100_000)]}),
+        "MANIFEST_MISMATCH",
+    ),
+    "UpdateWeights.manifest.tensors.alias_of": (
+        update(manifest={"tensors": [tensor(alias_of="n" * 100_000)]}),
+        "MANIFEST_MISMATCH",
+    ),
+    "UpdateWeights.manifest.buckets": (
+        update(manifest={"buckets": [weights_pb2.Bucket()] * 200_001}),
+        "MANIFEST_MISMATCH",
+    ),
+    "UpdateWeights.manifest.buckets.spans": (
+        update(manifest={"buckets": [{"spans": [weights_pb2.Span()] * 400_001}]}),
+        "MANIFEST_MISMATCH",
+    ),
+    "JoinTransport.publisher.id": (join(publisher={"id": LONG}), "BAD_REQUEST"),
+    "JoinTransport.update_id": (join(update_id=LONG), "BAD_REQUEST"),
+    "JoinTransport.epoch": (join(epoch=LONG), "BAD_REQUEST"),
+    "JoinTransport.backend": (join(backend=LONG), "BAD_REQUEST"),
+    "JoinTransport.ranks": (join(ranks=range(1, 1000)), "BAD_REQUEST"),
+    "JoinTransport.rendezvous": (join(rendezvous=LONG), "BAD_REQUEST"),
+    "CommitWeights.publisher.id": (
+        weights_pb2.CommitWeightsRequest(publisher={"id": LONG}),
+        "BAD_REQUEST",
+    ),
+    "CommitWeights.update_id": (
+        weights_pb2.CommitWeightsRequest(publisher=ME, update_id=LONG),
+        "BAD_REQUEST",
+    ),
+    "DiscardUpdate.publisher.id": (
+        weights_pb2.DiscardUpdateRequest(publisher={"id": LONG}),
+        "BAD_REQUEST",
+    ),
+    "DiscardUpdate.update_id": (
+        weights_pb2.DiscardUpdateRequest(publisher=ME, update_id=LONG),
+        "BAD_REQUEST",
+    ),
+}
+
+
+def fields_without_length(descriptor: Descriptor, path: str) -> set[str]:
+    found = set()
+    for field in descriptor.fields:
+        name = f"{path}.{field.name}"
+        inner = field.message_type
+        if inner is not None and inner.file.package != "google.protobuf":
+            found |= fields_without_length(inner, name)
+        if field.is_repeated or field.type in (
+            FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES,
+        ):  # fmt: skip
+            found.add(name)
+    return found
+
+
+def test_every_field_without_a_length_of_its_own_has_its_bound() -> None:
+    """A new one comes into the table above; commands of StreamRollouts are Generate's."""
+    services = (
+        rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"],
+        weights_pb2.DESCRIPTOR.services_by_name["WeightService"],
+    )
+    fields = {
+        name
+        for service in services
+        for method in service.methods
+        if not method.client_streaming
+        for name in fields_without_length(method.input_type, method.name)
+    }
+    assert fields == TOO_MUCH.keys()
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+async def test_too_much_is_refused_by_name(server: ServerProcess, name: str) -> None:
+    message, expected = TOO_MUCH[name]
+    method = name.partition(".")[0]
+    async with connected(server.address) as api:
+        call = getattr(stub_of(api, method), method)(message, timeout=60)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await (call.read() if hasattr(call, "read") else call)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert reason_of(caught.value) == expected
+
+
+def stub_of(api: Api, method: str) -> Any:
+    return api.rollouts if hasattr(api.rollouts, method) else api.weights
+
+
+SMALL_CALLS = ["Abort", "Pause", "GetServerInfo", "JoinTransport", "GetWeightStatus"]
+
+
+@pytest.mark.parametrize("method", SMALL_CALLS)
+async def test_a_message_of_many_parts_is_not_parsed(server: ServerProcess, method: str) -> None:
+    """Two million empty messages of field 1 would take the event loop for seconds."""
+    async with connected(server.address) as api:
+        package = "Rollout" if hasattr(api.rollouts, method) else "Weight"
+        call = api.channel.unary_unary(f"/rollwire.v1.{package}Service/{method}")
+        with pytest.raises(grpc.aio.AioRpcError, match="this call takes 4194304 at most") as caught:
+            await call(b"\x0a\x00" * ((4 << 20) // 2 + 1), timeout=60)
+        assert reason_of(caught.value) == "BAD_REQUEST"
+        assert (await generate(api, request((1,), 3))).reason == "LENGTH"
+
+
+# Requests.
+
+
+async def engine_info() -> EngineInfo:
+    async with serving() as (_, _, engine):
+        return engine.describe()
+
+
+async def test_lengths_are_looked_at_before_tokens_are() -> None:
+    """Whoever sends millions of them does not have them looked through."""
+    info = await engine_info()
+    beyond = info.vocab_size
+    for message, reason in (
+        (request([beyond] * info.context_length), Reason.CONTEXT_EXCEEDED),
+        (request((1,), prefix=[beyond] * info.context_length), Reason.CONTEXT_EXCEEDED),
+        (request(stop_token_ids=[beyond] * (STOP_TOKENS + 1)), Reason.BAD_SAMPLING),
+    ):
+        with pytest.raises(ServiceError) as caught:
+            read_request(message, info, 1)
+        assert caught.value.reason is reason
+
+
+async def test_what_nobody_knows_is_not_carried_along() -> None:
+    """Fields of no meaning stay in memory with their message, for as long as its call goes on."""
+    info = await engine_info()
+    unknown = rollout_pb2.PauseRequest(pause_id="x" * (1 << 20)).SerializeToString()
+    raw = request((1,), 3).SerializeToString() + b"\xa2\x06" + unknown[1:]
+    message = rollout_pb2.GenerateRequest.FromString(raw)
+    assert message.ByteSize() > 1 << 20
+    with pytest.raises(ServiceError, match="the most that makes sense") as caught:
+        read_request(message, info, 1)
+    assert caught.value.reason is Reason.BAD_REQUEST
+    assert read_request(request([1] * (info.context_length - 1), 1), info, 1)
+
+
+# What has ended.
+
+
+def asked(rollouts: Rollouts, prompt: int, *, grace: float = 0.0) -> Request:
+    key = rollouts.next_key()
+    spec = SequenceSpec(key, (7,) * prompt, SamplingParams(1))
+    return Request(f"request {key}", 0, spec, detach_grace=grace)
+
+
+def read(reader: Reader) -> None:
+    while reader.next_chunk(100) is not None:
+        pass
+    assert reader.done
+
+
+async def test_who_never_reads_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollouts_module, "MOST_BYTES", 1 << 20)
+    async with serving() as (rollouts, _, _), asyncio.timeout(20):
+        unread = []
+        for _ in range(8):  # of some 150 KB each
+            unread.append(rollouts.start(asked(rollouts, 4000), Outbox()))
+            await rollouts.idle()
+        with pytest.raises(ServiceError) as caught:
+            rollouts.start(asked(rollouts, 4000), Outbox())
+        assert caught.value.reason is Reason.QUEUE_FULL
+        for reader in unread:
+            read(reader)
+            rollouts.detach(reader)
+        rollouts.start(asked(rollouts, 4000), Outbox())
+        await rollouts.idle()
+
+
+async def test_of_what_is_kept_large_ones_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollouts_module, "MOST_BYTES", 1 << 20)
+    async with serving() as (rollouts, _, _), asyncio.timeout(20):
+        ended = []
+        for _ in range(20):
+            reader = rollouts.start(asked(rollouts, 4000, grace=60), Outbox())
+            await rollouts.idle()
+            rollouts.detach(reader)
+            ended.append(reader.sequence.request)
+        newest = rollouts.start(ended[-1], Outbox())
+        assert newest.sequence.end is not None  # picked up
+        rollouts.detach(newest)
+        oldest = rollouts.start(ended[0], Outbox())
+        assert oldest.sequence.end is None  # begun anew
+
+
+async def test_who_is_superseded_holds_nothing() -> None:
+    async with serving() as (rollouts, _, _), asyncio.timeout(20):
+        asks = asked(rollouts, 4000, grace=60)
+        old = rollouts.start(asks, Outbox())
+        new = rollouts.start(asks, Outbox())
+        assert old.sequence is not new.sequence
+        assert not old.sequence.request.spec.prompt
+        chunk = old.next_chunk(10)
+        assert chunk is not None
+        assert chunk.end is not None
+        rollouts.detach(old)
+        await rollouts.idle()
+        read(new)
+
+
+# Manifests.
+
+
+def large_manifest(tensors: int) -> bytes:
+    """An announcement of many tensors, each with a span, as bytes; a thousand again and again."""
+    size = 2 * 64 * 64
+    thousand = weights_pb2.Manifest(
+        tensors=[
+            tensor(name=f"model.layers.{i // 100}.mlp.experts.{i % 100}.down_proj.weight",
+                   dtype="bfloat16", shape=(64, 64))
+            for i in range(1000)
+        ],
+        buckets=[
+            {
+                "size": 1000 * size,
+                "spans": [
+                    {"tensor": i, "bucket_offset": i * size, "length": size} for i in range(1000)
+                ],
+            }
+        ],
+    )  # fmt: skip
+    part = weights_pb2.UpdateWeightsRequest(manifest=thousand).SerializeToString()
+    return update().SerializeToString() + part * (tensors // 1000)
+
+
+BUCKETS = 150_000  # of 64 bytes, each with a part of the one tensor of a synthetic server
+
+
+def many_buckets() -> bytes:
+    """An announcement that is right."""
+    spec = tensor(name="weight", shape=[64 * BUCKETS // 4])
+    buckets = [
+        {"size": 64, "spans": [{"tensor_offset": 64 * i, "length": 64}]} for i in range(BUCKETS)
+    ]
+    return update(manifest={"tensors": [spec], "buckets": buckets}).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("announced", "reason"),
+    [(lambda: large_manifest(100_000), "MANIFEST_MISMATCH"), (many_buckets, "")],
+    ids=["refused", "taken"],
+)
+async def test_others_are_served_while_a_large_manifest_is_read(
+    start_server: StartServer, announced: Callable[[], bytes], reason: str
+) -> None:
+    """A stream goes on while 100,000 tensors, or as many buckets, are looked through."""
+    announcement = announced()
+    server = start_server(
+        "--engine", "synthetic", "--engine-arg", "tokens-per-second=50",
+        "--engine-arg", f"weight-bytes={64 * BUCKETS}", "--context-length", "1000000",
+    )  # fmt: skip
+    async with connected(server.address) as api, connected(server.address) as other:
+        method = "/rollwire.v1.WeightService/UpdateWeights"
+        stream = Generation(api, request((1,), None))
+        await stream.some(1)
+        arrivals: list[float] = []
+
+        async def follow() -> None:
+            while True:
+                await stream.some(len(stream.output.tokens) + 1)
+                arrivals.append(time.monotonic())
+
+        following = asyncio.create_task(follow())
+        began = time.monotonic()
+        call = other.channel.unary_stream(method)(announcement, timeout=120)
+        try:
+            assert await call.read()
+            told = ""
+        except grpc.aio.AioRpcError as error:
+            told = reason_of(error)
+        ended = time.monotonic()
+        assert told == reason
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        call.cancel()
+        stream.call.cancel()
+        between = [began, *(at for at in arrivals if at < ended), ended]
+    # Parsing the message itself is the event loop's, and takes a few hundredths of all.
+    silences = [b - a for a, b in itertools.pairwise(between)]
+    assert max(silences) < 0.5 * (ended - began)
+
+
+def test_a_part_of_a_manifest_that_is_too_much_is_not_looked_at() -> None:
+    many = weights_pb2.Manifest(
+        tensors=[weights_pb2.TensorSpec(name="t", dtype="float32", shape=[2] * 1000)]
+    )
+    (spec,) = messages.manifest(many).tensors
+    assert len(spec.shape) == 65
