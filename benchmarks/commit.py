@@ -1,7 +1,7 @@
 """What a commit costs the sequences under way, on the embedded engine.
 
     python benchmarks/commit.py --device cuda                      7B shape, bf16, 64 streams
-    python benchmarks/commit.py --layers 2 --hidden 256 --vocab 512 --dtype float32    on a CPU
+    python benchmarks/commit.py --shape tiny                       on a CPU
 
 Random weights of a Qwen2 shape are written as a checkpoint, loaded, and committed again and again
 while streams decode. Printed for each KV policy: how long sampling was held, what putting the
@@ -15,14 +15,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import statistics
-import tempfile
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
 import torch
+from common import add_shape, checkpoint, machine, parse, print_table
 from rollwire_server.engines.base import (
     KvPolicy,
     SamplingParams,
@@ -31,7 +30,9 @@ from rollwire_server.engines.base import (
     WeightTag,
 )
 from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
-from safetensors.torch import save_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Recorder:
@@ -56,37 +57,6 @@ class Recorder:
         """Seconds between two steps around a window, at most."""
         times = [at for at, count in self.steps if count and start - 1 <= at <= end + 1]
         return max(b - a for a, b in itertools.pairwise(times))
-
-
-def write_checkpoint(folder: Path, options: argparse.Namespace) -> None:
-    """Random weights of a Qwen2 shape."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    config = Qwen2Config(
-        hidden_size=options.hidden,
-        intermediate_size=options.intermediate,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.heads,
-        num_key_value_heads=options.kv_heads,
-        vocab_size=options.vocab,
-        max_position_embeddings=32768,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    config.save_pretrained(folder)
-    written = json.loads((folder / "config.json").read_text())
-    written.update(architectures=["Qwen2ForCausalLM"], dtype=options.dtype)
-    (folder / "config.json").write_text(json.dumps(written))
-    with torch.device("meta"):
-        shapes = {name: t.shape for name, t in Qwen2ForCausalLM(config).state_dict().items()}
-    dtype, generator = getattr(torch, options.dtype), torch.Generator(options.device).manual_seed(0)
-    tensors = {}
-    for name, shape in shapes.items():
-        tensor = torch.empty(shape, dtype=dtype, device=options.device)
-        filled = tensor.fill_(1) if "norm" in name else tensor.normal_(0, 0.02, generator=generator)
-        tensors[name] = filled.cpu()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> list[list[str]]:
@@ -199,27 +169,11 @@ def synchronize(tensor: torch.Tensor) -> None:
         torch.cuda.synchronize(tensor.device)
 
 
-def machine(device: str) -> str:
-    """The name of what the figures are from."""
-    if device != "cpu":
-        return torch.cuda.get_device_name(device)
-    models = [
-        line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    return models[0].partition(": ")[2] if models else "an unknown CPU"
-
-
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--hidden", type=int, default=3584)
-    parser.add_argument("--intermediate", type=int, default=18944)
-    parser.add_argument("--heads", type=int, default=28)
-    parser.add_argument("--kv-heads", type=int, default=4)
-    parser.add_argument("--vocab", type=int, default=152064)
+    add_shape(parser)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=3000)
@@ -227,16 +181,13 @@ def main() -> None:
     parser.add_argument(
         "--window", type=float, default=1.0, help="seconds measured before a commit"
     )
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder), options)
-        rows = asyncio.run(measure(options, Path(folder)))
+    options = parse(parser)
+    with checkpoint(options, options.device) as folder:
+        rows = asyncio.run(measure(options, folder))
     load = f"{options.streams} streams after prompts of {options.prompt} tokens"
     print(f"{machine(options.device)}, {load}")
     header = ["", "held ms", "apply ms", "longest gap ms", "decode lost ms", "tokens/s before"]
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    for row in [header, *rows]:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    print_table([header, *rows])
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commit import machine
+from common import machine
 from rollwire_client import RolloutClient, Sampling
 from rollwire_server.engines.base import SamplingParams, SequenceSpec, Step
 from rollwire_server.engines.synthetic import SyntheticConfig, SyntheticEngine

@@ -22,7 +22,7 @@ import time
 from typing import TYPE_CHECKING
 
 import torch
-from commit import machine
+from common import machine
 from rollwire_transport import (
     Receiver,
     Sender,

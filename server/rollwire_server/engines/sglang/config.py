@@ -21,7 +21,6 @@ OWN = {
     "skip_tokenizer_init",
     "custom_weight_loader",
     "stream_interval",
-    "disable_overlap_schedule",
     "dp_size",
 }
 
@@ -95,9 +94,6 @@ class SglangConfig:
             "skip_tokenizer_init": True,
             "custom_weight_loader": [loader],
             "stream_interval": 1,
-            # With overlap a step is in flight when a pause returns, and its tokens would be told
-            # after a commit that they were sampled before.
-            "disable_overlap_schedule": True,
         }
 
 

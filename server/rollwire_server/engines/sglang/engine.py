@@ -301,8 +301,8 @@ class SglangEngine:
             backup = weights is SleepingWeights.HOST_BACKUP
             if backup and facts.can_release_memory and not facts.keeps_weights_on_release:
                 raise EngineError("a host backup needs --engine-arg enable-weights-cpu-backup=true")
-            await self._none_ending()
             if facts.can_release_memory:
+                await self._idle()
                 keep = weights is SleepingWeights.KEEP
                 self._released = ["kv_cache"] if keep else ["kv_cache", "weights"]
                 before = self._free_device_bytes()
@@ -325,9 +325,10 @@ class SglangEngine:
             self._asleep = False
             self._to_send.set()
 
-    async def _none_ending(self) -> None:
+    async def _idle(self) -> None:
+        """Returns when SGLang runs nothing; it gives no memory back before. No sequence is live."""
         if self._held:  # what was given up ends with the next step
-            return
+            await self._bridge.go_on()
         try:
             async with asyncio.timeout(ENDING_SECONDS):
                 while self._sequences.ending:
@@ -335,6 +336,10 @@ class SglangEngine:
                     await self._ended.wait()
         except TimeoutError:
             raise EngineError(f"SGLang did not end its sequences in {ENDING_SECONDS:g} s") from None
+        finally:
+            if self._held:
+                await self._bridge.pause()
+        await self._bridge.echo()  # a step that had begun by then is over
 
     # What is known.
 

@@ -1,4 +1,4 @@
-"""SGLang's processes, as they begin: none outlives the server, from its first moment on.
+"""SGLang's processes, as they begin: none outlives the server, and a pause leaves nothing untold.
 
 SGLang ties them to their parent only when they have imported everything; one whose parent was
 killed before that would stay for good.
@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
@@ -19,8 +20,9 @@ PR_SET_PDEATHSIG = 1
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """A scheduler process, from start to end."""
     _end_with_parent()
-    from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 
+    settle_at_pauses(Scheduler)
     run_scheduler_process(*args, **kwargs)
 
 
@@ -30,6 +32,32 @@ def run_detokenizer(*args: Any, **kwargs: Any) -> None:
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     run_detokenizer_process(*args, **kwargs)
+
+
+def settle_at_pauses(scheduler: type) -> None:
+    """Has SGLang report what it has sampled when it pauses in place.
+
+    With overlapped steps one result waits in ``result_queue`` while the next step runs. A pause
+    leaves it there until sampling goes on, and its tokens would be told after a commit that they
+    were sampled before. So it is reported at once, and skipped when its turn comes.
+    """
+    pause, process = scheduler.pause_generation, scheduler.process_batch_result  # type: ignore[attr-defined]
+    settled = SimpleNamespace(reqs=[])  # a batch of nothing, to whoever looks ahead
+
+    def pause_generation(self: Any, asked: Any) -> Any:
+        answer = pause(self, asked)
+        if asked.mode == "in_place" and self.enable_overlap:
+            for i, (batch, result) in enumerate(self.result_queue):
+                if batch is not settled:
+                    process(self, batch, result)
+                    self.result_queue[i] = (settled, None)
+        return answer
+
+    def process_batch_result(self: Any, batch: Any, result: Any) -> Any:
+        return None if batch is settled else process(self, batch, result)
+
+    scheduler.pause_generation = pause_generation  # type: ignore[attr-defined]
+    scheduler.process_batch_result = process_batch_result  # type: ignore[attr-defined]
 
 
 def _end_with_parent() -> None:
