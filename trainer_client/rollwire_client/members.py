@@ -251,7 +251,7 @@ class Members:
             ready = [m for m in self.members if m.problem is None and not _is_ahead(m, most)]
             if free := [m for m in ready if m.full_until <= now]:
                 return self._router.choose(free, request)
-            if most is not None:
+            if most is not None and not ready:
                 self._check_bound(most)
             if now >= give_up:
                 raise UnavailableError(f"no server is ready: {self._problems(most)}")
