@@ -12,7 +12,7 @@ from rollwire_client import RolloutClient, Sampling
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rollwire_client import Trajectory
+    from rollwire_client import Fleet, Trajectory
 
     from support.servers import ServerProcess, StartServer
 
@@ -53,6 +53,13 @@ def labels_are_honest(trajectory: Trajectory, seed: int) -> bool:
 def _token(seed: int, position: int, digest: int) -> int:
     text = struct.pack("<QQQI", seed, position, digest, 0)
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") % VOCABULARY
+
+
+async def sampled(fleet: Fleet, tokens: int) -> None:
+    """Returns once the rollouts that were just started have so many tokens together."""
+    await asyncio.sleep(0)
+    begun = sum(member.outstanding_tokens for member in fleet.members)
+    await until(lambda: sum(m.outstanding_tokens for m in fleet.members) <= begun - tokens)
 
 
 async def until(condition: Callable[[], bool], *, seconds: float = 60) -> None:

@@ -18,6 +18,7 @@ from rollwire_client import Fleet, Publisher, ServerInfo
 from support.synthetic import (
     PROMPT,
     labels_are_honest,
+    sampled,
     sampling,
     start_synthetic,
     undisturbed,
@@ -68,13 +69,6 @@ async def wanted(start: StartServer, seeds: int) -> list[tuple[int, ...]]:
     outputs = await undisturbed(reference, seeds, TOKENS)
     assert reference.stop() == 0
     return outputs
-
-
-async def sampled(fleet: Fleet, tokens: int) -> None:
-    """Returns once the rollouts that were just started have so many tokens together."""
-    await asyncio.sleep(0)
-    begun = sum(member.outstanding_tokens for member in fleet.members)
-    await until(lambda: sum(m.outstanding_tokens for m in fleet.members) <= begun - tokens)
 
 
 async def restarted(

@@ -25,10 +25,9 @@ from rollwire_client import (
     Timeouts,
     Trajectory,
 )
+from support.synthetic import sampled, until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from support.servers import ServerProcess, StartServer
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -59,18 +58,6 @@ async def published(publisher: Publisher, seed: int) -> None:
         None, await policy(publisher, seed), kv_policy=KvPolicy.RECOMPUTE
     )
     assert (await handle.committed).failed == ()
-
-
-async def sampled(fleet: Fleet, tokens: int) -> None:
-    """Returns once the rollouts that were just started have so many tokens together."""
-    await asyncio.sleep(0)
-    begun = sum(member.outstanding_tokens for member in fleet.members)
-    await until(lambda: sum(m.outstanding_tokens for m in fleet.members) <= begun - tokens)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - of things that have no event to wait for
-        await asyncio.sleep(0.005)
 
 
 async def idle(client: RolloutClient) -> None:

@@ -13,7 +13,7 @@ from rollwire_server import builtin_model
 from support import reference
 from support.fleets import QUICK
 from support.servers import ServerProcess, servers
-from support.synthetic import until
+from support.synthetic import sampled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,13 +52,6 @@ def routed(trajectory: Trajectory) -> torch.Tensor:
     tensor = trajectory.to_tensors().routing
     assert (tensor[-1] == -1).all()
     return tensor[:-1]
-
-
-async def sampled(fleet: Fleet, tokens: int) -> None:
-    """Returns once the rollouts that were just started have so many tokens together."""
-    await asyncio.sleep(0)
-    begun = sum(member.outstanding_tokens for member in fleet.members)
-    await until(lambda: sum(m.outstanding_tokens for m in fleet.members) <= begun - tokens)
 
 
 @pytest.mark.parametrize("end", ["killed", "drained"])
