@@ -1,11 +1,13 @@
 """What a publish takes, and what it costs the sequences under way, through real servers.
 
-    python benchmarks/publish.py --backend nccl --trainer cuda:0 --servers cuda:1     7B shape, bf16
-    python benchmarks/publish.py --backend gloo --layers 2 --hidden 256 --vocab 512 --dtype float32
+    python benchmarks/publish.py --backends nccl ucx --trainer cuda:0 --servers cuda:1
+    python benchmarks/publish.py --engine sglang --own-path …      the same on SGLang, and beside it
+    python benchmarks/publish.py --shape tiny                      on a CPU, over gloo
 
-Random weights of a Qwen2 shape are published again and again while streams decode. The floor is a
-bare broadcast of the same bytes by torch.distributed, in the same run, before the servers start.
-Decode lost: seconds of undisturbed decoding that the tokens missing in a window take.
+Random weights are published again and again while streams decode, over each backend and under each
+KV policy. The floor is a bare broadcast of the same bytes by torch.distributed, in the same run,
+before the servers start; ``--own-path`` adds SGLang's own updates of one engine, after they have
+ended. Decode lost: seconds of undisturbed decoding that the tokens missing in a window take.
 """
 
 from __future__ import annotations
@@ -13,68 +15,87 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
+import random
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from commit import machine, write_checkpoint
-from rollwire_client import Fleet, KvPolicy, Publisher, Sampling
+from arrivals import Arrivals
+from common import add_shape, checkpoint, machine, parse, print_table, servers
+from rollwire_client import Fleet, KvPolicy, Publisher, Sampling, Timeouts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from pathlib import Path
 
-START_SECONDS = 180
+    from torch import Tensor
+
 FLOOR_BYTES = 64 << 20
+POLICIES = {policy.name.lower(): policy for policy in (KvPolicy.KEEP, KvPolicy.RECOMPUTE)}
+HEADER = ["", "seconds", "staged s", "paused ms", "gap ms", "lost ms", "GB/s"]
+
+
+class Prompts:
+    """The same for every measurement, each of its own."""
+
+    def __init__(self, length: int, vocab: int) -> None:
+        self._length, self._vocab = length, vocab
+
+    def __call__(self, number: int) -> list[int]:
+        """Token ids of one."""
+        generator = random.Random(number)  # noqa: S311
+        return [generator.randrange(self._vocab) for _ in range(self._length)]
 
 
 def main() -> None:
     """Measures, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", default="gloo")
+    add_shape(parser)
+    parser.add_argument("--backends", nargs="+", default=["gloo"])
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--trainer", dest="device", default="cpu", help="the trainer's device")
-    parser.add_argument("--servers", nargs="+", default=["cpu"], help="a device for each server")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--hidden", type=int, default=3584)
-    parser.add_argument("--intermediate", type=int, default=18944)
-    parser.add_argument("--heads", type=int, default=28)
-    parser.add_argument("--kv-heads", type=int, default=4)
-    parser.add_argument("--vocab", type=int, default=152064)
+    parser.add_argument(
+        "--servers", nargs="+", default=["cpu"], help="the first device of each server"
+    )
+    parser.add_argument("--engine", choices=["embedded", "sglang"], default="embedded")
+    parser.add_argument("--engine-arg", action="append", default=[], help="for sglang")
+    parser.add_argument("--staging", default="auto")
+    parser.add_argument("--own-path", action="store_true", help="SGLang's own updates, too")
     parser.add_argument("--streams", type=int, default=64, help="on each server")
+    parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=3000)
     parser.add_argument("--bucket-mib", type=int, default=64)
-    parser.add_argument("--publishes", type=int, default=5)
+    parser.add_argument("--publishes", type=int, default=5, help="over each backend and policy")
     parser.add_argument("--window", type=float, default=2.0, help="seconds around a publish")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder), options)
-        size = sum(f.stat().st_size for f in Path(folder).glob("*.safetensors"))
+    options = parse(parser)
+    options.prompts = Prompts(options.prompt, options.vocab)
+    with checkpoint(options, options.device) as folder:
+        size = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
         devices = [options.device, *options.servers]
-        mp.spawn(floor, (devices, options.backend, size, f"{folder}/store"), len(devices))
-        with servers(Path(folder), options) as addresses:
-            rows = asyncio.run(measure(addresses, options))
-    print(f"{machine(options.device)}, {len(addresses)} servers, {options.streams} streams on each")
-    header = ["", "publish s", "staged s", "paused ms", "decode lost ms", "GB/s"]
-    table = [header, *rows]
-    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
-    for row in table:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+        (folder / "store").unlink(missing_ok=True)
+        mp.spawn(floor, (devices, size, f"{folder}/store"), len(devices))
+        with servers([_flags(device, folder, options) for device in options.servers], folder) as at:
+            rows, specs = asyncio.run(measure(at, options))
+        if options.own_path:
+            rows += _own_rows(folder, specs, size, options)
+    print(
+        f"{machine(options.device)}, {options.engine}, {len(at)} servers, {options.streams} "
+        f"streams on each after prompts of {options.prompt} tokens"
+    )
+    print_table([HEADER, *rows])
 
 
-def floor(rank: int, devices: list[str], backend: str, size: int, store: str) -> None:
+def floor(rank: int, devices: list[str], size: int, store: str) -> None:
     """A bare broadcast, warm, by one process a device."""
     device = torch.device(devices[rank])
+    backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=len(devices)
     )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     piece = torch.empty(min(size, FLOOR_BYTES), dtype=torch.uint8, device=device)
     times = []
     for _ in range(3):
@@ -91,90 +112,131 @@ def floor(rank: int, devices: list[str], backend: str, size: int, store: str) ->
     dist.destroy_process_group()
 
 
-@contextlib.contextmanager
-def servers(folder: Path, options: argparse.Namespace) -> Iterator[list[str]]:
-    """A rollwire-server on each device; gives their addresses."""
-    with contextlib.ExitStack() as stack:
-        ready = []
-        for number, device in enumerate(options.servers):
-            ready.append(folder / f"server-{number}.json")
-            command = [sys.executable, "-m", "rollwire_server.main", "--model", str(folder)]
-            command += ["--listen", "127.0.0.1:0", "--ready-file", str(ready[-1])]
-            command += ["--device", device, "--dtype", options.dtype, "--log-level", "warning"]
-            process = stack.enter_context(subprocess.Popen(command))
-            stack.callback(process.terminate)
-        deadline = time.monotonic() + START_SECONDS
-        while not all(path.exists() for path in ready):
-            if time.monotonic() > deadline:
-                raise SystemExit(f"the servers did not start within {START_SECONDS} s")
-            time.sleep(0.1)
-        yield [json.loads(path.read_text())["listen"] for path in ready]
+def _flags(device: str, folder: Path, options: argparse.Namespace) -> list[str]:
+    flags = ["--engine", options.engine, "--model", str(folder), "--device", device]
+    flags += ["--dtype", options.dtype, "--max-running", str(options.streams)]
+    flags += ["--context-length", str(options.prompt + options.new_tokens + 1)]
+    flags += ["--staging", options.staging]
+    return flags + [f"--engine-arg={text}" for text in options.engine_arg]
 
 
-async def measure(addresses: list[str], options: argparse.Namespace) -> list[list[str]]:
-    """A row a publish, and one of their medians but for the first."""
-    arrivals: list[tuple[float, int]] = []
+async def measure(
+    addresses: list[str], options: argparse.Namespace
+) -> tuple[list[list[str]], list[tuple[str, str, list[int]]]]:
+    """A row a publish and one of their medians but for the first; and what was published."""
+    arrivals, rows = Arrivals(), []
 
     async def decode(fleet: Fleet, prompt: list[int]) -> None:
         sampling = Sampling(max_new_tokens=options.new_tokens)
         while True:
             async with contextlib.aclosing(fleet.stream(prompt, sampling)) as chunks:
                 async for chunk in chunks:
-                    arrived(len(chunk.token_ids))
+                    arrivals.all.append((time.perf_counter(), len(chunk.token_ids)))
 
-    def arrived(count: int) -> None:
-        arrivals.append((time.perf_counter(), count))
-
-    def tokens(start: float, end: float) -> int:
-        return sum(count for at, count in arrivals if start <= at < end)
-
-    results = []
-    async with Fleet(addresses) as fleet:
-        publisher = Publisher(
-            fleet,
-            backend=options.backend,
-            kv_policy=KvPolicy.KEEP,
-            bucket_bytes=options.bucket_mib << 20,
-        )
+    async with Fleet(addresses, timeouts=Timeouts(call=60)) as fleet:
+        schema = [spec for spec in await Publisher(fleet).schema() if spec.alias_of is None]
         generator = torch.Generator(options.device).manual_seed(1)
         tensors = {
             spec.name: torch.empty(
                 spec.shape, dtype=getattr(torch, spec.dtype), device=options.device
             ).normal_(0, 0.02, generator=generator)
-            for spec in await publisher.schema()
+            for spec in schema
         }
         streams = [
-            asyncio.create_task(decode(fleet, [1 + i % 100, 2, 3]))
+            asyncio.create_task(decode(fleet, options.prompts(i)))
             for i in range(options.streams * len(addresses))
         ]
+        version = 0
         try:
             await asyncio.sleep(options.window)
-            for version in range(1, options.publishes + 1):
-                await asyncio.sleep(options.window)
-                began = time.perf_counter()
-                handle = await publisher.publish(version, tensors)
-                report = await handle.committed
-                taken = time.perf_counter() - began
-                await asyncio.sleep(options.window)
-                end = time.perf_counter()
-                for stream in streams:
-                    if stream.done():
-                        stream.result()
-                rate = tokens(began - options.window, began) / options.window
-                lost = (end - began) - tokens(began, end) / rate
-                staged = max(server.staging_seconds for server in report.servers)
-                paused = max(server.paused_seconds for server in report.servers)
-                speed = report.bytes / taken / 1e9
-                results.append((taken, staged, paused * 1e3, lost * 1e3, speed))
+            for backend in options.backends:
+                for policy in options.policies:
+                    publisher = Publisher(
+                        fleet,
+                        backend=backend,
+                        kv_policy=POLICIES[policy],
+                        bucket_bytes=options.bucket_mib << 20,
+                    )
+                    results = []
+                    for _ in range(options.publishes):
+                        version += 1
+                        results.append(
+                            await one_publish(publisher, version, tensors, arrivals, options)
+                        )
+                        for stream in streams:
+                            if stream.done():
+                                stream.result()
+                    rows += _rows(f"{backend} {policy}", results)
+                    for row in rows[-len(results) - 1 :]:
+                        print("  ".join(row), flush=True)
         finally:
             for stream in streams:
                 stream.cancel()
             await asyncio.wait(streams)
-    named = [(f"publish {i}", row) for i, row in enumerate(results, start=1)]
-    if warm := results[1:]:
-        named.append(("median, warm", tuple(map(statistics.median, zip(*warm, strict=True)))))
+    return rows, [(spec.name, spec.dtype, list(spec.shape)) for spec in schema]
+
+
+async def one_publish(
+    publisher: Publisher,
+    version: int,
+    tensors: dict[str, Tensor],
+    arrivals: Arrivals,
+    options: argparse.Namespace,
+) -> tuple[float, ...]:
+    """What ``HEADER`` names, in its units; the slowest server's where servers differ."""
+    await asyncio.sleep(options.window)
+    began = time.perf_counter()
+    report = await (await publisher.publish(version, tensors)).committed
+    committed = time.perf_counter()
+    if report.failed:
+        raise SystemExit(f"a server did not commit: {report.failed[0].error}")
+    await asyncio.sleep(options.window)
+    return (
+        committed - began,
+        max(server.staging_seconds for server in report.servers),
+        max(server.paused_seconds for server in report.servers) * 1e3,
+        arrivals.longest_gap(began, committed) * 1e3,
+        arrivals.lost(began, time.perf_counter(), options.window) * 1e3,
+        report.bytes / (committed - began) / 1e9,
+    )
+
+
+def _own_rows(
+    folder: Path, specs: list[tuple[str, str, list[int]]], size: int, options: argparse.Namespace
+) -> list[list[str]]:
+    from rollwire_server.engines.sglang import SglangConfig
+    from sglang_alone import arguments, parsed
+    from sglang_own_path import own_path
+
+    config = SglangConfig(
+        model=str(folder),
+        dtype=options.dtype,
+        device=options.servers[0],
+        max_running_sequences=options.streams,
+        arguments=parsed(options.engine_arg),
+    )
+    measured = own_path(arguments(config), specs, len(config.devices), options)
     return [
-        [name, f"{row[0]:.3f}", f"{row[1]:.3f}", f"{row[2]:.1f}", f"{row[3]:.0f}", f"{row[4]:.1f}"]
+        [
+            name,
+            f"{seconds:.3f}",
+            "",
+            "",
+            f"{gap * 1e3:.1f}",
+            f"{lost * 1e3:.0f}",
+            f"{size / seconds / 1e9:.1f}",
+        ]
+        for name, seconds, gap, lost in measured
+    ]
+
+
+def _rows(name: str, results: list[tuple[float, ...]]) -> list[list[str]]:
+    named = [(f"{name} {i}", row) for i, row in enumerate(results, start=1)]
+    if warm := results[1:]:
+        named.append((f"{name} warm", tuple(map(statistics.median, zip(*warm, strict=True)))))
+    formats = ("{:.3f}", "{:.3f}", "{:.1f}", "{:.1f}", "{:.0f}", "{:.1f}")
+    return [
+        [name, *(text.format(value) for text, value in zip(formats, row, strict=True))]
         for name, row in named
     ]
 

@@ -1,0 +1,28 @@
+"""What an update costs the sequences under way, by when their tokens came."""
+
+from __future__ import annotations
+
+import itertools
+
+
+class Arrivals:
+    """When tokens of all streams came, and how many."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[float, int]] = []
+
+    def tokens(self, start: float, end: float) -> int:
+        """That came between two moments."""
+        return sum(count for at, count in self.all if start <= at < end)
+
+    def lost(self, began: float, end: float, window: float) -> float:
+        """Seconds of undisturbed decoding that the tokens missing between two moments take; what is
+        undisturbed, the ``window`` before tells.
+        """
+        rate = self.tokens(began - window, began) / window
+        return (end - began) - self.tokens(began, end) / rate
+
+    def longest_gap(self, start: float, end: float) -> float:
+        """Seconds without any token, at most."""
+        times = [at for at, count in self.all if count and start - 0.1 <= at <= end + 1]
+        return max((b - a for a, b in itertools.pairwise(times)), default=0.0)
