@@ -290,6 +290,11 @@ class SyncBatcher(_Facade[Batcher]):
         return self._inner.version
 
     @property
+    def taken(self) -> int:
+        """See ``Batcher.taken``."""
+        return self._inner.taken
+
+    @property
     def handed_out(self) -> int:
         """Groups so far."""
         return self._inner.handed_out

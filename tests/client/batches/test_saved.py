@@ -35,6 +35,7 @@ async def test_another_process_goes_on_from_the_tokens(tmp_path: Path) -> None:
         async with fleet_of(server) as fleet, batcher_of(fleet, reward=lambda p, t: 2.0) as batcher:
             batcher.load(path)
             assert (batcher.version, batcher.handed_out, batcher.dropped) == (3, 1, 0)
+            assert batcher.taken == 2
             batch = await batcher.collect(prompts(3), 1, version=4)
     (group,) = batch.groups
     assert (group.prompt.id, group.prompt.info) == ("1", {"answer": 1})

@@ -119,6 +119,12 @@ class Batcher:
         """Ends what is under way, on the servers too; it can still be saved. Idempotent."""
         await self._stock.pool.close()
 
+    @property
+    def taken(self) -> int:
+        """Prompts so far: handed out, dropped, or under way. Where a data set goes on."""
+        stock = self._stock
+        return self.handed_out + self.dropped + len(stock.gone) + len(stock.pool.groups)
+
     async def collect(
         self,
         prompts: Iterable[Prompt],

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -59,17 +58,15 @@ def write(path: Path, recipe: Recipe, counters: Counters, groups: Iterable[LiveG
     )
     content = message.SerializeToString()
     digest = hashlib.sha256(content).digest()
-    with tempfile.NamedTemporaryFile(
-        dir=path.parent, prefix=f".{path.name}.", delete=False
-    ) as file:
-        try:
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with unfinished.open("wb") as file:
             file.write(_NAME + _FORMAT + b"\n" + digest + content)
             file.flush()
             os.fsync(file.fileno())
-            os.replace(file.name, path)  # noqa: PTH105 - of the open file's name
-        except BaseException:
-            os.unlink(file.name)  # noqa: PTH108
-            raise
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def read(path: Path, recipe: Recipe) -> tuple[Counters, list[tuple[Prompt, list[Member]]]]:
