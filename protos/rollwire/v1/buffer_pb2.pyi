@@ -120,6 +120,7 @@ class SavedSample(_message.Message):
     SERVERS_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     REFILLS_FIELD_NUMBER: _builtins.int
+    ROUTING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     reward: _builtins.float
     refills: _builtins.int
@@ -136,6 +137,10 @@ class SavedSample(_message.Message):
 
     @_builtins.property
     def servers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def routing(self) -> Global___SavedRouting:
+        """absent: it was not asked for"""
+
     def __init__(
         self,
         *,
@@ -147,16 +152,61 @@ class SavedSample(_message.Message):
         servers: _abc.Iterable[_builtins.str] | None = ...,
         reward: _builtins.float | None = ...,
         refills: _builtins.int = ...,
+        routing: Global___SavedRouting | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "finish", b"finish", "reward", b"reward"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "finish", b"finish", "reward", b"reward", "routing", b"routing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "finish", b"finish", "logprobs", b"logprobs", "refills", b"refills", "request_id", b"request_id", "reward", b"reward", "segments", b"segments", "servers", b"servers", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "finish", b"finish", "logprobs", b"logprobs", "refills", b"refills", "request_id", b"request_id", "reward", b"reward", "routing", b"routing", "segments", b"segments", "servers", b"servers", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
 
 Global___SavedSample: _TypeAlias = SavedSample  # noqa: Y015
+
+@_typing.final
+class SavedRouting(_message.Message):
+    """Of the tokens from the first on, a row each."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLAY_FIELD_NUMBER: _builtins.int
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    BYTES_PER_EXPERT_FIELD_NUMBER: _builtins.int
+    EXPERTS_FIELD_NUMBER: _builtins.int
+    SEGMENTS_FIELD_NUMBER: _builtins.int
+    replay: _builtins.str
+    """"as_sampled", "last_pass" """
+    num_rows: _builtins.int
+    num_layers: _builtins.int
+    top_k: _builtins.int
+    bytes_per_expert: _builtins.int
+    experts: _builtins.bytes
+    """[num_rows, num_layers, top_k], little-endian"""
+    @_builtins.property
+    def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___SavedSegment]:
+        """of rows"""
+
+    def __init__(
+        self,
+        *,
+        replay: _builtins.str = ...,
+        num_rows: _builtins.int = ...,
+        num_layers: _builtins.int = ...,
+        top_k: _builtins.int = ...,
+        bytes_per_expert: _builtins.int = ...,
+        experts: _builtins.bytes = ...,
+        segments: _abc.Iterable[Global___SavedSegment] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_expert", b"bytes_per_expert", "experts", b"experts", "num_layers", b"num_layers", "num_rows", b"num_rows", "replay", b"replay", "segments", b"segments", "top_k", b"top_k"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SavedRouting: _TypeAlias = SavedRouting  # noqa: Y015
 
 @_typing.final
 class SavedSegment(_message.Message):

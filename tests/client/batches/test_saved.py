@@ -8,8 +8,24 @@ from typing import TYPE_CHECKING
 import pytest
 from client.batches.support import HeldServer, batcher_of, fleet_of, prompts
 from client.scripted import until
-from rollwire_client import BufferFileError, Carry, Prompt, Sampling, Trajectory
+from rollwire_client import (
+    BufferFileError,
+    Carry,
+    Finish,
+    FinishReason,
+    Prompt,
+    Routing,
+    RoutingReplay,
+    RoutingSegment,
+    Sampling,
+    Segment,
+    Trajectory,
+    WeightTag,
+)
+from rollwire_client.batches.group import LiveGroup, Member, Recipe
+from rollwire_client.batches.saved import Counters, read, write
 from rollwire_client.testing import FakeServer
+from rollwire_client.trajectory import Draft
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -115,6 +131,28 @@ async def test_how_a_prompt_is_sampled_is_saved_too(tmp_path: Path) -> None:
             await asyncio.wait([collecting])
     for first, again in zip(server.requests[:2], server.requests[2:], strict=True):
         assert first.sampling == again.sampling
+
+
+def test_what_a_sample_has_comes_back_as_it_was(tmp_path: Path) -> None:
+    tags = WeightTag(1, 2, "a", 3), WeightTag(None, 0, "b", 2**64 - 1)
+    routing = Routing(
+        RoutingReplay.LAST_PASS, 0, 4, 2, 1, 2, bytes(range(16)),
+        (RoutingSegment(0, 2, tags[0]), RoutingSegment(2, 4, tags[1])), ((2, 3),),
+    )  # fmt: skip
+    trajectory = Trajectory(
+        "name", (5, 6), (7, 8, 9), (-0.5, -1.25, -3.0),
+        (Segment(0, 2, tags[0], 1), Segment(2, 3, tags[1], 0)),
+        Finish(FinishReason.STOP, 9, "done", 2, 3, 1), ("x:1", "y:2"), routing,
+    )  # fmt: skip
+    recipe = Recipe(None, 1, 2, Sampling(), {}, None, 0)
+    members = [Member(0, Draft.of(trajectory), 0.25, 3), Member(1, Draft("", (5, 6)))]
+    group = LiveGroup(1, Prompt("p", (5, 6), 4, info=["x", None]), members)
+    counters = Counters(None, 7, 8)
+    write(tmp_path / "buffer", recipe, counters, [group])
+    told, ((prompt, (first, second)),) = read(tmp_path / "buffer", recipe)
+    assert (told, prompt) == (counters, group.prompt)
+    assert (first.trajectory(), first.reward, first.refills) == (trajectory, 0.25, 3)
+    assert (second.trajectory().token_ids, second.reward, second.refills) == ((), None, 0)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from rollwire_client import wire
 from rollwire_client.batches.data import Prompt
 from rollwire_client.batches.group import LiveGroup, Member
 from rollwire_client.errors import BufferFileError
+from rollwire_client.replay import Routing, RoutingReplay, RoutingSegment
 from rollwire_client.request import sampling_message
 from rollwire_client.trajectory import Draft, Segment, Trajectory
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rollwire_client.batches.group import Recipe
+    from rollwire_client.data import WeightTag
 
 _NAME, _FORMAT = b"rollwire buffer ", b"1"
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -142,22 +144,39 @@ def _sample_message(member: Member) -> buffer_pb2.SavedSample:
         token_ids=trajectory.token_ids,
         logprobs=trajectory.logprobs,
         segments=[
-            buffer_pb2.SavedSegment(
-                end=segment.end,
-                weights=wire.weight_tag_message(segment.weights),
-                oldest_kv_revision=segment.oldest_kv_revision,
-            )
-            for segment in trajectory.segments
+            _segment_message(s.end, s.weights, s.oldest_kv_revision) for s in trajectory.segments
         ],
         finish=None if trajectory.finish is None else wire.finish_message(trajectory.finish),
         servers=trajectory.servers,
         reward=member.reward,
         refills=member.refills,
+        routing=None if trajectory.routing is None else _routing_message(trajectory.routing),
+    )
+
+
+def _segment_message(
+    end: int, weights: WeightTag, oldest_kv_revision: int = 0
+) -> buffer_pb2.SavedSegment:
+    return buffer_pb2.SavedSegment(
+        end=end,
+        weights=wire.weight_tag_message(weights),
+        oldest_kv_revision=oldest_kv_revision,
+    )
+
+
+def _routing_message(routing: Routing) -> buffer_pb2.SavedRouting:
+    return buffer_pb2.SavedRouting(
+        replay=routing.replay.value,
+        num_rows=routing.num_rows,
+        num_layers=routing.num_layers,
+        top_k=routing.top_k,
+        bytes_per_expert=routing.bytes_per_expert,
+        experts=routing.experts,
+        segments=[_segment_message(s.end, s.weights) for s in routing.segments],
     )
 
 
 def _member(index: int, prompt_ids: Sequence[int], message: buffer_pb2.SavedSample) -> Member:
-    starts = [0, *(segment.end for segment in message.segments)]
     trajectory = Trajectory(
         request_id=message.request_id,
         prompt_ids=tuple(prompt_ids),
@@ -165,10 +184,33 @@ def _member(index: int, prompt_ids: Sequence[int], message: buffer_pb2.SavedSamp
         logprobs=tuple(message.logprobs),
         segments=tuple(
             Segment(start, s.end, wire.weight_tag(s.weights), s.oldest_kv_revision)
-            for start, s in zip(starts, message.segments, strict=False)
+            for start, s in _with_starts(message.segments)
         ),
         finish=wire.finish(message.finish) if message.HasField("finish") else None,
         servers=tuple(message.servers),
+        routing=_routing(message.routing) if message.HasField("routing") else None,
     )
     reward = message.reward if message.HasField("reward") else None
     return Member(index, Draft.of(trajectory), reward, message.refills)
+
+
+def _routing(message: buffer_pb2.SavedRouting) -> Routing:
+    return Routing(
+        replay=RoutingReplay(message.replay),
+        start=0,
+        num_rows=message.num_rows,
+        num_layers=message.num_layers,
+        top_k=message.top_k,
+        bytes_per_expert=message.bytes_per_expert,
+        experts=message.experts,
+        segments=tuple(
+            RoutingSegment(start, s.end, wire.weight_tag(s.weights))
+            for start, s in _with_starts(message.segments)
+        ),
+    )
+
+
+def _with_starts(
+    segments: Sequence[buffer_pb2.SavedSegment],
+) -> Iterable[tuple[int, buffer_pb2.SavedSegment]]:
+    return zip([0, *(segment.end for segment in segments)], segments, strict=False)
