@@ -1,0 +1,124 @@
+"""The SGLang engine on CUDA devices: where updates wait, what sleep frees."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from rollwire.v1 import rollout_pb2
+from rollwire_server.engines.embedded.builtin import build
+from support.calls import Generation, connected, generate, request
+from support.contract import flags
+from support.publishing import TERMS, Update, next_version, publish, status
+from support.reference import changed, logprobs, with_tensors
+from support.servers import servers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from support.calls import Api
+    from support.servers import ServerProcess
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="no SGLang here"),
+]
+
+# What any GPU runs, and what starts quickly.
+ARGUMENTS = [
+    "attention-backend=triton",
+    "sampling-backend=pytorch",
+    "disable-cuda-graph=true",
+    "max-total-tokens=16384",
+    "mem-fraction-static=0.3",
+]
+NEAR = 2e-3  # fp32, of which Triton's attention multiplies in tf32
+
+
+def on_gpu(folder: Path, *more: str) -> list[str]:
+    arguments = [f"--engine-arg={text}" for text in [*ARGUMENTS, *more]]
+    return ["--engine", "sglang", *flags("sglang", folder), "--staging", "device", *arguments]
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    """On one device, and on two by tensor parallelism."""
+    if torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} CUDA devices")
+    folder = tmp_path_factory.mktemp("sglang")
+    with servers(folder) as start:
+        yield start(*on_gpu(folder, f"tp-size={request.param}"))
+
+
+def free_bytes() -> int:
+    return sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
+
+
+async def sleep(api: Api, weights: str) -> int:
+    how = rollout_pb2.SleepingWeights.Value(f"SLEEPING_WEIGHTS_{weights}")
+    asked = rollout_pb2.SleepRequest(weights=how)
+    return (await api.rollouts.Sleep(asked, timeout=60)).freed_bytes
+
+
+async def test_a_policy_that_was_staged_on_the_device_samples(server: ServerProcess) -> None:
+    base = build("builtin:tiny")
+    prompt = tuple(range(40, 60))
+    async with connected(server.address) as api:
+        for seed in (1, 2):
+            tensors = changed(base, by=0.1, seed=seed)
+            generation = Generation(api, request(prompt, 200, seed=seed))
+            await generation.some(5)
+            answer = await publish(api, tensors)
+            output = await generation.all()
+            new = [i for i, r in enumerate(output.revisions) if r == answer.weights.revision]
+            assert 0 < len(new) < 200
+            told = [output.logprobs[i] for i in new]
+            own = logprobs(with_tensors(base, tensors), prompt, output.tokens)[new]
+            assert told == pytest.approx(own.tolist(), abs=NEAR)
+            assert (await status(api, verify=True)).intact
+        await api.idle()
+
+
+async def test_updates_that_are_committed_or_discarded_leave_memory_level(
+    server: ServerProcess,
+) -> None:
+    tensors = changed(build("builtin:tiny"), by=0.1)
+    async with connected(server.address) as api:
+        await publish(api, tensors)
+        before = free_bytes()
+        for _ in range(3):
+            dropped = Update(api, tensors, await next_version(api), term=next(TERMS))
+            await dropped.stage()
+            await dropped.discard()
+            await publish(api, tensors)
+        assert free_bytes() > before - (64 << 20)
+        assert (await status(api, verify=True)).intact
+
+
+@pytest.mark.parametrize("kept", ["KEEP", "HOST_BACKUP"])
+async def test_sleep_frees_device_memory_and_waking_brings_the_policy_back(
+    tmp_path: Path, kept: str
+) -> None:
+    more = ["enable-memory-saver=true", "enable-weights-cpu-backup=true"]
+    with servers(tmp_path) as start:
+        server = start(*on_gpu(tmp_path, *more))
+        async with connected(server.address) as api:
+            await publish(api, changed(build("builtin:tiny"), by=0.1))
+            before = await generate(api, request((4, 5), 30, seed=1))
+            running = Generation(api, request((1,), 3000))
+            await running.some(2)
+            assert await sleep(api, kept) > 0
+            assert (await running.all()).reason == "INTERRUPTED"
+            await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=60)
+            after = await generate(api, request((4, 5), 30, seed=1))
+            assert after.tokens == before.tokens
+            assert after.logprobs == pytest.approx(before.logprobs, abs=1e-5)
+            assert (await status(api, verify=True)).intact
