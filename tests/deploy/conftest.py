@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from deploy.chart import Rendered
     from deploy.pod import RunPod, Secrets
+    from support.namespaces import Machine
 
 _numbers = itertools.count(1)
 
@@ -31,13 +32,19 @@ def run_pod(tmp_path: Path) -> Iterator[RunPod]:
     """Runs the pod of a rendered release as a process; ended after the test."""
     pods: list[Pod] = []
 
-    def run(rendered: Rendered, secrets: Secrets | None = None, **volumes: Path) -> Pod:
+    def run(
+        rendered: Rendered,
+        secrets: Secrets | None = None,
+        machine: Machine | None = None,
+        **volumes: Path,
+    ) -> Pod:
         # All of 127.0.0.0/8 is loopback, so that each pod has an address of its own, and all ports
         # of it.
         pid = os.getpid()
-        host = f"127.{pid >> 8 & 127 | 64}.{pid & 255}.{next(_numbers)}"
+        own = f"127.{pid >> 8 & 127 | 64}.{pid & 255}.{next(_numbers)}"
+        host = own if machine is None else machine.address
         folder = tmp_path / host
-        pods.append(Pod(rendered, folder, host, secrets or {}, volumes))
+        pods.append(Pod(rendered, folder, host, secrets or {}, volumes, machine))
         return pods[-1]
 
     try:

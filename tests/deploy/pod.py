@@ -2,8 +2,9 @@
 
 Mounts are folders, and paths in arguments and environment lead there; Secrets lie in them as a
 kubelet puts them, behind a link that a renewal turns. Addresses and ports, flags and variables are
-the manifest's own, but for the host: a loopback address instead of all. Weight transfers may listen
-on any port there: a sysctl needs a network of its own.
+the manifest's own, but for the host: one of this machine instead of all. A pod may have a network
+namespace of its own, with the sysctls of the manifest; in that of this machine, weight transfers
+listen on any port.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from support.forked import ServerCommand
 
 if TYPE_CHECKING:
     from deploy.chart import Object, Rendered
+    from support.namespaces import Machine
 
 START_SECONDS = 120
 STOP_SECONDS = 30
@@ -34,6 +36,7 @@ class Pod:
     Args:
         secrets: The content of each Secret by its name, as bytes by key.
         volumes: Folders for volumes that are neither Secrets nor scratch space, by name.
+        machine: Where it runs; default: on this machine, with the address ``host``.
     """
 
     def __init__(
@@ -43,8 +46,13 @@ class Pod:
         host: str,
         secrets: Secrets,
         volumes: Mapping[str, Path],
+        machine: Machine | None = None,
     ) -> None:
         folder.mkdir()
+        self._machine = machine
+        if machine is not None:
+            for setting in rendered.pod["securityContext"]["sysctls"]:
+                machine.sysctl(setting["name"], setting["value"])
         self._container = rendered.container
         self._host = host
         self._folder = folder
@@ -64,7 +72,10 @@ class Pod:
         self.log.touch()
         environment = {e["name"]: self._here(e["value"]) for e in self._container["env"]}
         self._process = ServerCommand(
-            [self._here(argument) for argument in self._container["args"]], self.log, environment
+            [self._here(argument) for argument in self._container["args"]],
+            self.log,
+            environment,
+            None if machine is None else machine.network,
         )
 
     def address(self, port: str) -> str:
@@ -125,7 +136,8 @@ class Pod:
                 break
         host, colon, port = told.rpartition(":")
         if host == "0.0.0.0":  # noqa: S104  it is replaced
-            told = self._host + colon + ("0" if flag == "--transport-listen" else port)
+            listening = flag == "--transport-listen" and self._machine is None
+            told = self._host + colon + ("0" if listening else port)
         return flag + equals + told
 
     def _put_secret(self, source: Object, secrets: Secrets) -> None:

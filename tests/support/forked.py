@@ -7,6 +7,7 @@ a process of its own that runs the command with its own flags, environment and l
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+_NETWORK = 0x40000000  # CLONE_NEWNET
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -33,11 +36,21 @@ _context.set_forkserver_preload(
 
 
 class ServerCommand:
-    """``rollwire-server`` with flags, started; in the words of ``subprocess.Popen``."""
+    """``rollwire-server`` with flags, started; in the words of ``subprocess.Popen``.
 
-    def __init__(self, flags: Sequence[str], log: Path, environment: dict[str, str]) -> None:
+    Args:
+        network: A network namespace to run in, as a file; default: that of this process.
+    """
+
+    def __init__(
+        self,
+        flags: Sequence[str],
+        log: Path,
+        environment: dict[str, str],
+        network: Path | None = None,
+    ) -> None:
         self._process = _context.Process(
-            target=_run, args=(list(flags), str(log), environment), daemon=True
+            target=_run, args=(list(flags), str(log), environment, network), daemon=True
         )
         self._process.start()
         assert self._process.pid is not None
@@ -69,7 +82,9 @@ class ServerCommand:
         self._process.kill()
 
 
-def _run(flags: list[str], log: str, environment: dict[str, str]) -> None:
+def _run(flags: list[str], log: str, environment: dict[str, str], network: Path | None) -> None:
+    if network is not None:
+        _enter(network)
     os.environ.clear()
     os.environ.update(environment)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -81,3 +96,11 @@ def _run(flags: list[str], log: str, environment: dict[str, str]) -> None:
     from rollwire_server.main import main
 
     main()
+
+
+def _enter(network: Path) -> None:
+    """Moves this process into a network namespace, before it has a thread or a socket."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with network.open() as namespace:
+        if libc.setns(namespace.fileno(), _NETWORK):
+            raise OSError(ctypes.get_errno(), f"cannot enter {network}")

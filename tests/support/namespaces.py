@@ -13,6 +13,7 @@ import subprocess
 import time
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from support.fleets import Servers
@@ -20,7 +21,6 @@ from support.servers import COMMAND, START_SECONDS, STOP_SECONDS, ServerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 _NETWORK = "10.213.{}.{}"
 
@@ -47,10 +47,14 @@ class Machine:
         """Puts it back."""
         _ip("link", "set", self.cable, "master", self.bridge)
 
-    def take_ports(self, ports: range) -> None:
-        """From now on the system gives these to whoever asks for any."""
-        setting = f"net.ipv4.ip_local_port_range={ports[0]} {ports[-1]}"
-        _run(*self.enter, "sysctl", "-w", setting)
+    @property
+    def network(self) -> Path:
+        """Its namespace, as a file."""
+        return Path("/run/netns", self.cable)
+
+    def sysctl(self, name: str, value: str) -> None:
+        """Sets a parameter of its kernel, of those that belong to the network."""
+        _run(*self.enter, "sysctl", "-w", f"{name}={value}")
 
     def trickle(self, bits_per_second: int) -> None:
         """From now on this is what reaches it, at most."""
