@@ -6,7 +6,7 @@ that updates interrupted are scored again with the weights that their tags name.
 
     task       a secret alphabet, and the reward of each letter
     policy     the model
-    rollouts   groups of sequences, always enough of them in flight
+    rollouts   prompts, and what sequences were worth
     trainer    the policy gradient
     check      labels and log-probabilities against the weights that the labels name
     servers    processes, started, watched, ended

@@ -3,38 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rollwire_client.data import KvPolicy
+from rollwire_client.batches import Batcher
+from rollwire_client.data import KvPolicy, Sampling
 from rollwire_client.demo.check import CheckResult, check_labels
 from rollwire_client.demo.history import History
 from rollwire_client.demo.policy import make_policy, save_policy, snapshot
-from rollwire_client.demo.rollouts import RolloutSource
+from rollwire_client.demo.rollouts import prompts, rewarded
 from rollwire_client.demo.servers import DemoError, rollout_servers
 from rollwire_client.demo.task import LENGTH, Cipher
-from rollwire_client.demo.trainer import Batch, Trainer
+from rollwire_client.demo.trainer import Trainer, TrainingBatch
 from rollwire_client.errors import RollwireError
 from rollwire_client.fleet import Fleet
 from rollwire_client.publisher import Publisher
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Coroutine, Iterator, Sequence
 
     from torch import Tensor
 
+    from rollwire_client.batches import Batch
     from rollwire_client.demo.display import Display
     from rollwire_client.demo.rollouts import Rollout
     from rollwire_client.demo.servers import Server
     from rollwire_client.demo.settings import DemoSettings
+    from rollwire_client.reports import PublishReport
 
 GROUP = 8  # samples of a prompt
 GROUPS_PER_STEP = 8
-GROUPS_AT_ONCE = 20  # that are sampled, finished, or being learned from
+GROUPS_AHEAD = 12  # are under way beyond those of a step
+SAMPLING = Sampling(max_new_tokens=LENGTH, ignore_eos=True)
 
 WATCHER_SECONDS = 1.0
 
@@ -108,34 +111,46 @@ class _Learning:
                 task.cancel()
 
     async def _sample_and_learn(self) -> None:
-        seed = self._settings.seed
-        async with Fleet(sorted(self._alive)) as fleet, asyncio.TaskGroup() as tasks:
-            source = RolloutSource(
-                fleet, Cipher(seed), seed=seed, group=GROUP, groups=GROUPS_AT_ONCE
-            )
-            sampling = tasks.create_task(source.run())
-            await self._learn(source, Publisher(fleet, kv_policy=KvPolicy.RECOMPUTE))
-            sampling.cancel()
+        async with Fleet(sorted(self._alive)) as fleet:
+            publisher = Publisher(fleet, kv_policy=KvPolicy.RECOMPUTE)
+            async with Batcher(
+                fleet, seed=self._settings.seed, group_size=GROUP, sampling=SAMPLING, bar=False
+            ) as batcher:
+                await self._learn(batcher, publisher)
 
-    async def _learn(self, source: RolloutSource, publisher: Publisher) -> None:
+    async def _learn(self, batcher: Batcher, publisher: Publisher) -> None:
         """Trains and publishes while the next rollouts are under way."""
         deadline = time.monotonic() + 60 * self._settings.minutes
+        task = Cipher(self._settings.seed)
+        source = prompts(task)
+
+        def collect() -> Coroutine[Any, Any, Batch]:
+            return batcher.collect(source, GROUPS_PER_STEP, prefetch=GROUPS_AHEAD)
+
         self._display.phase("learning")
         self.history.begin()
+        batch = await collect()
         for version in range(1, self._settings.steps + 1):
-            groups = await source.take(GROUPS_PER_STEP)
-            await asyncio.to_thread(self._trainer.step, _batch(groups))
-            source.learned(GROUPS_PER_STEP)
+            rollouts = rewarded(task, batch.groups)
+            await asyncio.to_thread(self._trainer.step, _training_batch(rollouts))
             self.weights[version] = snapshot(self._model)
-            publish = await publisher.publish(version, self.weights[version])
-            report = await publish.committed
-            for server in report.failed:
-                if server.address in self._alive:
-                    self._display.note(f"version {version}: {server.error}")
-            self.history.add(version, list(itertools.chain(*groups)), report)
+            # New groups begin before the update, and cross it, however fast the servers are.
+            async with asyncio.TaskGroup() as step:
+                collecting = step.create_task(collect())
+                publishing = step.create_task(self._publish(publisher, version))
+            batch = collecting.result()
+            self.history.add(version, rollouts, publishing.result())
             self._display.step(self.history)
             if self.history.goal_held or time.monotonic() > deadline:
                 return
+
+    async def _publish(self, publisher: Publisher, version: int) -> PublishReport:
+        publish = await publisher.publish(version, self.weights[version])
+        report = await publish.committed
+        for server in report.failed:
+            if server.address in self._alive:
+                self._display.note(f"version {version}: {server.error}")
+        return report
 
     async def _watch(self, server: Server) -> None:
         """Tells that a server died; the others go on with its sequences."""
@@ -146,11 +161,10 @@ class _Learning:
         self._display.note(f"{what}; the others go on with its sequences")
 
 
-def _batch(groups: Sequence[Sequence[Rollout]]) -> Batch:
-    shape = (len(groups), GROUP, -1)
-    rollouts = list(itertools.chain(*groups))
+def _training_batch(rollouts: Sequence[Rollout]) -> TrainingBatch:
+    shape = (GROUPS_PER_STEP, GROUP, -1)
     tensors = [rollout.trajectory.to_tensors() for rollout in rollouts]
-    return Batch(
+    return TrainingBatch(
         token_ids=torch.stack([t.token_ids for t in tensors]).view(shape),
         logprobs=torch.stack([t.logprobs[-LENGTH:] for t in tensors]).view(shape),
         rewards=torch.tensor([rollout.rewards for rollout in rollouts]).view(shape),

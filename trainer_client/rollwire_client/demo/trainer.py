@@ -45,7 +45,7 @@ GRADIENT_NORM = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TrainingBatch:
     """Samples of several prompts, in groups.
 
     Attributes:
@@ -85,7 +85,7 @@ class Trainer:
         )
         self._generator = torch.Generator().manual_seed(seed)
 
-    def step(self, batch: Batch) -> None:
+    def step(self, batch: TrainingBatch) -> None:
         """One pass over a batch."""
         token_ids, sampled = batch.token_ids.flatten(0, 1), batch.logprobs.flatten(0, 1)
         advantage = advantages(batch.rewards).flatten(0, 1)
