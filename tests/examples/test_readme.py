@@ -29,7 +29,7 @@ def blocks(addresses: list[str]) -> list[str]:
 @pytest.mark.slow
 def test_what_a_trainer_says_to_servers(start_server: StartServer, tmp_path: Path) -> None:
     addresses = [start_server().address, start_server().address]
-    code, _ = blocks(addresses)
+    code, *_ = blocks(addresses)
     for version in (1, 2):  # it can be run again
         done = subprocess.run(
             [sys.executable, "-c", code],
@@ -47,10 +47,27 @@ def test_what_a_trainer_says_to_servers(start_server: StartServer, tmp_path: Pat
         assert re.search(rf" 2000 ({version}|{version - 1 or None})$", last)
 
 
+def test_batches(start_server: StartServer, tmp_path: Path) -> None:
+    addresses = [start_server().address, start_server().address]
+    _, code, _ = blocks(addresses)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    told = done.stdout.splitlines()
+    assert [line.split()[0] for line in told] == ["0", "carried", "1", "carried", "2", "carried"]
+    assert (tmp_path / "buffer").exists()
+
+
 @pytest.mark.slow
 def test_a_sharded_trainer(start_server: StartServer, tmp_path: Path) -> None:
     addresses = [start_server().address, start_server().address]
-    _, code = blocks(addresses)
+    *_, code = blocks(addresses)
     (tmp_path / "sharded.py").write_text(code)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
