@@ -62,6 +62,8 @@ TRANSITIONS: dict[Life, dict[Event, Life]] = {
     Life.DROPPED: {},
 }
 
+_LIVE = (Life.SAMPLING, Life.READY, Life.CHOSEN)  # for the batch that is open, or one after it
+
 FIRST_SHARE = 0.8  # of the target: how long these take is what patience is measured by
 
 
@@ -153,14 +155,16 @@ class Ledger:
 
     def __init__(self) -> None:
         self.entries: dict[int, Entry] = {}
+        self._of: dict[Life, dict[int, None]] = {life: {} for life in Life}  # as they became it
         self._plan: Plan | None = None
         self._opened = 0.0
         self._first_share_at = math.inf
         self._completed = 0
+        self._newest_candidate: int | None = None  # None: not known
 
     def count(self, *lives: Life) -> int:
         """Groups that are one of these."""
-        return sum(entry.life in lives for entry in self.entries.values())
+        return sum(len(self._of[life]) for life in lives)
 
     def open(self, plan: Plan, now: float) -> list[int]:
         """Begins a batch; the groups that are too old for it, which it has dropped."""
@@ -187,13 +191,15 @@ class Ledger:
             later = plan.prefetch + plan.outlives
             allowed = max(plan.max_lag * plan.target - self.count(Life.POSTPONED), 0)
             most -= max(later - allowed, 0)
-        return max(most - len(self._live()), 0)
+        return max(most - self.count(*_LIVE), 0)
 
     def begin(self, number: int) -> None:
         """A group is begun."""
         if self.entries and number <= next(reversed(self.entries)):
             raise ValueError(f"group {number} is not the newest")
         self.entries[number] = Entry()
+        self._of[Life.SAMPLING][number] = None
+        self._newest_candidate = None
 
     def see(self, number: int, oldest: float) -> None:
         """The version of the oldest token that a group has by now."""
@@ -214,8 +220,7 @@ class Ledger:
         plan = self._open_plan
         if self.count(Life.CHOSEN) >= (plan.started if plan.tail.patience > 1 else plan.target):
             return None
-        ready = [n for n in self._candidates() if self.entries[n].life is Life.READY]
-        return min(ready, key=lambda n: self.entries[n].completed, default=None)
+        return next((n for n in self._of[Life.READY] if self._is_candidate(n)), None)
 
     def choose(self, number: int, now: float) -> None:
         """It is part of the batch."""
@@ -229,8 +234,7 @@ class Ledger:
 
     def drop(self, number: int) -> None:
         """It is gone, and its place free."""
-        self._move(number, Event.DROP)
-        del self.entries[number]
+        self._end(number, Event.DROP)
 
     def deadline(self) -> float:
         """Until when what is unfinished is waited for; infinity while that is not known."""
@@ -245,17 +249,18 @@ class Ledger:
 
     def waits(self) -> bool:
         """Whether a group that may become part of the batch is under way."""
-        return any(self.entries[n].life is Life.SAMPLING for n in self._candidates())
+        oldest = next(iter(self._of[Life.SAMPLING]), None)
+        return oldest is not None and self._is_candidate(oldest)
 
     def close(self) -> tuple[list[int], list[int]]:
         """Ends the batch: the groups that it hands out, and those that it drops."""
-        plan, candidates = self._open_plan, self._candidates()
+        plan = self._open_plan
+        candidates = self._live()[: plan.started]
         taken = [n for n in candidates if self.entries[n].life is Life.CHOSEN]
         left = [n for n in candidates if self.entries[n].life is not Life.CHOSEN]
         dropped = [] if isinstance(plan.tail, Carry) else left
         for number in taken:
-            self._move(number, Event.TAKE)
-            del self.entries[number]
+            self._end(number, Event.TAKE)
         for number in dropped:
             self.drop(number)
         self._plan = None
@@ -274,20 +279,33 @@ class Ledger:
 
     def _live(self) -> list[int]:
         """All but those that are postponed, the oldest first."""
-        return [n for n, entry in self.entries.items() if entry.life is not Life.POSTPONED]
+        return [n for n, entry in self.entries.items() if entry.life in _LIVE]
 
-    def _candidates(self) -> list[int]:
-        return self._live()[: self._open_plan.started]
+    def _is_candidate(self, number: int) -> bool:
+        if self._newest_candidate is None:
+            candidates = self._live()[: self._open_plan.started]
+            self._newest_candidate = candidates[-1] if candidates else 0
+        return number <= self._newest_candidate
 
     def _reopen(self) -> None:
-        for number, entry in self.entries.items():
-            if entry.life in (Life.POSTPONED, Life.CHOSEN):
-                self._move(number, Event.REOPEN)
+        for number in [*self._of[Life.POSTPONED], *self._of[Life.CHOSEN]]:
+            self._move(number, Event.REOPEN)
+        ready = sorted(self._of[Life.READY], key=lambda n: self.entries[n].completed)
+        self._of[Life.READY] = dict.fromkeys(ready)
+        self._newest_candidate = None
+
+    def _end(self, number: int, event: Event) -> None:
+        self._move(number, event)
+        del self._of[self.entries.pop(number).life][number]
 
     def _move(self, number: int, event: Event) -> Entry:
         entry = self.entries[number]
         life = TRANSITIONS[entry.life].get(event)
         if life is None:
             raise ValueError(f"group {number} is {entry.life.value}: no {event.value}")
+        del self._of[entry.life][number]
+        self._of[life][number] = None
+        if (entry.life in _LIVE) != (life in _LIVE):
+            self._newest_candidate = None
         entry.life = life
         return entry

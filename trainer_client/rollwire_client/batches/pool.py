@@ -29,6 +29,7 @@ class Pool:
         self.groups: dict[int, LiveGroup] = {}
         self.changed = asyncio.Event()
         self._recipe = recipe
+        self._keys: set[tuple[str, int]] = set()
         self._numbers = count(1)
         self._ended: list[LiveGroup] = []
         self._ending: set[asyncio.Task[None]] = set()
@@ -46,7 +47,7 @@ class Pool:
             InvalidRequestError: Its token ids are none.
         """
         key = prompt.id, prompt.epoch
-        if any(key == (group.prompt.id, group.prompt.epoch) for group in self.groups.values()):
+        if key in self._keys:
             raise ValueError(
                 f"prompt {prompt.id!r} of epoch {prompt.epoch} is under way already: the seeds "
                 f"of its samples would be equal; give each pass over the data its epoch"
@@ -59,6 +60,7 @@ class Pool:
             members = [Member(index, Draft("", prompt.token_ids)) for index in range(size)]
         group = LiveGroup(next(self._numbers), prompt, members)
         self.groups[group.number] = group
+        self._keys.add(key)
         return group
 
     def run(self, group: LiveGroup, oldest_version: int | None) -> None:
@@ -74,6 +76,7 @@ class Pool:
     def remove(self, number: int) -> LiveGroup:
         """Lets a group go; what is still sampled of it is aborted."""
         group = self.groups.pop(number)
+        self._keys.discard((group.prompt.id, group.prompt.epoch))
         if group.task is not None and not group.task.done():
             group.task.cancel()
             self._ending.add(group.task)
