@@ -9,19 +9,19 @@ import sys
 import tomllib
 import zipfile
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import yaml
 from deploy.chart import CHART, DEPLOY, ROOT
+from packaging.requirements import Requirement
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from deploy.chart import Helm
 
 RECIPE = DEPLOY / "Dockerfile"
-IMAGES = ["cpu", "gpu"]
+IMAGES = ["cpu", "gpu", "sglang"]
 
 
 @dataclass
@@ -61,6 +61,14 @@ def copied() -> list[str]:
     """What comes from the clone."""
     every = [rest.split() for stage in stages().values() for rest in stage.told("COPY")]
     return [path for words in every if not words[0].startswith("--from") for path in words[:-1]]
+
+
+def test_lint() -> None:
+    done = subprocess.run(
+        [Path(sys.executable).with_name("hadolint"), "--config", DEPLOY / "hadolint.yaml", RECIPE],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
 
 
 def test_the_default_is_the_small_one() -> None:
@@ -109,13 +117,36 @@ def test_what_is_copied_makes_the_wheel(tmp_path: Path) -> None:
 def test_what_is_installed_is_what_the_project_offers() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     steps = [step for stage in stages().values() for step in stage.told("RUN")]
-    (extras,) = (found for step in steps for found in re.findall(r"\.\[([^]]+)\]", step))
-    assert set(extras.split(",")) <= set(project["optional-dependencies"])
-    (ucx,) = (r for r in project["optional-dependencies"]["ucx"] if r.startswith("ucxx"))
-    (told,) = (rest for rest in stages()["build-gpu"].told("ARG"))
-    assert told.rpartition("==")[2] == ucx.rpartition("==")[2]
+    offered = project["optional-dependencies"]
+    for step in steps:
+        for extras in re.findall(r"\.\[([^]]+)\]", step):
+            assert set(extras.split(",")) <= set(offered)
+    (ucx,) = (r for r in offered["ucx"] if r.startswith("ucxx"))
+    assert stages()["build-gpu"].told("ARG") == [f"UCXX={ucx}"]
     installing = [step for step in steps if "pip install" in step]
-    assert all("--constraint requirements/dev.txt" in step for step in installing)
+    pinned = ("--constraint requirements/dev.txt", '"${SGLANG}"')
+    assert all(any(pin in step for pin in pinned) for step in installing)
+
+
+def test_sglang_is_the_one_that_is_tested() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    stage = stages()["build-sglang"]
+    (told,) = stage.told("ARG")
+    version = told.removeprefix("SGLANG=sglang==")
+    (tested,) = re.findall(r"^SGLANG := sglang==(\S+)", (ROOT / "Makefile").read_text(), re.M)
+    assert version == tested
+    (taken,) = (r for r in project["optional-dependencies"]["sglang"] if r.startswith("sglang"))
+    assert Requirement(taken).specifier.contains(version)
+    assert ".[sglang," in stage.told("RUN")[-1]
+
+
+def test_an_engine_of_the_chart_is_in_an_image(helm: Helm) -> None:
+    rendered = helm.render("sglang")
+    assert "--engine=sglang" in rendered.arguments
+    assert rendered.container["image"].endswith("-sglang")
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert rendered.container["image"] == f"rollwire:{chart['appVersion']}-sglang"
+    assert "--target sglang" in (CHART / "examples" / "sglang.yaml").read_text()
 
 
 def test_the_chart_runs_the_version_of_the_project() -> None:
@@ -141,6 +172,17 @@ def test_an_image_is_what_the_chart_runs(helm: Helm, image: str) -> None:
     assert "rollwire-server" in scripts
 
 
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_ends_with_a_user_without_rights(image: str) -> None:
+    words = [word for stage in line_of(image) for word, _ in stage.steps]
+    assert "USER" in words
+    last = len(words) - 1 - words[::-1].index("USER")
+    assert set(words[last + 1 :]) <= {"COPY", "WORKDIR", "EXPOSE", "ENTRYPOINT"}
+    for stage in line_of(image):
+        for rest in stage.told("COPY"):
+            assert rest.split()[1:] == ["/opt/rollwire", "/opt/rollwire"]
+
+
 def test_nothing_that_builds_is_left_in_the_small_image() -> None:
     steps = [rest for stage in line_of("cpu") for rest in stage.told("RUN")]
     assert not any(re.search(r"\b(pip|apt-get|gcc|make|git|curl)\b", step) for step in steps)
@@ -148,5 +190,5 @@ def test_nothing_that_builds_is_left_in_the_small_image() -> None:
 
 def test_no_registry_is_named() -> None:
     bases = {stage.base for stage in stages().values()} - set(stages())
-    assert bases == {"python:${PYTHON}"}
+    assert bases == {"python:${PYTHON}", "scratch"}
     assert "://" not in RECIPE.read_text()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from deploy.chart import Helm
     from deploy.pod import RunPod
 
-SYNTHETIC = ("--set", "engine=synthetic")
+SYNTHETIC = ("--set", "engine=synthetic,engineArgs=null")
 
 
 def secret_of(authority: Authority, name: str) -> dict[str, bytes]:
