@@ -14,9 +14,9 @@ from grpc_reflection.v1alpha import reflection
 from rollwire.v1 import rollout_pb2, weights_pb2
 
 from rollwire_server.metrics import serving
+from rollwire_server.parsing import LARGEST_BYTES, Parsing
 from rollwire_server.security import Authentication, server_credentials
 from rollwire_server.settings import split_listening
-from rollwire_server.sizes import LARGEST_BYTES, MessageSizes
 
 if TYPE_CHECKING:
     from rollwire_server.counts import Counts
@@ -57,7 +57,7 @@ class Endpoints:
         self._closing = contextlib.ExitStack()
         self._health_servicer = health.aio.HealthServicer()
         self.api = grpc.aio.server(
-            interceptors=[Authentication(access, counts), MessageSizes()], options=CHANNEL_OPTIONS
+            interceptors=[Authentication(access, counts), Parsing()], options=CHANNEL_OPTIONS
         )
         self.addresses = {"listen": _bind(self.api, settings.listen, server_credentials(settings))}
         health_pb2_grpc.add_HealthServicer_to_server(self._health_servicer, self.api)

@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import structlog
+from google.protobuf.message import DecodeError
 
 if TYPE_CHECKING:
     from structlog.typing import Processor
@@ -49,6 +50,7 @@ def configure(style: str, level: str) -> None:
     )
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.captureWarnings(capture=True)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_callers_fault)
     for name in OWN:
         logging.getLogger(name).setLevel(level.upper())
 
@@ -61,6 +63,11 @@ def bind(**names: Any) -> None:
             for name, value in names.items()
         }
     )
+
+
+def _is_no_callers_fault(record: logging.LogRecord) -> bool:
+    """Whether gRPC tells of more than a message that could not be read."""
+    return not (record.exc_info and isinstance(record.exc_info[1], DecodeError))
 
 
 def _text() -> list[Processor]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -11,12 +13,12 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rollwire.v1 import common_pb2, rollout_pb2, weights_pb2
-from support.calls import Api, connected, generate, request
+from support.calls import Api, connected, generate, reason_of, request
 from support.fuzzing import messages
 from support.publishing import publish, random_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from google.protobuf.descriptor import MethodDescriptor
     from google.protobuf.message import Message
@@ -47,12 +49,16 @@ def runner() -> Iterator[asyncio.Runner]:
         yield runner
 
 
-async def call(address: str, method: MethodDescriptor, sent: list[Message]) -> grpc.StatusCode:
+async def call(
+    address: str, method: MethodDescriptor, sent: Sequence[Message | bytes]
+) -> grpc.StatusCode:
     """How a call ends that sends some messages and reads a few."""
     async with grpc.aio.insecure_channel(address) as channel:
         stream: Any = channel.stream_stream(
             f"/{method.containing_service.full_name}/{method.name}",
-            request_serializer=lambda message: message.SerializeToString(),
+            request_serializer=lambda sent: (
+                sent if isinstance(sent, bytes) else sent.SerializeToString()
+            ),
             response_deserializer=GetMessageClass(method.output_type).FromString,
         )(timeout=SECONDS)
         try:
@@ -81,6 +87,13 @@ async def put_right(api: Api) -> None:
         await publish(api, await random_weights(api, 1))  # it had slept and discarded them
 
 
+async def is_sound(server: ServerProcess) -> None:
+    async with connected(server.address) as api:
+        await put_right(api)
+        assert (await generate(api, request((1, 2), 3))).reason == "LENGTH"
+        await api.idle()
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_any_message_gets_an_answer(
     server: ServerProcess, runner: asyncio.Runner, name: str
@@ -98,11 +111,60 @@ def test_any_message_gets_an_answer(
         code = runner.run(call(server.address, method, sent))
         assert code is grpc.StatusCode.OK or code in EXPECTED
 
-    async def is_sound() -> None:
-        async with connected(server.address) as api:
-            await put_right(api)
-            assert (await generate(api, request((1, 2), 3))).reason == "LENGTH"
-            await api.idle()
+    fuzz()
+    runner.run(is_sound(server))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_any_bytes_get_an_answer(server: ServerProcess, runner: asyncio.Runner, name: str) -> None:
+    """Bytes of no meaning, and messages of which some are missing or changed."""
+    method = METHODS[name]
+
+    @settings(
+        max_examples=40, deadline=None, derandomize=True, database=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(sent=st.binary(max_size=60), message=messages(method.input_type), data=st.data())
+    def fuzz(sent: bytes, message: Message, data: st.DataObject) -> None:
+        whole = message.SerializeToString()
+        start, stop = sorted(data.draw(st.integers(0, len(whole))) for _ in range(2))
+        for raw in (sent, whole[:start] + sent[:4] + whole[stop:]):
+            code = runner.run(call(server.address, method, [raw]))
+            assert code is grpc.StatusCode.OK or code in EXPECTED
 
     fuzz()
-    runner.run(is_sound())
+    runner.run(is_sound(server))
+
+
+@pytest.mark.parametrize("name", METHODS)
+async def test_what_is_no_message_is_refused_by_name(server: ServerProcess, name: str) -> None:
+    method = METHODS[name]
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        path = f"/{method.containing_service.full_name}/{name}"
+        stream = channel.stream_stream(path)(iter([b"\xff\xff\xff"]), timeout=SECONDS)
+        with pytest.raises(grpc.aio.AioRpcError, match=f"not what {name} takes") as caught:
+            await stream.read()
+        assert reason_of(caught.value) == "BAD_REQUEST"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS, where there is none
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 100,
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00" * 1000,
+        random.Random(1).randbytes(100_000),
+    ],
+)
+async def test_what_comes_over_tcp_hurts_nobody(server: ServerProcess, sent: bytes) -> None:
+    host, _, port = server.address.rpartition(":")
+    for _ in range(20):
+        _, writer = await asyncio.open_connection(host, int(port))
+        with contextlib.suppress(ConnectionError):
+            writer.write(sent)
+            await writer.drain()
+        writer.close()
+    await is_sound(server)

@@ -182,7 +182,7 @@ async def test_a_message_of_many_parts_is_not_parsed(server: ServerProcess, meth
     async with connected(server.address) as api:
         package = "Rollout" if hasattr(api.rollouts, method) else "Weight"
         call = api.channel.unary_unary(f"/rollwire.v1.{package}Service/{method}")
-        with pytest.raises(grpc.aio.AioRpcError, match="this call takes 4194304 at most") as caught:
+        with pytest.raises(grpc.aio.AioRpcError, match=f"{method} takes 4194304 at most") as caught:
             await call(b"\x0a\x00" * ((4 << 20) // 2 + 1), timeout=60)
         assert reason_of(caught.value) == "BAD_REQUEST"
         assert (await generate(api, request((1,), 3))).reason == "LENGTH"

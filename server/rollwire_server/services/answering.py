@@ -13,7 +13,7 @@ import structlog
 
 from rollwire_server.errors import ServiceError, answer
 from rollwire_server.logs import bind
-from rollwire_server.sizes import check_size
+from rollwire_server.parsing import check_parsed
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -38,7 +38,7 @@ def answering(handler: Handler[Response]) -> Handler[Response]:
     ) -> Response:
         bind(**_names(request))
         try:
-            check_size(request)
+            check_parsed(request)
             return await handler(self, request, context)
         except ServiceError as error:
             self.counts.refusals[error.reason.name.lower()] += 1

@@ -16,6 +16,7 @@ from rollwire.v1 import rollout_pb2
 from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.lifecycle import Rpc
 from rollwire_server.logs import MOST_CHARACTERS
+from rollwire_server.parsing import check_parsed
 from rollwire_server.sequences import Outbox
 from rollwire_server.services import messages
 from rollwire_server.services.requests import read_request
@@ -143,6 +144,7 @@ class RolloutStream:
                 await self._told.wait()
 
     def _obey(self, command: rollout_pb2.StreamRolloutsRequest) -> None:
+        check_parsed(command)
         handle = command.handle
         match command.WhichOneof("command"):
             case "start":
