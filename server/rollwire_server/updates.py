@@ -87,6 +87,7 @@ class Updates:
         self.publisher: Publisher | None = None
         self.announced_version: int | None = None  # by the last update that was tagged
         self._commits: OrderedDict[str, Commit] = OrderedDict()
+        self._verifying: asyncio.Task[bool | ServiceError] | None = None
 
     @property
     def weights(self) -> WeightTag:
@@ -100,6 +101,14 @@ class Updates:
                 await asyncio.wait([update.committing])
             else:
                 await self._drop(update, reason, why)
+
+    async def intact(self) -> bool:
+        """Whether the memory still holds what was committed. Read once for all who ask meanwhile:
+        it takes the engine's time.
+        """
+        if self._verifying is None or self._verifying.done():
+            self._verifying = self._tasks.create_task(outcome(self.served.intact()), name="verify")
+        return await result(self._verifying)
 
     # The steps of an update.
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -12,23 +9,16 @@ import grpc
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from rollwire.v1 import rollout_pb2, weights_pb2
-from rollwire_server import rollouts as rollouts_module
-from rollwire_server.engines.base import SamplingParams, SequenceSpec
 from rollwire_server.errors import Reason, ServiceError
-from rollwire_server.sequences import Outbox, Request
 from rollwire_server.services import messages
 from rollwire_server.services.requests import STOP_TOKENS, read_request
-from support.calls import Api, Generation, connected, generate, reason_of, request
+from support.calls import Api, connected, generate, reason_of, request
 from support.engine_room import serving
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from google.protobuf.descriptor import Descriptor
     from rollwire_server.engines.base import EngineInfo
-    from rollwire_server.rollouts import Rollouts
-    from rollwire_server.sequences import Reader
-    from support.servers import ServerProcess, StartServer
+    from support.servers import ServerProcess
 
 LONG = "n" * 257
 ME = weights_pb2.Publisher(id="me", term=1 << 60)
@@ -221,151 +211,6 @@ async def test_what_nobody_knows_is_not_carried_along() -> None:
         read_request(message, info, 1)
     assert caught.value.reason is Reason.BAD_REQUEST
     assert read_request(request([1] * (info.context_length - 1), 1), info, 1)
-
-
-# What has ended.
-
-
-def asked(rollouts: Rollouts, prompt: int, *, grace: float = 0.0) -> Request:
-    key = rollouts.next_key()
-    spec = SequenceSpec(key, (7,) * prompt, SamplingParams(1))
-    return Request(f"request {key}", 0, spec, detach_grace=grace)
-
-
-def read(reader: Reader) -> None:
-    while reader.next_chunk(100) is not None:
-        pass
-    assert reader.done
-
-
-async def test_who_never_reads_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollouts_module, "MOST_BYTES", 1 << 20)
-    async with serving() as (rollouts, _, _), asyncio.timeout(20):
-        unread = []
-        for _ in range(8):  # of some 150 KB each
-            unread.append(rollouts.start(asked(rollouts, 4000), Outbox()))
-            await rollouts.idle()
-        with pytest.raises(ServiceError) as caught:
-            rollouts.start(asked(rollouts, 4000), Outbox())
-        assert caught.value.reason is Reason.QUEUE_FULL
-        for reader in unread:
-            read(reader)
-            rollouts.detach(reader)
-        rollouts.start(asked(rollouts, 4000), Outbox())
-        await rollouts.idle()
-
-
-async def test_of_what_is_kept_large_ones_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollouts_module, "MOST_BYTES", 1 << 20)
-    async with serving() as (rollouts, _, _), asyncio.timeout(20):
-        ended = []
-        for _ in range(20):
-            reader = rollouts.start(asked(rollouts, 4000, grace=60), Outbox())
-            await rollouts.idle()
-            rollouts.detach(reader)
-            ended.append(reader.sequence.request)
-        newest = rollouts.start(ended[-1], Outbox())
-        assert newest.sequence.end is not None  # picked up
-        rollouts.detach(newest)
-        oldest = rollouts.start(ended[0], Outbox())
-        assert oldest.sequence.end is None  # begun anew
-
-
-async def test_who_is_superseded_holds_nothing() -> None:
-    async with serving() as (rollouts, _, _), asyncio.timeout(20):
-        asks = asked(rollouts, 4000, grace=60)
-        old = rollouts.start(asks, Outbox())
-        new = rollouts.start(asks, Outbox())
-        assert old.sequence is not new.sequence
-        assert not old.sequence.request.spec.prompt
-        chunk = old.next_chunk(10)
-        assert chunk is not None
-        assert chunk.end is not None
-        rollouts.detach(old)
-        await rollouts.idle()
-        read(new)
-
-
-# Manifests.
-
-
-def large_manifest(tensors: int) -> bytes:
-    """An announcement of many tensors, each with a span, as bytes; a thousand again and again."""
-    size = 2 * 64 * 64
-    thousand = weights_pb2.Manifest(
-        tensors=[
-            tensor(name=f"model.layers.{i // 100}.mlp.experts.{i % 100}.down_proj.weight",
-                   dtype="bfloat16", shape=(64, 64))
-            for i in range(1000)
-        ],
-        buckets=[
-            {
-                "size": 1000 * size,
-                "spans": [
-                    {"tensor": i, "bucket_offset": i * size, "length": size} for i in range(1000)
-                ],
-            }
-        ],
-    )  # fmt: skip
-    part = weights_pb2.UpdateWeightsRequest(manifest=thousand).SerializeToString()
-    return update().SerializeToString() + part * (tensors // 1000)
-
-
-BUCKETS = 150_000  # of 64 bytes, each with a part of the one tensor of a synthetic server
-
-
-def many_buckets() -> bytes:
-    """An announcement that is right."""
-    spec = tensor(name="weight", shape=[64 * BUCKETS // 4])
-    buckets = [
-        {"size": 64, "spans": [{"tensor_offset": 64 * i, "length": 64}]} for i in range(BUCKETS)
-    ]
-    return update(manifest={"tensors": [spec], "buckets": buckets}).SerializeToString()
-
-
-@pytest.mark.parametrize(
-    ("announced", "reason"),
-    [(lambda: large_manifest(100_000), "MANIFEST_MISMATCH"), (many_buckets, "")],
-    ids=["refused", "taken"],
-)
-async def test_others_are_served_while_a_large_manifest_is_read(
-    start_server: StartServer, announced: Callable[[], bytes], reason: str
-) -> None:
-    """A stream goes on while 100,000 tensors, or as many buckets, are looked through."""
-    announcement = announced()
-    server = start_server(
-        "--engine", "synthetic", "--engine-arg", "tokens-per-second=50",
-        "--engine-arg", f"weight-bytes={64 * BUCKETS}", "--context-length", "1000000",
-    )  # fmt: skip
-    async with connected(server.address) as api, connected(server.address) as other:
-        method = "/rollwire.v1.WeightService/UpdateWeights"
-        stream = Generation(api, request((1,), None))
-        await stream.some(1)
-        arrivals: list[float] = []
-
-        async def follow() -> None:
-            while True:
-                await stream.some(len(stream.output.tokens) + 1)
-                arrivals.append(time.monotonic())
-
-        following = asyncio.create_task(follow())
-        began = time.monotonic()
-        call = other.channel.unary_stream(method)(announcement, timeout=120)
-        try:
-            assert await call.read()
-            told = ""
-        except grpc.aio.AioRpcError as error:
-            told = reason_of(error)
-        ended = time.monotonic()
-        assert told == reason
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-        call.cancel()
-        stream.call.cancel()
-        between = [began, *(at for at in arrivals if at < ended), ended]
-    # Parsing the message itself is the event loop's, and takes a few hundredths of all.
-    silences = [b - a for a, b in itertools.pairwise(between)]
-    assert max(silences) < 0.5 * (ended - began)
 
 
 def test_a_part_of_a_manifest_that_is_too_much_is_not_looked_at() -> None:

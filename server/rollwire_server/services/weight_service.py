@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 JOIN_SECONDS = 30.0  # where the caller sets no deadline
 STAGE_LEASE_SECONDS = 60.0
+MOST_ANNOUNCEMENTS = 16  # calls at once, each with its manifest; one of them is under way
 
 
 class WeightService(weights_pb2_grpc.WeightServiceServicer):
@@ -40,6 +41,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         self._engine = engine
         self._lifecycle = lifecycle
         self._updates = updates
+        self._announcements = 0
         self._one_manifest = asyncio.Lock()  # at a time: it takes a thread and much memory
 
     @answering
@@ -60,6 +62,25 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         lease = read_duration(request, "stage_lease")
         publisher, update_id = _publisher(request.publisher), _update_id(request.update_id)
         self._updates.check_announcer(publisher)
+        if self._announcements >= MOST_ANNOUNCEMENTS:
+            raise ServiceError(
+                Reason.UPDATE_IN_PROGRESS,
+                f"{self._announcements} announcements are under way on this server: try again",
+            )
+        self._announcements += 1
+        try:
+            await self._announce(request, publisher, update_id, lease, context)
+        finally:
+            self._announcements -= 1
+
+    async def _announce(
+        self,
+        request: weights_pb2.UpdateWeightsRequest,
+        publisher: Publisher,
+        update_id: str,
+        lease: float | None,
+        context: Context,
+    ) -> None:
         async with self._one_manifest:
             manifest = await asyncio.to_thread(messages.manifest, request.manifest)
         announcement = Announcement(
@@ -155,7 +176,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
     ) -> weights_pb2.GetWeightStatusResponse:
         """What is committed and what is under way."""
         self._lifecycle.check(Rpc.GET_WEIGHT_STATUS)
-        intact = await self._updates.served.intact() if request.verify else None
+        intact = await self._updates.intact() if request.verify else None
         updates = self._updates
         response = weights_pb2.GetWeightStatusResponse(
             weights=messages.weight_tag(updates.weights),
