@@ -123,7 +123,9 @@ def servers(commands: Sequence[Sequence[str]], folder: Path) -> Iterator[list[st
             ready.unlink(missing_ok=True)
             command = [sys.executable, "-m", "rollwire_server.main", *flags]
             command += ["--listen", "127.0.0.1:0", "--ready-file", str(ready)]
-            process = subprocess.Popen([*command, "--log-level", "warning"])
+            if "--log-level" not in flags:
+                command += ["--log-level", "warning"]
+            process = subprocess.Popen(command)
             stack.callback(ended, process)
             started.append((process, ready))
         deadline = time.monotonic() + START_SECONDS

@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=["embedded", "sglang"], default="embedded")
     parser.add_argument("--engine-arg", action="append", default=[], help="for sglang")
     parser.add_argument("--staging", default="auto")
+    parser.add_argument("--log-level", default="warning", help="of the servers")
     parser.add_argument("--own-path", action="store_true", help="SGLang's own updates, too")
     parser.add_argument("--streams", type=int, default=64, help="on each server")
     parser.add_argument("--prompt", type=int, default=512)
@@ -116,7 +117,7 @@ def _flags(device: str, folder: Path, options: argparse.Namespace) -> list[str]:
     flags = ["--engine", options.engine, "--model", str(folder), "--device", device]
     flags += ["--dtype", options.dtype, "--max-running", str(options.streams)]
     flags += ["--context-length", str(options.prompt + options.new_tokens + 1)]
-    flags += ["--staging", options.staging]
+    flags += ["--staging", options.staging, "--log-level", options.log_level]
     return flags + [f"--engine-arg={text}" for text in options.engine_arg]
 
 

@@ -7,6 +7,7 @@ folder that the command names. The weights themselves lie in shared memory.
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,7 @@ class Loader:
         self.touched = False
         self._model = model
         self._recipe: Recipe | None = None
-        self._opened: tuple[Layout, dict[str, Tensor]] | None = None
+        self._opened: tuple[dict[str, Any], dict[str, Tensor]] | None = None
         self._committed = Fingerprint(model)
 
     def obey(self, command: dict[str, Any]) -> dict[str, Any] | None:
@@ -65,12 +66,12 @@ class Loader:
             case "learn":  # how the tensors of updates get in place
                 return self._learn(command["tensors"])
             case "open":  # staged memory, ahead of the time when its tensors are put in place
-                self._open(Layout.read(command["staged"]))
+                self._open(command["staged"])
             case "close":
                 self._opened = None
             case "put":  # staged tensors in place
-                self._open(Layout.read(command["staged"]))
-                self._put()
+                self._open(command["staged"])
+                return self._put()
             case "reload":  # those of a checkpoint folder
                 self._change(read_tensors(Path(command["folder"])))
             case "compare":  # with the weights that were last put in place
@@ -92,29 +93,36 @@ class Loader:
             torch._foreach_copy_([torch.empty_like(piece) for piece in small], small)
         return {"recipe": None}
 
-    def _open(self, layout: Layout) -> None:
-        if self._opened is None or self._opened[0] != layout:
+    def _open(self, staged: dict[str, Any]) -> None:
+        if self._opened is None or self._opened[0] != staged:
             self._opened = None
-            self._opened = (layout, views(layout, _rank()))
+            self._opened = (staged, views(Layout.read(staged), _rank()))
 
-    def _put(self) -> None:
+    def _put(self) -> dict[str, Any]:
         assert self._opened is not None  # noqa: S101  just opened
         staged, self._opened = self._opened[1], None
+        began = time.perf_counter()
         if self._recipe is None:
             self._change(staged.items())
-            return
+            return {"copied_ms": _ms(began), "fingerprint_ms": 0.0}
         targets, sources = copies(self._recipe, staged)
         self.touched = True
         if targets:
             torch._foreach_copy_(targets, sources)
         _finish_what_runs()
+        copied = time.perf_counter()
         self._committed = Fingerprint(self._model)
+        return {"copied_ms": round((copied - began) * 1e3, 1), "fingerprint_ms": _ms(copied)}
 
     def _change(self, tensors: Any) -> None:
         self.touched = True
         self._model.load_weights(tensors)  # type: ignore[operator]  # as SGLang's models have it
         _finish_what_runs()
         self._committed = Fingerprint(self._model)
+
+
+def _ms(since: float) -> float:
+    return round((time.perf_counter() - since) * 1e3, 1)
 
 
 def _finish_what_runs() -> None:

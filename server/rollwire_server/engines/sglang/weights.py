@@ -133,7 +133,11 @@ class Weights:
         await self._settle()
         for device in self._on_devices:  # what was received there has arrived
             torch.cuda.synchronize(device)
-        await self._replace("put", staged=staged.layout.told())
+        for rank, answer in enumerate(await self._replace("put", staged=staged.layout.told())):
+            logger.info(
+                "process %d put weights in place in %.1f ms, and began their fingerprint in %.1f",
+                *(rank, answer["copied_ms"], answer["fingerprint_ms"]),
+            )
         self._open = False
         # The commit need not wait for it; it keeps the staged memory until it is over.
         self._digesting = asyncio.create_task(self._digest(staged), name="sglang digests")
@@ -173,16 +177,17 @@ class Weights:
 
         self._digests = {**self._digests, **await asyncio.to_thread(compute)}
 
-    async def _replace(self, do: str, **more: Any) -> None:
+    async def _replace(self, do: str, **more: Any) -> list[dict[str, Any]]:
         before, self.whole = self.whole, False
         try:
-            await self._run(do, **more)
+            answers = await self._run(do, **more)
         except TornWeightsError:
             raise
         except EngineError:
             self.whole = before
             raise
         self.whole = True
+        return answers
 
     async def _run(self, do: str, **more: Any) -> list[dict[str, Any]]:
         """Has every scheduler process obey; returns what each says.
