@@ -1,10 +1,13 @@
 """What delivering tokens costs each side, in tokens a CPU-second, with an engine that costs little.
 
-    python benchmarks/delivery.py --streams 256 --tokens 2000
+    python benchmarks/delivery.py --streams 256,4096 --tokens 2000,500
 
-A server with the synthetic engine samples as fast as it can; a client in this process streams all
-sequences over one connection and reads every token, its log-probability and its weights. The
-engine alone, driven without a server, is the floor: what it takes is taken off the server's side.
+A server with the synthetic engine samples as fast as it can, or at a ``--rate``; a client in this
+process takes all sequences over one connection, each token with its log-probability and its
+weights: as they come (``stream``), or each sequence as a whole (``generate``). The engine alone,
+driven without a server, is the floor: what it takes is taken off the server's side. The peer is the
+same engine behind server-sent events (``sse.py``): a connection for each sequence, an event for
+each of its tokens, and a client that collects them.
 """
 
 from __future__ import annotations
@@ -14,16 +17,17 @@ import asyncio
 import contextlib
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from common import machine
+import sse
+from common import ended, machine, print_table
 from rollwire_client import RolloutClient, Sampling
 from rollwire_server.engines.base import SamplingParams, SequenceSpec, Step
 from rollwire_server.engines.synthetic import SyntheticConfig, SyntheticEngine
@@ -55,10 +59,10 @@ class Counter:
         raise SystemExit(f"the engine died: {error}")
 
 
-async def engine_alone(streams: int, tokens: int) -> float:
+async def engine_alone(streams: int, tokens: int, rate: float) -> float:
     """CPU seconds a token."""
     sink = Counter()
-    config = SyntheticConfig("none", max_running_sequences=streams, tokens_per_second=0)
+    config = SyntheticConfig("none", max_running_sequences=streams, tokens_per_second=rate)
     engine = SyntheticEngine(config)
     await engine.start("server", sink)
     before = time.process_time()
@@ -72,24 +76,59 @@ async def engine_alone(streams: int, tokens: int) -> float:
     return spent / sink.tokens
 
 
-async def delivered(address: str, pid: int, streams: int, tokens: int) -> tuple[float, float]:
-    """CPU seconds a token of the server and of the client."""
+async def delivered(address: str, pid: int, streams: int, tokens: int, *, whole: bool) -> Costs:
+    """What rollwire takes."""
 
     async def read(client: RolloutClient, seed: int) -> int:
         count = 0
         sampling = Sampling(max_new_tokens=tokens, seed=seed)
+        if whole:
+            return len((await client.generate([1, 2, 3], sampling)).token_ids)
         async for chunk in client.stream([1, 2, 3], sampling):
             count += len(chunk.token_ids)
         return count
 
     async with RolloutClient(address) as client:
         await read(client, 0)  # opens the connection
-        server, own = cpu_seconds(pid), time.process_time()
-        counts = await asyncio.gather(*(read(client, seed) for seed in range(streams)))
-        server, own = cpu_seconds(pid) - server, time.process_time() - own
-    if (total := sum(counts)) != streams * tokens:
-        raise SystemExit(f"{total} tokens came of {streams * tokens}")
-    return server / total, own / total
+        with measured(pid, streams * tokens) as costs:
+            counts = await asyncio.gather(*(read(client, seed) for seed in range(streams)))
+    check(sum(counts), streams * tokens)
+    return costs
+
+
+async def sent_as_events(address: list[object], pid: int, streams: int, tokens: int) -> Costs:
+    """What server-sent events take."""
+    readings = await sse.connected(address, streams)
+    with measured(pid, streams * tokens) as costs:
+        count = await sse.read(readings, tokens)
+    check(count, streams * tokens)
+    return costs
+
+
+@dataclass
+class Costs:
+    """CPU seconds a token of the server and of the client, and seconds from start to end."""
+
+    server: float = 0.0
+    client: float = 0.0
+    seconds: float = 0.0
+
+
+@contextlib.contextmanager
+def measured(pid: int, tokens: int) -> Iterator[Costs]:
+    """What a server's process and this one use meanwhile; told at the end."""
+    costs = Costs()
+    server, own, began = cpu_seconds(pid), time.process_time(), time.monotonic()
+    yield costs
+    costs.server = (cpu_seconds(pid) - server) / tokens
+    costs.client = (time.process_time() - own) / tokens
+    costs.seconds = time.monotonic() - began
+
+
+def check(came: int, expected: int) -> None:
+    """Ends the benchmark if a token was lost."""
+    if came != expected:
+        raise SystemExit(f"{came} tokens came of {expected}")
 
 
 def cpu_seconds(pid: int) -> float:
@@ -99,49 +138,75 @@ def cpu_seconds(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def server(streams: int) -> Iterator[tuple[str, int]]:
-    """The address and the process of a server."""
-    with tempfile.TemporaryDirectory() as folder:
-        ready = Path(folder) / "ready.json"
-        flags = ["--engine", "synthetic", "--model", "none", "--max-running", str(streams)]
-        flags += ["--engine-arg", "tokens-per-second=0"]
-        flags += ["--listen", "127.0.0.1:0", "--ready-file", str(ready), "--log-level", "warning"]
-        process = subprocess.Popen([sys.executable, "-m", "rollwire_server.main", *flags])
-        try:
-            deadline = time.monotonic() + START_SECONDS
-            while not ready.exists():
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit("the server did not come up")
-                time.sleep(0.05)
-            yield json.loads(ready.read_text())["listen"], process.pid
-        finally:
-            process.terminate()
-            process.wait(30)
+def process(command: list[str], ready: Path) -> Iterator[tuple[Any, int]]:
+    """What a server writes into ``ready`` once it is up, and its process."""
+    ready.unlink(missing_ok=True)
+    started = subprocess.Popen([sys.executable, *command])
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not ready.exists():
+            if started.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit("the server did not come up")
+            time.sleep(0.05)
+        yield json.loads(ready.read_text()), started.pid
+    finally:
+        ended(started)
+
+
+def rows_of(streams: int, tokens: int, rate: float, repeats: int, folder: Path) -> list[list[str]]:
+    """The rows of so many streams."""
+    flags = ["--engine", "synthetic", "--model", "none", "--max-running", str(streams)]
+    flags += ["--engine-arg", f"tokens-per-second={rate}", "--log-level", "warning"]
+    ready = folder / "rollwire.json"
+    ours = ["-m", "rollwire_server.main", *flags, "--listen", "127.0.0.1:0"]
+    ours += ["--ready-file", str(ready)]
+    peer = [str(Path(__file__).parent / "sse.py"), str(streams), str(rate)]
+    peer += [str(folder / "sse.json")]
+    figures: dict[str, list[tuple[float, Costs]]] = {"stream": [], "generate": [], "events": []}
+    with process(ours, ready) as (told, pid), process(peer, folder / "sse.json") as (there, other):
+        for _ in range(repeats):
+            alone = asyncio.run(engine_alone(streams, tokens, rate))
+            for way, whole in (("stream", False), ("generate", True)):
+                got = asyncio.run(delivered(told["listen"], pid, streams, tokens, whole=whole))
+                figures[way].append((alone, got))
+            got = asyncio.run(sent_as_events(there, other, streams, tokens))
+            figures["events"].append((alone, got))
+    return [cells(streams, way, figures[way]) for way in figures]
+
+
+def cells(streams: int, way: str, figures: list[tuple[float, Costs]]) -> list[str]:
+    """A row of the table: medians, in thousands of tokens a CPU-second."""
+
+    def thousands(costs: list[float]) -> str:
+        return f"{1 / max(statistics.median(costs), 1e-12) / 1e3:.0f} k"
+
+    return [
+        f"{streams:,}",
+        way,
+        thousands([got.client for _, got in figures]),
+        thousands([got.server - alone for alone, got in figures]),
+        thousands([got.server for _, got in figures]),
+        thousands([alone for alone, _ in figures]),
+        f"{statistics.median(got.seconds for _, got in figures):.1f}",
+    ]
 
 
 def main() -> None:
     """Measures, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=2000, help="of each stream")
+    parser.add_argument("--streams", default="256,4096", help="at once; several with commas")
+    parser.add_argument("--tokens", default="2000,500", help="of each stream, in the same order")
+    parser.add_argument("--rate", type=float, default=0, help="tokens a second of each stream")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    rows = []
-    with server(options.streams) as (address, pid):
-        for _ in range(options.repeats):
-            alone = asyncio.run(engine_alone(options.streams, options.tokens))
-            both = asyncio.run(delivered(address, pid, options.streams, options.tokens))
-            rows.append((alone, *both))
-    alone, served, client = (statistics.median(column) for column in zip(*rows, strict=True))
+    each = zip(options.streams.split(","), options.tokens.split(","), strict=True)
+    rows = [["streams", "as", "client", "server", "with engine", "engine", "seconds"]]
+    with tempfile.TemporaryDirectory() as folder:
+        for streams, tokens in each:
+            rows += rows_of(int(streams), int(tokens), options.rate, options.repeats, Path(folder))
     load = os.getloadavg()[0]
-    print(f"{machine('cpu')}, {os.cpu_count()} cores, load {load:.1f}; {options.streams} streams")
-    print(f"engine alone          {1 / alone / 1e3:8.0f} k tokens a CPU-second")
-    print(f"server, engine within {1 / served / 1e3:8.0f} k")
-    print(f"server, engine off    {1 / max(served - alone, 1e-12) / 1e3:8.0f} k")
-    print(f"client                {1 / client / 1e3:8.0f} k")
-    print(
-        f"client's memory       {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10:8d} MiB"
-    )
+    print(f"{machine('cpu')}, {os.cpu_count()} cores, load {load:.1f}; tokens a CPU-second")
+    print_table(rows)
 
 
 if __name__ == "__main__":
