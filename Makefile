@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/
 
-.PHONY: demo test test-fast test-protobuf7 test-sglang lint protos clean
+.PHONY: demo test test-fast test-protobuf7 test-ucx test-sglang lint protos clean
 
 demo: $(VENV)/installed ## two servers, a trainer, a policy that learns
 	$(RUN)rollwire demo
@@ -18,6 +18,10 @@ test-fast: $(VENV)/installed ## what takes seconds
 # The committed API code loads on two generations of protobuf; this is the newer one.
 test-protobuf7: .overlay/installed
 	PYTHONPATH=.overlay $(RUN)pytest -m "not gpu and not slow" tests/protos tests/client tests/contract
+
+# Weights over UCX, on TCP without a GPU; 70 MB more.
+test-ucx: .ucx/installed
+	PYTHONPATH=.ucx $(RUN)pytest -m "not gpu" tests/transport/test_ucx.py tests/system/weights/test_faults_relays.py tests/server/test_transport_listen.py
 
 # The contract on SGLang, on a CPU; Python 3.11 and 3 GB for an environment of its own.
 SGLANG := sglang==0.5.23 torchvision==0.28.0
@@ -48,6 +52,11 @@ $(VENV)/installed: requirements/dev.txt requirements/deploy.txt pyproject.toml
 	$(RUN)pip install --quiet --disable-pip-version-check --no-deps --target .overlay -r requirements/protobuf7.txt
 	touch $@
 
+.ucx/installed: $(VENV)/installed requirements/ucx.txt
+	rm -rf .ucx
+	$(RUN)pip install --quiet --disable-pip-version-check --no-deps --target .ucx -r requirements/ucx.txt
+	touch $@
+
 .sglang/installed: requirements/sglang.txt pyproject.toml
 	$(PYTHON) -m venv .sglang
 	.sglang/bin/pip install --quiet --disable-pip-version-check -r requirements/sglang.txt
@@ -56,4 +65,4 @@ $(VENV)/installed: requirements/dev.txt requirements/deploy.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .overlay .sglang demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .overlay .ucx .sglang demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
