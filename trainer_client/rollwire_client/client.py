@@ -13,7 +13,7 @@ from rollwire_client.calls import unary
 from rollwire_client.channels import Credentials, connect
 from rollwire_client.data import Aborted, Chunk, Pause, Resumed, Sampling, ServerInfo
 from rollwire_client.errors import ClosedError, RollwireError, ServerUnreachableError
-from rollwire_client.link import Attempt, Link
+from rollwire_client.link import Link
 from rollwire_client.request import (
     DEFAULT_SAMPLING,
     RolloutOptions,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     import grpc
 
+    from rollwire_client.attempt import Attempt
     from rollwire_client.replay import RoutingDraft
 
 

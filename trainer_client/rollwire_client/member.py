@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from rollwire.v1 import rollout_pb2
 
+    from rollwire_client.attempt import Attempt
     from rollwire_client.client import RolloutClient
-    from rollwire_client.link import Attempt
     from rollwire_client.replay import RoutingDraft
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from rollwire.v1 import rollout_pb2
 
-    from rollwire_client.link import Attempt
+    from rollwire_client.attempt import Attempt
     from rollwire_client.member import Member
     from rollwire_client.trajectory import Draft
 
