@@ -15,7 +15,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 if TYPE_CHECKING:
-    from structlog.typing import Processor
+    from structlog.typing import EventDict, Processor, WrappedLogger
 
 OWN = ("rollwire_server", "rollwire_transport")
 MOST_CHARACTERS = 256
@@ -74,7 +74,15 @@ def _text() -> list[Processor]:
     renderer = structlog.dev.ConsoleRenderer(
         colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
     )
-    return [renderer]
+    return [_escape, renderer]
+
+
+def _escape(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+    """Lets nothing through that a caller chose and a terminal would obey."""
+    for name, value in event.items():
+        if isinstance(value, str) and not value.isprintable():
+            event[name] = "".join(c if c.isprintable() else repr(c)[1:-1] for c in value)
+    return event
 
 
 def _json() -> list[Processor]:

@@ -165,6 +165,7 @@ def fails(token):
     raise ValueError("it failed")
 logging.getLogger("rollwire_transport.links").info("a link says\\nsomething")
 logging.getLogger("somebody.else").info("chatter")
+structlog.get_logger().info("refused", request_id="\\x1b[2J\\nred", why="\\x9b1m and\\rmore")
 logging.getLogger("somebody.else").warning("a warning")
 warnings.warn("that is old")
 for log in (structlog.get_logger(), logging.getLogger("rollwire_server")):
@@ -188,10 +189,11 @@ def test_libraries_say_what_they_say_in_the_same_form() -> None:
     lines = [json.loads(line) for line in said_by_libraries("json").splitlines()]
     events = [(line["level"], line["event"].partition("\n")[0]) for line in lines]
     assert events[0] == ("info", "a link says")
-    assert events[1] == ("warning", "a warning")
-    assert "that is old" in events[2][1]
-    assert events[3:] == [("error", "a bug")] * 2
-    for line in lines[3:]:
+    assert lines[1]["request_id"] == "\x1b[2J\nred"
+    assert events[2] == ("warning", "a warning")
+    assert "that is old" in events[3][1]
+    assert events[4:] == [("error", "a bug")] * 2
+    for line in lines[4:]:
         assert "ValueError: it failed" in line["exception"]
 
 
@@ -200,3 +202,12 @@ def test_tracebacks_show_no_values(style: str) -> None:
     text = said_by_libraries(style)
     assert text.count("it failed") >= 2
     assert "a-secret in a variable" not in text
+
+
+@pytest.mark.parametrize("style", ["text", "json"])
+def test_callers_reach_no_terminal(style: str) -> None:
+    text = said_by_libraries(style)
+    (line,) = (line for line in text.splitlines() if "request_id" in line)
+    assert "[2J" in line
+    assert "more" in line
+    assert not {"\x1b", "\x9b", "\r"} & set(text)
