@@ -225,6 +225,19 @@ async def test_a_server_that_fits_and_is_not_ready_is_waited_for(
     assert len(newer.requests) == 1
 
 
+async def test_who_waits_learns_of_what_was_published(pair: list[ScriptedServer]) -> None:
+    for server in pair:
+        server.weights.version = 5
+        server.state = common_pb2.SERVER_STATE_SLEEPING
+    async with asked_once(pair) as fleet:
+        waiting = asyncio.create_task(fleet.generate(PROMPT, SHORT, max_weight_version=5))
+        await until(lambda: all("sleeping" in str(m.problem) for m in fleet.members))
+        assert not waiting.done()
+        fleet.expect(WeightTag(7, 1, "any", 77))
+        with pytest.raises(WeightVersionError, match="is sleeping"):
+            await waiting
+
+
 @pytest.mark.parametrize(
     ("state", "published"),
     [

@@ -10,9 +10,11 @@ from client.scripted import until
 from rollwire_client import (
     FinishReason,
     Fleet,
+    InvalidRequestError,
     Retries,
     RolloutClient,
     RolloutFailedError,
+    RoutingReplay,
     Sampling,
     ServerState,
     Timeouts,
@@ -95,3 +97,32 @@ async def test_what_is_left_is_aborted() -> None:
             assert (await client.abort(["mine", "other"])).not_found == ("other",)
             chunks = [chunk async for chunk in stream]
     assert chunks[-1].finish.reason is FinishReason.ABORTED
+
+
+@pytest.mark.parametrize("fault", ["interrupt", "cut", "stop"])
+async def test_routing_is_that_of_the_tokens_whatever_happens(fault: str) -> None:
+    async with (
+        FakeServer(routing=(3, 2)) as a,
+        FakeServer(routing=(3, 2)) as b,
+        fleet_of(a, b) as fleet,
+    ):
+        long = Sampling(max_new_tokens=60, seed=5)
+        as_sampled, last_pass = RoutingReplay.AS_SAMPLED, RoutingReplay.LAST_PASS
+        want = (await fleet.generate(PROMPT, long, routed_experts=as_sampled)).routing
+        assert (want.num_rows, want.num_layers, want.top_k) == (len(PROMPT) + 59, 3, 2)
+        assert len(set(want.experts)) > 50
+        for replay in (as_sampled, last_pass) if fault != "stop" else (last_pass,):
+            running = asyncio.create_task(fleet.generate(PROMPT, long, routed_experts=replay))
+            await until(lambda: a.running + b.running == 1)
+            done = getattr(a if a.running else b, fault)()
+            if done is not None:
+                await done
+            got = await running
+            assert got.routing.experts == want.experts
+
+
+async def test_a_dense_model_has_no_routing() -> None:
+    async with FakeServer() as server, fleet_of(server) as fleet:
+        with pytest.raises(InvalidRequestError, match="UNSUPPORTED_ROUTING") as caught:
+            await fleet.generate(PROMPT, SAMPLING, routed_experts=RoutingReplay.AS_SAMPLED)
+        assert list(caught.value.violations) == ["routed_experts"]

@@ -44,6 +44,7 @@ class _Sequence:
     handle: int
     request: rollout_pb2.GenerateRequest
     output: list[int]
+    routed: int = 0  # tokens whose routing was told
     ended: asyncio.Future[FinishReason] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -63,6 +64,8 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
         tokens_per_second: Of each sequence; 0: as fast as they are taken.
         vocab_size: Token ids are below it; every token's log-probability is -log(vocab_size).
         context_length: Prompt and output together are at most this long.
+        routing: Layers, and experts that each chooses for a token, of a mixture of experts; a
+            token's are drawn from itself and its position. None: who asks for them is refused.
 
     Attributes:
         address: HOST:PORT, once it runs.
@@ -78,6 +81,7 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
         tokens_per_second: float = 0.0,
         vocab_size: int = 512,
         context_length: int = 4096,
+        routing: tuple[int, int] | None = None,
     ) -> None:
         self.address = ""
         self.state = ServerState.SERVING
@@ -86,6 +90,7 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
         self._pause = 1 / tokens_per_second if tokens_per_second else 0.0
         self._vocab_size = vocab_size
         self._context_length = context_length
+        self._routing = routing
         self._weights = common_pb2.WeightTag(server_id=uuid.uuid4().hex, version=version)
         self._highest_version = version
         self._live: set[_Sequence] = set()
@@ -207,6 +212,9 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
             async with lock:
                 await context.write(message)
 
+        if sequence.request.routed_experts and self._routing is None:
+            await write(events=[_no_routing(sequence.handle)])
+            return
         self._live.add(sequence)
         try:
             while (reason := self._reason(sequence)) is None:
@@ -218,6 +226,7 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
                         offsets=[len(sequence.output)],
                         token_ids=[token],
                         logprobs=[-math.log(self._vocab_size)],
+                        events=self._routed(sequence),
                     )
                     sequence.output.append(token)
                 with contextlib.suppress(TimeoutError):
@@ -253,6 +262,29 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
         new_enough = least is None or (version is not None and version >= least)
         return self.state is ServerState.SERVING and new_enough
 
+    def _routed(self, sequence: _Sequence) -> list[rollout_pb2.SequenceEvent]:
+        """The experts of the tokens that the next one is drawn from, each told once."""
+        request, start = sequence.request, sequence.routed
+        if not request.routed_experts or self._routing is None:
+            return []
+        tokens = [*request.prompt_token_ids, *sequence.output][start:]
+        sequence.routed += len(tokens)
+        layers, top_k = self._routing
+        experts = b"".join(
+            hashlib.shake_128(struct.pack("<QQ", token, position)).digest(layers * top_k)
+            for position, token in enumerate(tokens, start)
+        )
+        rows = rollout_pb2.RoutedExperts(
+            start_position=start,
+            num_tokens=len(tokens),
+            num_layers=layers,
+            top_k=top_k,
+            experts=experts,
+            bytes_per_expert=1,
+            weights=self._weights,
+        )
+        return [rollout_pb2.SequenceEvent(handle=sequence.handle, routed_experts=[rows])]
+
     def _next(self, sequence: _Sequence) -> int:
         request, output = sequence.request, sequence.output
         if self._sample is not None:
@@ -260,3 +292,13 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
         text = struct.pack("<QQ", request.sampling.seed, len(output))
         drawn = hashlib.blake2b(text, digest_size=8).digest()
         return int.from_bytes(drawn, "little") % self._vocab_size
+
+
+def _no_routing(handle: int) -> rollout_pb2.SequenceEvent:
+    error = rollout_pb2.SequenceError(
+        code=grpc.StatusCode.INVALID_ARGUMENT.value[0],
+        reason="UNSUPPORTED_ROUTING",
+        message="no mixture of experts: say FakeServer(routing=(layers, top_k))",
+        field="routed_experts",
+    )
+    return rollout_pb2.SequenceEvent(handle=handle, error=error)
