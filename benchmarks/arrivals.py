@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 
+FIRST_SECONDS = 180
+FIRST_TOKENS = 20
+
 
 class Arrivals:
     """When tokens of all streams came, and how many."""
@@ -14,6 +17,10 @@ class Arrivals:
     def tokens(self, start: float, end: float) -> int:
         """That came between two moments."""
         return sum(count for at, count in self.all if start <= at < end)
+
+    def flowing(self, streams: int) -> bool:
+        """Whether sampling is under way, past what its first steps compile."""
+        return sum(count for _, count in self.all) >= FIRST_TOKENS * streams
 
     def lost(self, began: float, end: float, window: float) -> float:
         """Seconds of undisturbed decoding that the tokens missing between two moments take; what is

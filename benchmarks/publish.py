@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from arrivals import Arrivals
+from arrivals import FIRST_SECONDS, Arrivals
 from common import add_shape, checkpoint, machine, parse, print_table, servers
 from rollwire_client import Fleet, KvPolicy, Publisher, Sampling, Timeouts
 
@@ -149,7 +149,9 @@ async def measure(
         ]
         version = 0
         try:
-            await asyncio.sleep(options.window)
+            async with asyncio.timeout(FIRST_SECONDS):
+                while not arrivals.flowing(len(streams)):  # noqa: ASYNC110  as often as pleases
+                    await asyncio.sleep(0.1)
             for backend in options.backends:
                 for policy in options.policies:
                     publisher = Publisher(

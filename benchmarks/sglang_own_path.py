@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from arrivals import Arrivals
+from arrivals import FIRST_SECONDS, Arrivals
 from sglang_alone import alone, answer
 
 if TYPE_CHECKING:
@@ -66,7 +66,12 @@ def _measure(sglang: Connection, specs: list[Spec], ranks: int, options: Namespa
     prompts = [options.prompts(i) for i in range(options.streams)]
     _ask(sglang, "decode", prompts, options.new_tokens)
     arrivals, rows = Arrivals(), []
-    time.sleep(window)
+    deadline = time.monotonic() + FIRST_SECONDS
+    while not arrivals.flowing(options.streams):
+        if time.monotonic() > deadline:
+            raise SystemExit("SGLang alone samples nothing")
+        time.sleep(0.1)
+        arrivals.all += _ask(sglang, "arrivals")
     for policy in options.policies:
         for turn in range(options.publishes):
             time.sleep(window)
