@@ -6,6 +6,8 @@ import contextlib
 import gc
 import random
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -25,6 +27,7 @@ from rollwire_transport import (
     open_meeting,
     plan,
 )
+from rollwire_transport.links.store import Line
 from support.gloo import (
     MANIFEST,
     TIMEOUT,
@@ -281,3 +284,13 @@ def test_nothing_is_left_behind() -> None:
             action()
         gc.collect()
         assert threads_and_descriptors() == before, action
+
+
+def test_a_size_that_is_told_is_not_believed() -> None:
+    """Whoever answers at a rendezvous cannot have the other end read gigabytes."""
+    own, stranger = socket.socketpair()
+    with own, stranger:
+        stranger.sendall(struct.pack("<HI", 1, (1 << 32) - 1) + b"k")
+        line = Line(own, time.monotonic() + TIMEOUT, threading.Event())
+        with pytest.raises(TransportError, match="no member: it tells of 4294967295 bytes"):
+            line.get("k")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from rollwire_transport.errors import TransportError
 from rollwire_transport.links.control import read
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
 _WORD = struct.Struct("<HI")  # the sizes of a key and of its value
+_MOST_BYTES = 1 << 20  # gloo's are a few kilobytes
 
 
 class Line(dist.Store):  # type: ignore[name-defined,misc]  # torch's stubs do not export it
@@ -44,6 +46,8 @@ class Line(dist.Store):  # type: ignore[name-defined,misc]  # torch's stubs do n
         """What one of the ends has told."""
         while key not in self._words:
             name_size, size = _WORD.unpack(self._read(_WORD.size))
+            if size > _MOST_BYTES:
+                raise TransportError(f"what answers there is no member: it tells of {size} bytes")
             name = self._read(name_size).decode()
             self._words[name] = self._read(size)
         return self._words[key]
