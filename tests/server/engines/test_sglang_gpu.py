@@ -9,6 +9,8 @@ import pytest
 import torch
 from rollwire.v1 import rollout_pb2
 from rollwire_server.engines.embedded.builtin import build
+from rollwire_server.engines.sglang.fingerprint import Fingerprints
+from rollwire_transport import describe, tensor_digest
 from support.calls import Generation, connected, generate, request
 from support.contract import flags
 from support.publishing import TERMS, Update, next_version, publish, status
@@ -56,6 +58,21 @@ def server(
     folder = tmp_path_factory.mktemp("sglang")
     with servers(folder) as start:
         yield start(*on_gpu(folder, f"tp-size={request.param}"))
+
+
+def test_fingerprints_are_digests_of_what_was_there_when_they_began() -> None:
+    model = torch.nn.Linear(33, 7, device="cuda")
+    fingerprints = Fingerprints(model)
+    for _ in range(2):
+        before = fingerprints.begin()
+        expected = {n: tensor_digest(describe(n, t), t) for n, t in model.state_dict().items()}
+        with torch.no_grad():
+            torch.cuda.synchronize()
+            model.weight[3, 4] += 1
+        after = fingerprints.begin()
+        assert before.read() == expected
+        assert after.read()["bias"] == expected["bias"]
+        assert after.read()["weight"] != expected["weight"]
 
 
 def free_bytes() -> int:

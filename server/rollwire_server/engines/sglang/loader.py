@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .checkpoint import read_tensors
-from .fingerprint import Fingerprint
+from .fingerprint import Fingerprints
 from .recipe import NoRecipeError, copies, learn
 from .shared_memory import Layout, views
 
@@ -58,7 +58,8 @@ class Loader:
         self._model = model
         self._recipe: Recipe | None = None
         self._opened: tuple[dict[str, Any], dict[str, Tensor]] | None = None
-        self._committed = Fingerprint(model)
+        self._fingerprints = Fingerprints(model)
+        self._committed = self._fingerprints.begin()
 
     def obey(self, command: dict[str, Any]) -> dict[str, Any] | None:
         """One command, by its ``do``; returns what it has to say."""
@@ -75,7 +76,7 @@ class Loader:
             case "reload":  # those of a checkpoint folder
                 self._change(read_tensors(Path(command["folder"])))
             case "compare":  # with the weights that were last put in place
-                now, then = Fingerprint(self._model).read(), self._committed.read()
+                now, then = self._fingerprints.begin().read(), self._committed.read()
                 return {"changed": sorted(n for n in now if now[n] != then.get(n))}
             case unknown:
                 raise ValueError(f"no such command: {unknown}")
@@ -111,14 +112,14 @@ class Loader:
             torch._foreach_copy_(targets, sources)
         _finish_what_runs()
         copied = time.perf_counter()
-        self._committed = Fingerprint(self._model)
+        self._committed = self._fingerprints.begin()
         return {"copied_ms": round((copied - began) * 1e3, 1), "fingerprint_ms": _ms(copied)}
 
     def _change(self, tensors: Any) -> None:
         self.touched = True
         self._model.load_weights(tensors)  # type: ignore[operator]  # as SGLang's models have it
         _finish_what_runs()
-        self._committed = Fingerprint(self._model)
+        self._committed = self._fingerprints.begin()
 
 
 def _ms(since: float) -> float:
