@@ -33,7 +33,7 @@ log = structlog.get_logger()
 ATTEMPTS_REMEMBERED = 100_000
 MOST_KEPT = 10_000  # to be picked up
 MOST_UNREAD = 10_000  # by streams that are there
-MOST_BYTES = 1 << 30  # of either
+MOST_BYTES = 1 << 29  # of either
 
 
 class Rollouts:

@@ -68,6 +68,14 @@ def test_what_makes_no_sense_is_one_clear_line(
     assert said in line
 
 
+def test_it_is_an_environment_variable_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLWIRE_TRANSPORT_LISTEN", "127.0.0.1:52000-52999")
+    assert read_settings(["--model", "none"]).transport_listen == "127.0.0.1:52000-52999"
+    monkeypatch.setenv("ROLLWIRE_TRANSPORT_LISTEN", "127.0.0.1")
+    with pytest.raises(SystemExit):
+        read_settings(["--model", "none"])
+
+
 @pytest.mark.skipif(UCX.ok, reason="UCX can be kept to any ports")
 def test_ports_that_cannot_be_kept() -> None:
     code, line = fails("--transport-listen", "0.0.0.0:1-16", "--log-level", "error")

@@ -254,7 +254,7 @@ class GenerateRequest(_message.Message):
         """When the stream is lost, the sequence stays this long to be picked up, finished or not. Absent or zero: it is aborted
         at once. (A server cannot tell a cut link from a cancelled call: who wants it to end aborts it.) At most as long as a
         sequence may last on this server, and of those that have finished the server keeps the newest 10,000, fewer where
-        they are so long that they would take more than 1 GiB.
+        they are so long that they would take more than 512 MiB.
         """
 
     @_builtins.property
