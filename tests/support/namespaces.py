@@ -63,6 +63,14 @@ class Machine:
             *("rate", f"{bits_per_second}bit", "burst", "3000", "limit", "100000"),
         )
 
+    def whisper(self, bits_per_second: int) -> None:
+        """From now on this is what it sends, at most."""
+        _run(
+            *self.enter,
+            *("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf"),
+            *("rate", f"{bits_per_second}bit", "burst", "3000", "limit", "20000"),
+        )
+
     def flow(self) -> None:
         """Takes the limit away."""
         _run("tc", "qdisc", "del", "dev", self.cable, "root")
