@@ -17,7 +17,7 @@ from rollwire_server.engines.embedded.builtin import build
 from support.calls import Generation, connected, generate, reason_of, request, until
 from support.contract import flags
 from support.executed import ExecutedCommand
-from support.publishing import publish
+from support.publishing import publish, status
 from support.reference import changed, logits, logprobs, of_tokens, with_tensors
 from support.servers import EXECUTED_START_SECONDS, servers
 
@@ -221,6 +221,23 @@ class TestServers:
             assert (await generation.all()).reason == "INTERRUPTED"
             assert server.process.wait(NOTICED_SECONDS) == 1
             await asyncio.gather(pausing, return_exceptions=True)
+
+    @pytest.mark.slow
+    async def test_with_tensor_parallelism_each_process_puts_its_part_in_place(
+        self, start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")  # else it wants a NUMA node each
+        server = start_server(
+            "--engine", "sglang", *flags("sglang", tmp_path), "--engine-arg", "tp-size=2"
+        )
+        base, prompt = build("builtin:tiny"), tuple(range(40, 60))
+        tensors = changed(base, by=0.1)
+        async with connected(server.address) as api:
+            await publish(api, tensors)
+            output = await generate(api, request(prompt, 20, seed=5))
+            own = logprobs(with_tensors(base, tensors), prompt, output.tokens)
+            assert output.logprobs == pytest.approx(own.tolist(), abs=1e-4)
+            assert (await status(api, verify=True)).intact
 
     @pytest.mark.slow
     def test_a_killed_server_leaves_no_process(
