@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -20,14 +21,16 @@ from rollwire_server.sequences import Outbox, Request
 from rollwire_server.served import ServedWeights
 from rollwire_server.services.weight_service import MOST_ANNOUNCEMENTS, WeightService
 from rollwire_server.updates import Updates
-from support.calls import Generation, connected, reason_of, request
+from support.calls import Generation, connected, reason_of, request, until
 from support.engine_room import serving
+from support.publishing import no_update
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollwire_server.rollouts import Rollouts
     from rollwire_server.sequences import Reader
+    from support.calls import Api
     from support.servers import StartServer
 
 
@@ -151,15 +154,12 @@ async def test_others_are_served_while_a_large_manifest_is_read(
     start_server: StartServer, announced: Callable[[], bytes], reason: str
 ) -> None:
     """A stream goes on while 100,000 tensors, or as many buckets, are looked through."""
-    announcement = announced()
     server = start_server(
         "--engine", "synthetic", "--engine-arg", "tokens-per-second=50",
         "--engine-arg", f"weight-bytes={64 * BUCKETS}", "--context-length", "1000000",
     )  # fmt: skip
     async with connected(server.address) as api, connected(server.address) as other:
-        method = "/rollwire.v1.WeightService/UpdateWeights"
         stream = Generation(api, request((1,), None))
-        await stream.some(1)
         arrivals: list[float] = []
 
         async def follow() -> None:
@@ -168,23 +168,35 @@ async def test_others_are_served_while_a_large_manifest_is_read(
                 arrivals.append(time.monotonic())
 
         following = asyncio.create_task(follow())
-        began = time.monotonic()
-        call = other.channel.unary_stream(method)(announcement, timeout=120)
-        try:
-            assert await call.read()
-            told = ""
-        except grpc.aio.AioRpcError as error:
-            told = reason_of(error)
-        ended = time.monotonic()
-        assert told == reason
+        silences = []
+        for _ in range(5):  # a machine that is busy with other things is silent by itself too
+            began, told, ended = await announce_raw(other, announced())
+            assert told == reason
+            between = [began, *(at for at in arrivals if began < at < ended), ended]
+            longest = max(b - a for a, b in itertools.pairwise(between))
+            # Of a loop that waits for it, the silence is nearly all.
+            silences.append(longest / (ended - began))
+            if silences[-1] < 0.3:
+                break
+            await no_update(other, 30)
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
-        call.cancel()
         stream.call.cancel()
-        between = [began, *(at for at in arrivals if at < ended), ended]
-    # Parsing the message itself is the event loop's, and takes a few hundredths of all.
-    silences = [b - a for a, b in itertools.pairwise(between)]
-    assert max(silences) < 0.5 * (ended - began)
+    assert min(silences) < 0.3
+
+
+async def announce_raw(api: Api, announcement: bytes) -> tuple[float, str, float]:
+    """When an announcement began and was answered, and the refusal if it was one."""
+    method = api.channel.unary_stream("/rollwire.v1.WeightService/UpdateWeights")
+    began, told = time.monotonic(), ""
+    call = method(announcement, timeout=120)
+    try:
+        assert await call.read()
+    except grpc.aio.AioRpcError as error:
+        told = reason_of(error)
+    ended = time.monotonic()
+    call.cancel()
+    return began, told, ended
 
 
 class Caller:
@@ -222,6 +234,14 @@ async def test_what_many_ask_for_at_once_is_done_once(monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(engine, "digests", slow_digests)
         monkeypatch.setattr(engine, "stage", slow_stage)
+        makers = []
+
+        def receiver(*arguments: Any) -> transport.Receiver:
+            makers.append(threading.current_thread())
+            return make(*arguments)
+
+        make = transport.Receiver
+        monkeypatch.setattr(transport, "Receiver", receiver)
 
         async def verify() -> bool:
             asked = weights_pb2.GetWeightStatusRequest(verify=True)
@@ -246,6 +266,12 @@ async def test_what_many_ask_for_at_once_is_done_once(monkeypatch: pytest.Monkey
         assert len(looks) == 1
         assert await verify()
         assert len(looks) == 2
+
+        async def one_is_taken() -> bool:
+            return updates.update is not None
+
+        await until(one_is_taken, 20)
+        assert threading.current_thread() not in makers  # it goes through the whole manifest
         for task in announcing:
             task.cancel()
         ends = await asyncio.gather(*announcing, return_exceptions=True)

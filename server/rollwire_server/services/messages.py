@@ -152,13 +152,34 @@ def schema(specs: Iterable[transport.TensorSpec]) -> weights_pb2.GetWeightSchema
     return weights_pb2.GetWeightSchemaResponse(tensors=[tensor_spec(spec) for spec in specs])
 
 
+def check_parts(message: weights_pb2.Manifest) -> None:
+    """Raises ServiceError for a manifest of more parts than are looked at.
+
+    Each becomes an object of Python's, which takes a hundred times what it took before.
+    """
+    spans = 0
+    if len(message.buckets) <= MOST_BUCKETS:
+        spans = sum(len(bucket.spans) for bucket in message.buckets)
+    for what, count, most in (
+        ("tensors", len(message.tensors), MOST_TENSORS),
+        ("buckets", len(message.buckets), MOST_BUCKETS),
+        ("spans", spans, MOST_TENSORS + MOST_BUCKETS),  # a bucket's end cuts one tensor
+    ):
+        if count > most:
+            raise ServiceError(
+                Reason.MANIFEST_MISMATCH,
+                f"the manifest has {count} {what}, more than {most}: use larger buckets, or send "
+                "tensors that belong together as one",
+                field="manifest",
+            )
+
+
 def manifest(message: weights_pb2.Manifest) -> transport.Manifest:
-    """The manifest of a message; ``transport.validate`` checks it.
+    """The manifest of a message that ``check_parts`` lets pass; ``transport.validate`` checks it.
 
     Raises:
-        ServiceError: It has more parts than are looked at, or an encoding that is not known.
+        ServiceError: Its encoding is not known.
     """
-    _check_parts(message)
     if message.encoding not in ENCODINGS:
         raise ServiceError(
             Reason.UNSUPPORTED_ENCODING,
@@ -195,22 +216,3 @@ def manifest(message: weights_pb2.Manifest) -> transport.Manifest:
         partial=message.partial,
         base_digest=message.base_digest if message.HasField("base_digest") else None,
     )
-
-
-def _check_parts(message: weights_pb2.Manifest) -> None:
-    """Each part becomes an object of Python's, which takes a hundred times what it took before."""
-    spans = 0
-    if len(message.buckets) <= MOST_BUCKETS:
-        spans = sum(len(bucket.spans) for bucket in message.buckets)
-    for what, count, most in (
-        ("tensors", len(message.tensors), MOST_TENSORS),
-        ("buckets", len(message.buckets), MOST_BUCKETS),
-        ("spans", spans, MOST_TENSORS + MOST_BUCKETS),  # a bucket's end cuts one tensor
-    ):
-        if count > most:
-            raise ServiceError(
-                Reason.MANIFEST_MISMATCH,
-                f"the manifest has {count} {what}, more than {most}: use larger buckets, or send "
-                "tensors that belong together as one",
-                field="manifest",
-            )

@@ -62,6 +62,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         lease = read_duration(request, "stage_lease")
         publisher, update_id = _publisher(request.publisher), _update_id(request.update_id)
         self._updates.check_announcer(publisher)
+        messages.check_parts(request.manifest)
         if self._announcements >= MOST_ANNOUNCEMENTS:
             raise ServiceError(
                 Reason.UPDATE_IN_PROGRESS,
