@@ -202,7 +202,7 @@ class TestServers:
         assert output.finish.output_tokens == len(output.tokens) >= 3
         assert server.process.wait(NOTICED_SECONDS) == 1
         assert not server.log.with_suffix(".json").exists()
-        assert "SGLang is dead" in server.log.read_text().splitlines()[-1]
+        assert "\nrollwire-server: SGLang is dead: " in server.log.read_text()
         assert_ended(processes)
 
     @pytest.mark.slow
