@@ -1,4 +1,4 @@
-"""SGLang as the engine sees it; everything that depends on SGLang's version is in this file.
+"""SGLang as the engine sees it; what depends on SGLang's version is in this file and ``processes``.
 
 Runs on 0.5.17 and on 0.5.23. What is relied on, in both:
 
@@ -9,6 +9,7 @@ Runs on 0.5.17 and on 0.5.23. What is relied on, in both:
   before it. ``ConfigureLoggingReq`` is sent back over the outputs' own socket: an echo that arrives
   after all of them.
 - Aborts match ids by prefix, so ids are all of one length.
+- A pause in place leaves a result that it has not reported; ``processes`` has it reported.
 - The scheduler's children die with the thread that started them (PR_SET_PDEATHSIG): it lives on.
 """
 

@@ -102,19 +102,17 @@ class SglangEngine:
         if config.on_cpu or config.staging == "host":
             return
         torch.cuda.empty_cache()  # what the checkpoint's digests took
-        if config.staging == "auto":
-            share = weights.nbytes // len(config.devices)
-            free = min(torch.cuda.mem_get_info(device)[0] for device in config.devices)
-            if free < share + BESIDE_STAGING:
-                logger.warning(
-                    "updates are staged in host memory, so commits take seconds: SGLang leaves "
-                    "%d MiB of a device free, and an update takes %d MiB; leave it that with "
-                    "--engine-arg mem-fraction-static=…",
-                    free >> 20,
-                    (share + BESIDE_STAGING) >> 20,
-                )
-                return
-        await weights.stage_on(config.devices)
+        share = weights.nbytes // len(config.devices)
+        free = min(torch.cuda.mem_get_info(device)[0] for device in config.devices)
+        if config.staging == "device" or free > share + BESIDE_STAGING:
+            await weights.stage_on(config.devices)
+            return
+        logger.warning(
+            "updates are staged in host memory, so commits take seconds: SGLang leaves %d MiB of "
+            "a device free, and an update takes %d MiB; leave it that with --engine-arg "
+            "mem-fraction-static=…",
+            *(free >> 20, (share + BESIDE_STAGING) >> 20),
+        )
 
     async def stop(self) -> None:
         """See ``Engine``."""
