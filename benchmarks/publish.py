@@ -152,6 +152,7 @@ async def measure(
             async with asyncio.timeout(FIRST_SECONDS):
                 while not arrivals.flowing(len(streams)):  # noqa: ASYNC110  as often as pleases
                     await asyncio.sleep(0.1)
+                    check(streams)
             for backend in options.backends:
                 for policy in options.policies:
                     publisher = Publisher(
@@ -166,9 +167,7 @@ async def measure(
                         results.append(
                             await one_publish(publisher, version, tensors, arrivals, options)
                         )
-                        for stream in streams:
-                            if stream.done():
-                                stream.result()
+                        check(streams)
                     rows += _rows(f"{backend} {policy}", results)
                     for row in rows[-len(results) - 1 :]:
                         print("  ".join(row), flush=True)
@@ -177,6 +176,13 @@ async def measure(
                 stream.cancel()
             await asyncio.wait(streams)
     return rows, [(spec.name, spec.dtype, list(spec.shape)) for spec in schema]
+
+
+def check(streams: list[asyncio.Task[None]]) -> None:
+    """Raises what ended one of them."""
+    for stream in streams:
+        if stream.done():
+            stream.result()
 
 
 async def one_publish(
