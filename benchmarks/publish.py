@@ -150,7 +150,7 @@ async def measure(
         version = 0
         try:
             async with asyncio.timeout(FIRST_SECONDS):
-                while not arrivals.flowing(len(streams)):  # noqa: ASYNC110  as often as pleases
+                while not arrivals.flowing(len(streams)):
                     await asyncio.sleep(0.1)
                     check(streams)
             for backend in options.backends:
