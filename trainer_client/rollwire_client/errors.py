@@ -86,6 +86,16 @@ class RollwireError(Exception):
         self.metadata = dict(metadata or {})
         self.trajectory: Trajectory | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors cross the borders of processes as they are."""
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[RollwireError], args: tuple[Any, ...], state: Any) -> RollwireError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
+
 
 class RefusedError(RollwireError):
     """The request cannot work as it is."""
@@ -159,6 +169,11 @@ class RolloutFailedError(RollwireError):
     def __init__(self, message: str, causes: Sequence[RollwireError]) -> None:
         super().__init__(message)
         self.causes = tuple(causes)
+
+    @property
+    def of_servers(self) -> bool:
+        """Whether servers failed at it, each time."""
+        return bool(self.causes) and all(isinstance(c, ServerFailedError) for c in self.causes)
 
 
 class PublishError(RollwireError):

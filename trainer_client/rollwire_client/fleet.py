@@ -137,7 +137,7 @@ class Fleet(Members):
         Raises:
             ClosedError: The fleet is not open.
         """
-        self._check_open()
+        self.check_open()
 
         async def ask(member: Member) -> ServerInfo | RollwireError:
             try:

@@ -97,7 +97,7 @@ class Members:
             ClosedError: The fleet is not open.
         """
         try:
-            self._check_open()
+            self.check_open()
         except ClosedError:
             work.close()
             raise
@@ -246,7 +246,7 @@ class Members:
         clock = asyncio.get_running_loop().time
         give_up = clock() + timeout
         while True:
-            self._check_open()
+            self.check_open()
             now = clock()
             ready = [m for m in self.members if m.problem is None and not _is_ahead(m, most)]
             if free := [m for m in ready if m.full_until <= now]:
@@ -274,7 +274,8 @@ class Members:
                 reason="WEIGHTS_TOO_NEW",
             )
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises ClosedError if the fleet is not open."""
         if self._closed:
             raise ClosedError("the fleet is not open: use it within `async with`")
 

@@ -34,7 +34,8 @@ class RolloutOptions(TypedDict, total=False):
     Attributes:
         request_id: Names the sequence, globally unique. Default: a random one.
         logprob_basis: Of the log-probabilities. Default: ``LogprobBasis.TEMPERATURE``.
-        min_weight_version: Do not sample under older weights: the sequence waits for newer ones.
+        min_weight_version: Do not sample under older weights: the sequence waits for newer ones, in
+            a fleet for as long as it waits for a server (``Retries.seconds``).
         max_weight_version: Do not sample under newer weights: their commit ends the sequence, which
             a fleet goes on with where older ones are served, until there are none.
         session_id: Names sequences that share a prefix: a fleet sends them to the server that has

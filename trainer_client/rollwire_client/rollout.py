@@ -104,7 +104,7 @@ class Rollout:
                 try:
                     async with member.attempt(self._request, self._draft.routing) as attempt:
                         self._visited = member, attempt
-                        while (chunk := await attempt.next(whole=whole)) is not None:
+                        while (chunk := await self._next(member, attempt, whole)) is not None:
                             finish = chunk.finish
                             if finish and finish.reason is FinishReason.INTERRUPTED:
                                 failure = ServerNotReadyError(
@@ -127,6 +127,36 @@ class Rollout:
             if whole:  # else the caller has what it read
                 self.flush()
             self._visited = None
+
+    async def _next(self, member: Member, attempt: Attempt, whole: bool) -> Chunk | None:  # noqa: FBT001
+        """The next chunk; for weights that the server does not have it waits no longer than for a
+        server.
+        """
+        if not self._awaits_weights(member, attempt):
+            return await attempt.next(whole=whole)
+        try:
+            async with asyncio.timeout_at(self._failing_since + self._retries.seconds):
+                return await attempt.next(whole=whole)
+        except TimeoutError as error:
+            if not self._awaits_weights(member, attempt):
+                return await attempt.next(whole=whole)
+            least, seconds = self._request.min_weight_version, self._retries.seconds
+            raise self._given_up(
+                UnavailableError(
+                    f"{member.address}: serves version {member.version}, and did not come to serve "
+                    f"version {least} within {seconds:g} s",
+                    server=member.address,
+                )
+            ) from error
+
+    def _awaits_weights(self, member: Member, attempt: Attempt) -> bool:
+        """Whether no token came, as far as is known for want of newer weights."""
+        request = self._request
+        if attempt.next_offset > len(request.output_token_ids):
+            return False
+        return request.HasField("min_weight_version") and (
+            member.version is None or member.version < request.min_weight_version
+        )
 
     def _add(self, chunk: Chunk, member: Member) -> None:
         self._draft.add(chunk, member.address)

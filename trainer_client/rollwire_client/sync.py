@@ -28,6 +28,7 @@ from rollwire_client.session import Session
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 
+    from rollwire_client.batches import Batch
     from rollwire_client.reports import PublishReport
     from rollwire_client.session import Conversation
 
@@ -70,7 +71,10 @@ def _runs(
         async def run() -> R:
             return method(self._inner, *args, **named)
 
-        return self._background.call(run())
+        try:
+            return self._background.call(run())
+        except ClosedError:  # nothing else uses it any more
+            return method(self._inner, *args, **named)
 
     return call
 
@@ -102,6 +106,17 @@ def _each(background: Background, items: AsyncGenerator[R, None]) -> Iterator[R]
     finally:
         with contextlib.suppress(ClosedError):  # by whose end it has ended
             background.call(items.aclose())
+
+
+def _as(
+    method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]],
+) -> Callable[[Callable[Concatenate[B, ...], R]], Callable[Concatenate[B, P], R]]:
+    """The decorated method has the arguments of the given one."""
+
+    def decorate(own: Callable[Concatenate[B, ...], R]) -> Callable[Concatenate[B, P], R]:
+        return functools.wraps(method)(own)
+
+    return decorate
 
 
 def _takes(
@@ -263,13 +278,16 @@ class SyncPublisher(_Facade[Publisher]):
 class SyncBatcher(_Facade[Batcher]):
     """A ``Batcher`` for a ``SyncFleet``, made with the arguments of ``Batcher``; a context manager.
 
-    What it is given to call (``reward``, ``decide``, ``stop``) it calls in the fleet's thread.
+    What it is given to call (``prompts``, ``reward``, ``decide``, ``stop``) it calls in the fleet's
+    thread. A batch that was ready when the waiting thread was interrupted, as by Ctrl-C, is what
+    the next ``collect`` returns.
     """
 
     @_takes_after_fleet(Batcher.__init__)
     def __init__(self, fleet: SyncFleet, **named: Any) -> None:
         inner, background = fleet._inner, fleet._background  # noqa: SLF001 - a facade too
         super().__init__(Batcher(inner, **named), background)
+        self._unclaimed: Batch | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -278,7 +296,19 @@ class SyncBatcher(_Facade[Batcher]):
         with contextlib.suppress(ClosedError):  # with the fleet
             self.close()
 
-    collect = _waits(Batcher.collect)
+    @_as(Batcher.collect)
+    def collect(self, *args: Any, **named: Any) -> Batch:
+        """See ``Batcher.collect``."""
+
+        async def collect() -> None:
+            if self._unclaimed is None:
+                self._unclaimed = await self._inner.collect(*args, **named)
+
+        self._background.call(collect())
+        batch, self._unclaimed = self._unclaimed, None
+        assert batch is not None  # noqa: S101 - nobody else takes it
+        return batch
+
     evaluate = _waits(Batcher.evaluate)
     close = _waits(Batcher.close)
     save = _runs(Batcher.save)

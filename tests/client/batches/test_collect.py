@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 
 import pytest
 from client.batches.support import HeldServer, batcher_of, fleet_of, prompts
@@ -12,6 +13,7 @@ from client.scripted import until
 from rollwire_client import (
     Batcher,
     Carry,
+    ClosedError,
     Decision,
     Drop,
     DropReason,
@@ -19,8 +21,11 @@ from rollwire_client import (
     Group,
     InvalidRequestError,
     Part,
+    Progress,
     Prompt,
+    Retries,
     RolloutClient,
+    RolloutFailedError,
     Sampling,
     StalenessError,
     Trajectory,
@@ -153,6 +158,22 @@ async def test_patience_waits_for_the_tail() -> None:
     assert ids(batch.finished) == ["1", "2", "3", "4"]
 
 
+async def test_a_tail_whose_time_is_up_is_not_waited_for() -> None:
+    """The others' time runs out while the event loop has something else to do."""
+    async with held(1, 2) as (_, batcher):
+
+        def stop(progress: Progress) -> bool:
+            if progress.chosen == 2:
+                time.sleep(2 * progress.seconds)
+            return False
+
+        async with asyncio.timeout(60):
+            batch = await batcher.collect(
+                prompts(), 2, over_sample=2.0, tail=Drop(patience=1.5), stop=stop
+            )
+    assert ids(batch.finished) == ["1", "2"]
+
+
 async def test_a_batch_that_is_cancelled_loses_nothing() -> None:
     async with held(1) as (server, batcher):
         source = prompts()
@@ -175,6 +196,25 @@ async def test_one_batch_at_a_time() -> None:
             await batcher.collect(prompts(), 1)
         collecting.cancel()
         await asyncio.wait([collecting])
+
+
+async def test_a_batcher_that_is_closed_ends_its_batch() -> None:
+    async with held() as (server, batcher):
+        collecting = asyncio.create_task(batcher.collect(prompts(), 1))
+        await until(lambda: server.running == 2)
+        await batcher.close()
+        with pytest.raises(ClosedError):
+            await collecting
+        with pytest.raises(ClosedError):
+            await batcher.collect(prompts(), 1)
+
+
+async def test_a_fleet_that_is_not_open_is_told_at_once() -> None:
+    batcher = batcher_of(Fleet(["127.0.0.1:9"]), max_lag=1)
+    with pytest.raises(ClosedError):
+        await batcher.collect(prompts(), 1, version=1)
+    with pytest.raises(ClosedError):
+        await batcher.evaluate([])
 
 
 async def test_decisions() -> None:
@@ -204,6 +244,12 @@ async def test_a_decision_that_is_none() -> None:
         with pytest.raises(TypeError, match="decide returned True"):
             await batcher.collect(prompts(), 1, decide=lambda _: True)
         assert ids((await batcher.collect(prompts(), 1)).finished) == ["1"]
+
+
+async def test_a_stop_that_is_not_yes_or_no() -> None:
+    async with held(1) as (_, batcher):
+        with pytest.raises(TypeError, match="stop returned 'no'"):
+            await batcher.collect(prompts(), 1, stop=lambda _: "no")
 
 
 async def test_a_batch_can_be_stopped_early() -> None:
@@ -245,6 +291,38 @@ async def test_a_prompt_that_is_none_is_refused_before_anything_is_sampled() -> 
         with pytest.raises(InvalidRequestError, match="prompt_token_ids"):
             await batcher.collect([Prompt("a", [-1])], 1)
         assert not server.requests
+        assert batcher.taken == 1
+        batch = await batcher.collect([], 1)
+        assert fates(batch.dropped) == [("a", DropReason.FAILED)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [
+        (Prompt(5, [1]), TypeError),
+        (Prompt("\ud800", [1]), ValueError),
+        (Prompt("a", [1], epoch=2**63), ValueError),
+        (Prompt("a", [1], epoch=0.5), TypeError),
+    ],
+)
+async def test_what_no_buffer_could_hold_is_refused(prompt: Prompt, error: type) -> None:
+    async with held() as (server, batcher):
+        with pytest.raises(error):
+            await batcher.collect([prompt], 1)
+        assert not server.requests
+
+
+async def test_a_version_that_comes_to_nothing_is_told() -> None:
+    """The weights that a sequence needs were there when the batch began, and are gone."""
+    async with (
+        HeldServer(set(), version=5) as server,
+        fleet_of(server, retries=Retries(seconds=0.5), probe_interval=0.05) as fleet,
+        batcher_of(fleet, max_lag=1, refills=0) as batcher,
+    ):
+        await until(lambda: fleet.members[0].version == 5)
+        server.commit(3)
+        with pytest.raises(RolloutFailedError, match="did not come to serve version 4"):
+            await batcher.collect(prompts(), 1, version=5)
 
 
 async def test_a_group_that_is_too_old_is_dropped_and_aborted() -> None:
@@ -319,6 +397,7 @@ async def test_versions_rise() -> None:
         ({"sampling": Sampling(seed=1)}, "all samples would share"),
         ({"group_size": 0}, "group_size is 0"),
         ({"refills": -1}, "refills -1"),
+        ({"seed": 2**63}, "seed is"),
         ({"options": {"request_id": "a"}}, "request_id: the batcher's own"),
         ({"options": {"session_id": "a", "max_weight_version": 1}}, "session_id, max_weight"),
     ],

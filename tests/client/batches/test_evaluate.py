@@ -8,7 +8,7 @@ import itertools
 import pytest
 from client.batches.support import HeldServer, batcher_of, fleet_of, prompts
 from client.scripted import until
-from rollwire_client import Batcher, Sampling, WeightVersionError
+from rollwire_client import Batcher, Retries, RolloutFailedError, Sampling, WeightVersionError
 from rollwire_client.testing import FakeServer
 
 
@@ -41,6 +41,31 @@ async def test_weights_without_a_version_are_told_apart_by_their_digest() -> Non
         other.commit(None)
         with pytest.raises(WeightVersionError, match="2 different weights"):
             await batcher.evaluate(itertools.islice(prompts(), 4))
+
+
+async def test_what_cannot_be_evaluated() -> None:
+    async with FakeServer(version=7) as server, fleet_of(server) as fleet:
+        batcher = batcher_of(fleet)
+        for samples in (0, -1):
+            with pytest.raises(ValueError, match="from 1 on"):
+                await batcher.evaluate([], samples=samples)
+        with pytest.raises(ValueError, match="has a seed"):
+            await batcher.evaluate([], sampling=Sampling(seed=1))
+        told = await batcher.evaluate(
+            itertools.islice(prompts(), 1), sampling=Sampling(max_new_tokens=2)
+        )
+        assert told.version == 7  # though nobody here has published it
+        assert (await batcher.evaluate([])).version is None
+
+
+async def test_a_version_that_nobody_comes_to_serve_is_told() -> None:
+    async with (
+        FakeServer(version=3) as server,
+        fleet_of(server, retries=Retries(seconds=0.3)) as fleet,
+        batcher_of(fleet, refills=0) as batcher,
+    ):
+        with pytest.raises(RolloutFailedError, match="did not come to serve version 9"):
+            await batcher.evaluate(itertools.islice(prompts(), 1), version=9)
 
 
 async def test_batches_go_on_beside_it() -> None:

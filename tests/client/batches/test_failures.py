@@ -15,6 +15,7 @@ from rollwire_client import (
     InvalidRequestError,
     NotFiniteError,
     Prompt,
+    RefusedError,
     RolloutFailedError,
     Sampling,
     Trajectory,
@@ -87,6 +88,24 @@ async def test_a_group_that_servers_fail_at_again_and_again_is_dropped_and_repla
         assert isinstance(dropped.error, NotFiniteError)
 
 
+async def test_what_servers_fail_at_again_and_again_is_dropped_too() -> None:
+    """The fleet tries elsewhere before it gives up; the group ends all the same."""
+
+    async def internal(sequence: Sequence) -> None:
+        if list(sequence.request.prompt_token_ids) == [1]:
+            await sequence.fail(grpc.StatusCode.INTERNAL, "INTERNAL")
+        else:
+            await sequence.rest()
+
+    async with one(refills=1) as (server, batcher):
+        server.default = internal
+        batch = await batcher.collect(prompts(), 1)
+    assert [group.prompt.id for group in batch.groups] == ["2"]
+    (dropped,) = batch.dropped.groups
+    assert (dropped.prompt.id, dropped.dropped) == ("1", DropReason.FAILED)
+    assert isinstance(dropped.error, RolloutFailedError)
+
+
 async def test_servers_that_fail_at_every_group_are_told() -> None:
     async with one(*[fails(*NOT_FINITE)] * 9, refills=0) as (_, batcher):
         with pytest.raises(NotFiniteError):
@@ -124,6 +143,43 @@ async def test_a_sample_whose_time_is_up_is_cut_and_never_refilled() -> None:
     (cut,) = batch.dropped.groups
     assert (cut.dropped, batch.dropped.lengths) == (DropReason.CUT, (2,))
     assert len(server.requests) == 2
+
+
+async def test_a_refusal_that_is_not_the_prompt_s_fault_keeps_its_group() -> None:
+    refused = fails(grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
+    async with one(refused) as (server, batcher):
+        source = prompts()
+        with pytest.raises(RefusedError):
+            await batcher.collect(source, 1)
+        batch = await batcher.collect(source, 1)
+    assert [group.prompt.id for group in batch.groups] == ["1"]
+    assert [len(request.output_token_ids) for request in server.requests] == [0, 2]
+
+
+async def test_a_sample_that_was_cut_ends_its_group_whatever_else_happened_to_it() -> None:
+    timed_out = fails(grpc.StatusCode.DEADLINE_EXCEEDED, "TIMED_OUT")
+
+    def reward(prompt: Prompt, _: Trajectory) -> float:
+        if prompt.id == "1":
+            raise LookupError("the judge is away")
+        return 1.0
+
+    async with one(timed_out, group_size=2, reward=reward) as (_, batcher):
+        batch = await batcher.collect(prompts(), 1)
+    assert [group.prompt.id for group in batch.groups] == ["2"]
+    assert [group.dropped for group in batch.dropped.groups] == [DropReason.CUT]
+
+
+async def test_a_reward_that_is_cancelled_is_told() -> None:
+    async def reward(prompt: Prompt, _: Trajectory) -> float:
+        judge = asyncio.create_task(asyncio.sleep(60))
+        judge.cancel()
+        await judge
+        return 1.0
+
+    async with one(reward=reward) as (_, batcher):
+        with pytest.raises(RuntimeError, match="a sample of prompt '1' was cancelled"):
+            await batcher.collect(prompts(), 1)
 
 
 async def test_a_reward_that_raises_is_asked_for_again_and_nothing_is_sampled_again() -> None:

@@ -252,6 +252,8 @@ def test_weights_without_a_version_are_too_old_for_any_bound() -> None:
         ({"target": 1, "over_sample": 0.5}, "over_sample is 0.5"),
         ({"target": 1, "over_sample": math.nan}, "over_sample is nan"),
         ({"target": 1, "prefetch": -1}, "prefetch -1"),
+        ({"target": 1, "version": -1}, "version is -1"),
+        ({"target": 1, "version": 2**63}, "version is"),
         ({"target": 1, "max_lag": 1}, "needs the trainer's version"),
         ({"target": 1, "max_lag": 0, "version": 1, "prefetch": 1}, "allow a lag of 1"),
         (
@@ -263,6 +265,15 @@ def test_weights_without_a_version_are_too_old_for_any_bound() -> None:
 def test_a_plan_that_cannot_be(wrong: dict, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         Plan(**wrong)
+
+
+def test_a_tail_that_is_none() -> None:
+    with pytest.raises(TypeError, match="not Drop"):
+        Plan(1, tail=Carry)
+
+
+def test_over_sampling_is_exact() -> None:
+    assert Plan(50, over_sample=1.1).started == 55
 
 
 @pytest.mark.parametrize("patience", [0.5, math.nan])

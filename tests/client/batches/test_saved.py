@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from typing import TYPE_CHECKING
 
 import pytest
 from client.batches.support import HeldServer, batcher_of, fleet_of, prompts
 from client.scripted import until
+from rollwire.v1 import buffer_pb2, rollout_pb2
 from rollwire_client import (
     BufferFileError,
     Carry,
@@ -196,6 +198,84 @@ async def test_a_damaged_file_is_told_and_changes_nothing(saved: Path, damage, t
             batcher.load(saved)
         assert batcher.version is None
         assert len((await batcher.collect(prompts(), 1)).groups) == 1
+
+
+def crafted(path: Path, **changed: object) -> None:
+    """A buffer with the right digest, of which one group is what nobody saves."""
+    sample = buffer_pb2.SavedSample(
+        token_ids=[1, 2], logprobs=[-1, -1], segments=[buffer_pb2.SavedSegment(end=2)]
+    )
+    group = {"prompt_id": "a", "prompt_token_ids": [1], "info": "null"}
+    group["samples"] = [sample, sample]
+    copies = int(changed.pop("copies", 1))
+    of_sample = {k: v for k, v in changed.items() if k in sample.DESCRIPTOR.fields_by_name}
+    for name, value in of_sample.items():
+        sample.ClearField(name)
+        sample.MergeFrom(buffer_pb2.SavedSample(**{name: value}))
+    group.update({k: v for k, v in changed.items() if k not in of_sample})
+    message = buffer_pb2.SavedBuffer(seed=1, group_size=2)
+    message.groups.extend([buffer_pb2.SavedGroup(**group)] * copies)
+    content = message.SerializeToString()
+    path.write_bytes(b"rollwire buffer 1\n" + hashlib.sha256(content).digest() + content)
+
+
+ROUTING = {"replay": "as_sampled", "num_rows": 2, "num_layers": 1, "top_k": 1}
+ROWS = [buffer_pb2.SavedSegment(end=2)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"logprobs": [-1]}, "log-probabilities"),
+        ({"segments": []}, "do not cover"),
+        ({"segments": [buffer_pb2.SavedSegment(end=2**32 - 1)]}, "do not cover"),
+        ({"segments": [buffer_pb2.SavedSegment(end=e) for e in (3, 2)]}, "out of order"),
+        ({"samples": []}, "0 samples"),
+        ({"prompt_token_ids": []}, "no tokens"),
+        ({"info": "{"}, "JSON|Expecting"),
+        ({"info": "[" * 100_000}, "recursion"),
+        ({"finish": rollout_pb2.Finish(reason=99)}, "no known reason"),
+        ({"sampling": rollout_pb2.SamplingParams(seed=1)}, "has a seed"),
+        ({"copies": 2}, "twice"),
+        ({"routing": buffer_pb2.SavedRouting(**ROUTING, bytes_per_expert=0)}, "another size"),
+        (
+            {
+                "routing": buffer_pb2.SavedRouting(
+                    **ROUTING, bytes_per_expert=1, experts=b"abc", segments=ROWS
+                )
+            },
+            "another size",
+        ),
+        (
+            {
+                "routing": buffer_pb2.SavedRouting(
+                    **{**ROUTING, "replay": "none"},
+                    bytes_per_expert=1,
+                    experts=b"ab",
+                    segments=ROWS,
+                )
+            },
+            "none",
+        ),
+    ],
+)
+async def test_a_buffer_that_nobody_saves_is_told_and_changes_nothing(
+    tmp_path: Path, changed: dict, told: str
+) -> None:
+    crafted(tmp_path / "buffer", **changed)
+    async with HeldServer({1}) as server, fleet_of(server) as fleet, batcher_of(fleet) as batcher:
+        with pytest.raises(BufferFileError, match=told):
+            batcher.load(tmp_path / "buffer")
+        assert batcher.taken == 0
+        assert len((await batcher.collect(prompts(), 1)).groups) == 1
+
+
+async def test_the_crafted_buffer_is_one_without_its_flaw(tmp_path: Path) -> None:
+    crafted(tmp_path / "buffer")
+    async with HeldServer(set()) as server, fleet_of(server) as fleet:
+        batcher = batcher_of(fleet)
+        batcher.load(tmp_path / "buffer")
+        assert batcher.taken == 1
 
 
 @pytest.mark.parametrize("other", [{"seed": 2}, {"group_size": 3}])

@@ -129,6 +129,34 @@ def test_a_trainer_that_is_not_async(one: ServerProcess, tmp_path: Path) -> None
     assert_honest([*batch.groups, *rest.groups])
 
 
+INTERRUPTED = """
+import os, signal, sys, threading, time
+from rollwire_client import Decision, Prompt, Sampling
+from rollwire_client.sync import SyncBatcher, SyncFleet
+
+def decide(group):
+    if group.prompt.id == "3":  # the batch is complete when the waiting thread is interrupted
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)
+    return Decision.TAKE
+
+prompts = (Prompt(str(number), [1]) for number in range(4))
+with SyncFleet(sys.argv[1:]) as fleet:
+    batcher = SyncBatcher(fleet, seed=1, group_size=1, sampling=Sampling(max_new_tokens=3))
+    try:
+        batcher.collect(prompts, 4, decide=decide)
+    except KeyboardInterrupt:
+        print("interrupted")
+    print(*(group.prompt.id for group in batcher.collect([], 4).groups), batcher.handed_out)
+"""
+
+
+def test_a_batch_that_ctrl_c_kept_from_its_caller_is_the_next_one(one: ServerProcess) -> None:
+    command = [sys.executable, "-c", INTERRUPTED, one.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
+    assert (done.stdout, done.stderr) == ("interrupted\n0 1 2 3 4\n", "")
+
+
 SCRIPT = """
 import sys
 from rollwire_client import Prompt, Sampling

@@ -50,5 +50,6 @@ def _bar(what: str, total: int) -> tuple[Progress, TaskID]:
         TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,
+        redirect_stdout=sys.stdout.isatty(),  # else it would go to the terminal, not to its file
     )
     return progress, progress.add_task(what, total=total, beside="")

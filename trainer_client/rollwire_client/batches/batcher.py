@@ -13,6 +13,7 @@ Between two calls, groups that were carried or begun ahead go on in the backgrou
 from __future__ import annotations
 
 import asyncio
+import operator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -94,15 +95,16 @@ class Batcher:
         options = RolloutOptions() if options is None else options
         if own := [name for name in _OWN_OPTIONS if name in options]:
             raise ValueError(f"{', '.join(own)}: the batcher's own, leave it out")
-        if sampling.seed is not None:
-            raise ValueError("sampling has a seed, which all samples would share: say seed=…")
+        _check_unseeded(sampling)
+        if not -(1 << 63) <= operator.index(seed) < 1 << 63:
+            raise ValueError(f"seed is {seed}, from -2^63 to 2^63 - 1")
         if group_size < 1 or refills < 0:
             raise ValueError(f"group_size is {group_size}, from 1 on; refills {refills}, from 0")
         self.version: int | None = None
         self.handed_out = 0
         self.dropped = 0
         self._fleet = fleet
-        recipe = Recipe(fleet, seed, group_size, sampling, options, reward, refills)
+        recipe = Recipe(fleet, operator.index(seed), group_size, sampling, options, reward, refills)
         self._stock = Stock(recipe)
         self._max_lag = max_lag
         self._weights_timeout = weights_timeout
@@ -146,7 +148,8 @@ class Batcher:
         Args:
             prompts: They are taken from it as there is room for them, and no more than that: give
                 an iterator that goes on where it was.
-            target: Groups; fewer if the prompts run out, or ``stop`` says so.
+            target: Groups; fewer if the prompts run out, or ``stop`` says so; more with a tail that
+                has patience, up to all that were begun.
             version: The trainer's step. Default: the version that was published last.
             over_sample: Times as many groups are kept going.
             tail: What becomes of those that are unfinished then: ``Drop()`` or ``Carry()``.
@@ -159,13 +162,18 @@ class Batcher:
         Raises:
             ValueError: The arguments contradict each other, or the version fell.
             StalenessError: No server serves weights new enough for ``max_lag``.
-            RefusedError: A prompt cannot be sampled as it is; its group is dropped.
-            RolloutFailedError: The fleet gave a sequence up, though it was begun again; what was
+            InvalidRequestError: A prompt cannot be sampled as it is; it is told as dropped.
+            RolloutFailedError: The fleet gave a sequence up, though it was begun again, and what
+                was sampled is kept; or servers failed at more than ``target`` groups, which are
+                dropped.
+            RollwireError: Something else is wrong, such as a token that is not let in; what was
                 sampled is kept.
-            ServerFailedError: Servers failed at more than ``target`` groups, which are dropped.
+            ClosedError: The fleet or the batcher is closed.
             Exception: What ``reward``, ``prompts``, ``decide`` or ``stop`` raise.
         """
+        begun = asyncio.get_running_loop().time()
         plan = Plan(target, over_sample, prefetch, tail, self._version(version), self._max_lag)
+        self._fleet.check_open()
         if self._collecting:
             raise RuntimeError("a batch is being collected: one at a time")
         self._collecting = True
@@ -173,7 +181,7 @@ class Batcher:
             await self._await_weights(plan)
             self.version = plan.version
             with Bar(_title(plan), target, wanted=self._bar) as bar:
-                batch = await collect(plan, self._stock, iter(prompts), decide, stop, bar)
+                batch = await collect(plan, self._stock, iter(prompts), decide, stop, bar, begun)
         finally:
             self._collecting = False
         self.handed_out += len(batch.finished.groups)
@@ -198,10 +206,16 @@ class Batcher:
                 the servers serve, as long as it is the same.
 
         Raises:
-            WeightVersionError: Something else was published meanwhile, or is served.
-            RollwireError: A sample could not be had: one of the others' would not tell the same.
+            WeightVersionError: Something else was published meanwhile, or the servers disagree.
+            RollwireError: A sample could not be had, as when no server comes to serve the version
+                within ``Retries.seconds``: one of the others' would not tell the same.
             ValueError, Exception: As ``collect``.
         """
+        if samples < 1:
+            raise ValueError(f"samples is {samples}, from 1 on")
+        if sampling is not None:
+            _check_unseeded(sampling)
+        self._fleet.check_open()
         policy = self._fleet.policy
         if version is None and policy is not None:
             version = policy.version
@@ -238,7 +252,7 @@ class Batcher:
             raise RuntimeError("this batcher has groups of its own: load into a new one")
         counters, groups = saved.read(Path(path), self._stock.recipe)
         for prompt, members in groups:
-            self._stock.add(prompt, members)
+            self._stock.add(prompt, members)  # which were checked
         self.version, self.handed_out, self.dropped = (
             counters.version, counters.handed_out, counters.dropped,
         )  # fmt: skip
@@ -274,6 +288,11 @@ class Batcher:
                     f"within {self._weights_timeout:g} s: publish the policy, or allow more lag"
                 )
             await asyncio.sleep(_POLL)
+
+
+def _check_unseeded(sampling: Sampling) -> None:
+    if sampling.seed is not None:
+        raise ValueError("sampling has a seed, which all samples would share: say seed=…")
 
 
 def _title(plan: Plan) -> str:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from rollwire_client.batches.data import Batch, Decision, DropReason, Part, Progress
+from rollwire_client.batches.data import Batch, Decision, DropReason, Group, Part, Progress
+from rollwire_client.batches.group import is_final, servers_failed
 from rollwire_client.batches.ledger import Ledger, Life
 from rollwire_client.batches.pool import Pool
-from rollwire_client.errors import RefusedError, ServerFailedError, TimedOutError
+from rollwire_client.errors import ClosedError, InvalidRequestError, TimedOutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from rollwire_client.batches.bar import Bar
-    from rollwire_client.batches.data import Group, Prompt
+    from rollwire_client.batches.data import Prompt
     from rollwire_client.batches.group import LiveGroup, Member, Recipe
     from rollwire_client.batches.ledger import Plan
-
-
-_FINAL = (TimedOutError, RefusedError, ServerFailedError)  # a group's end, if they end its task
 
 
 class Stock:
@@ -30,14 +30,14 @@ class Stock:
         recipe: How they are sampled.
         pool: The groups.
         ledger: What each is; under the same numbers.
-        gone: Those that were dropped since the batch before.
+        gone: Those that were dropped since the batch before, with their numbers.
     """
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.pool = Pool(recipe)
         self.ledger = Ledger()
-        self.gone: list[Group] = []
+        self.gone: list[tuple[int, Group]] = []
 
     def add(self, prompt: Prompt, members: list[Member] | None = None) -> LiveGroup:
         """A group that does not run yet; see ``Pool.add``."""
@@ -47,7 +47,12 @@ class Stock:
 
     def drop(self, number: int, why: DropReason, error: Exception | None = None) -> None:
         """Lets go of a group that the ledger has dropped."""
-        self.gone.append(self.pool.remove(number).snapshot(why, error))
+        self.gone.append((number, self.pool.remove(number).snapshot(why, error)))
+
+    def refuse(self, prompt: Prompt, error: Exception) -> None:
+        """Tells of a prompt that no group can be begun of."""
+        after = next(reversed(self.pool.groups), 0)
+        self.gone.append((after, Group(prompt, (), DropReason.FAILED, error)))
 
 
 async def collect(
@@ -57,9 +62,10 @@ async def collect(
     decide: Callable[[Group], Decision],
     stop: Callable[[Progress], bool],
     bar: Bar,
+    begun: float,
 ) -> Batch:
-    """The batch that ``plan`` asks for; see ``Batcher.collect``."""
-    batch = _Collecting(plan, stock, prompts, decide, stop, bar)
+    """The batch that ``plan`` asks for; see ``Batcher.collect``. ``begun``: on the loop's clock."""
+    batch = _Collecting(plan, stock, prompts, decide, stop, bar, begun)
     try:
         await batch.run()
     except BaseException:
@@ -77,6 +83,7 @@ class _Collecting:
         decide: Callable[[Group], Decision],
         stop: Callable[[Progress], bool],
         bar: Bar,
+        begun: float,
     ) -> None:
         self._plan = plan
         self._stock = stock
@@ -86,7 +93,7 @@ class _Collecting:
         self._stop = stop
         self._bar = bar
         self._clock = asyncio.get_running_loop().time
-        self._begun = self._clock()
+        self._begun = begun
         self._more = True  # prompts
         self._server_failures = 0
 
@@ -94,13 +101,14 @@ class _Collecting:
         """Returns when the batch has what it is to have."""
         for number, group in self._pool.groups.items():
             self._ledger.see(number, group.oldest())
-        for number in self._ledger.open(self._plan, self._begun):
+        for number in self._ledger.open(self._plan, self._clock()):
             self._stock.drop(number, DropReason.STALE)
         self._go_on()
         while True:
             self._pool.changed.clear()
-            for group in self._pool.ended():
-                self._settle(group)
+            if self._pool.closed:
+                raise ClosedError("the batcher was closed")
+            self._settle_all()
             self._admit()
             over = self._choose()
             self._show()
@@ -120,35 +128,46 @@ class _Collecting:
             self._stock.drop(number, DropReason.TAIL)
         finished = tuple(self._pool.remove(number).snapshot() for number in taken)
         carried = tuple(group.snapshot() for group in self._pool.groups.values())
-        gone = tuple(self._stock.gone)
+        gone = tuple(group for _, group in sorted(self._stock.gone, key=itemgetter(0)))
         self._stock.gone.clear()
         return Batch(self._plan.version, Part(finished), Part(carried), Part(gone), seconds)
 
     def _go_on(self) -> None:
         """Groups that failed between batches, or were loaded, are sampled again."""
-        for group in self._pool.ended():
-            if group.failure is None or isinstance(group.failure, _FINAL):
-                self._settle(group)
         for number, group in self._pool.groups.items():
-            if self._ledger.entries[number].life is Life.SAMPLING and not group.running:
+            if self._ledger.entries[number].life is not Life.SAMPLING or group.running:
+                continue
+            passing = group.failure is not None and not is_final(group.failure)
+            if passing or group.task is None:
                 self._pool.run(group, self._plan.oldest_version)
 
-    def _settle(self, group: LiveGroup) -> None:
-        """Books what a group came to.
+    def _settle_all(self) -> None:
+        """Books what groups came to.
 
         Raises:
-            Exception: What the caller is to know at once.
+            Exception: What the caller is to know at once: the first of them.
         """
+        told: Exception | None = None
+        for group in self._pool.ended():
+            try:
+                self._settle(group)
+            except Exception as error:  # after the others
+                told = told or error
+        if told is not None:
+            raise told
+
+    def _settle(self, group: LiveGroup) -> None:
         error, number = group.failure, group.number
         if error is None:
+            self._pool.settled(group)
             if not self._ledger.complete(number, group.oldest()):
                 self._stock.drop(number, DropReason.STALE)
         elif isinstance(error, TimedOutError):
             self._drop(number, DropReason.CUT, error)
-        elif isinstance(error, RefusedError):
+        elif isinstance(error, InvalidRequestError):
             self._drop(number, DropReason.FAILED, error)
             raise error
-        elif isinstance(error, ServerFailedError):
+        elif servers_failed(error):
             self._drop(number, DropReason.FAILED, error)
             self._server_failures += 1
             if self._server_failures > self._plan.target:
@@ -161,7 +180,11 @@ class _Collecting:
             if (prompt := next(self._prompts, None)) is None:
                 self._more = False
                 return
-            group = self._stock.add(prompt)
+            try:
+                group = self._stock.add(prompt)
+            except Exception as error:
+                self._stock.refuse(prompt, error)
+                raise
             self._pool.run(group, self._plan.oldest_version)
 
     def _choose(self) -> bool:
@@ -176,7 +199,10 @@ class _Collecting:
                 self._drop(number, DropReason.FILTERED)
             else:
                 raise TypeError(f"decide returned {decision!r}, not a Decision")
-            if self._stop(self._progress()):
+            stopped = self._stop(self._progress())
+            if not isinstance(stopped, bool):
+                raise TypeError(f"stop returned {stopped!r}, not True or False")
+            if stopped:
                 return True
         return False
 
@@ -202,7 +228,6 @@ class _Collecting:
     async def _change(self) -> None:
         """Waits for a group to end, or for the tail's time to be up."""
         deadline = self._ledger.deadline()
-        until = deadline if self._clock() < deadline < float("inf") else None
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(until):
+            async with asyncio.timeout_at(deadline if deadline < math.inf else None):
                 await self._pool.changed.wait()

@@ -21,7 +21,8 @@ class Prompt:
     Attributes:
         id: Names it in the trainer's data.
         token_ids: At least one: any sequence of integers.
-        epoch: Which pass over the data this is; the seeds of its samples differ from pass to pass.
+        epoch: Which pass over the data this is. The draws of the same id in the same epoch are the
+            same again.
         sampling: How to sample this one; without a seed. None: as the batcher says.
         info: The caller's own, such as the right answer, for its reward function. A buffer that is
             saved writes it as JSON.
@@ -143,7 +144,7 @@ class Batch:
         carried: Under way, or complete and put off: what is there of it so far. A later batch hands
             it out, or says that it was dropped.
         dropped: Since the batch before.
-        seconds: From the call to the last group.
+        seconds: From the call to its end.
     """
 
     version: int | None
@@ -163,7 +164,7 @@ class Evaluation:
     """What ``Batcher.evaluate`` sampled: all of it, under one policy.
 
     Attributes:
-        version: Of the weights; None for those without one.
+        version: Of the weights; None for those without one, or if there is no token.
         digest: Of the weights; None if there is no token.
         samples: One group for each prompt, in their order.
         seconds: Taken.

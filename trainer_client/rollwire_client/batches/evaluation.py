@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from rollwire_client.batches.data import Prompt
     from rollwire_client.batches.group import LiveGroup, Recipe
+    from rollwire_client.data import WeightTag
 
 AT_ONCE = 1024  # sequences
 
@@ -48,25 +49,31 @@ async def evaluate(
         finally:
             await end(tasks)
     samples = Part(tuple(group.snapshot() for group in groups))
-    return Evaluation(version, _digest(samples), samples, clock() - begun)
+    weights = _weights(samples)
+    return Evaluation(
+        version=weights.version if weights is not None else None,
+        digest=weights.digest if weights is not None else None,
+        samples=samples,
+        seconds=clock() - begun,
+    )
 
 
-def _digest(samples: Part) -> int | None:
-    """Of the weights that sampled all of it.
+def _weights(samples: Part) -> WeightTag | None:
+    """What sampled all of it, as one of the servers serves it; None if there is no token.
 
     Raises:
         WeightVersionError: There are several.
     """
-    digests = {
-        segment.weights.digest
+    tags = {
+        segment.weights.digest: segment.weights
         for group in samples.groups
         for sample in group.samples
         for segment in sample.trajectory.segments
     }
-    if len(digests) > 1:
-        names = ", ".join(f"0x{digest:016x}" for digest in sorted(digests))
+    if len(tags) > 1:
+        names = ", ".join(f"0x{digest:016x}" for digest in sorted(tags))
         raise WeightVersionError(
-            f"the samples are of {len(digests)} different weights ({names}): something was "
+            f"the samples are of {len(tags)} different weights ({names}): something was "
             f"published meanwhile, or the servers disagree; evaluate again"
         )
-    return next(iter(digests), None)
+    return next(iter(tags.values()), None)

@@ -14,6 +14,7 @@ from rollwire_client.batches.data import DropReason, Group, Prompt, Sample
 from rollwire_client.batches.seeds import seed_of
 from rollwire_client.errors import (
     ClosedError,
+    InvalidRequestError,
     RefusedError,
     RolloutFailedError,
     RollwireError,
@@ -141,18 +142,38 @@ class LiveGroup:
         return self.task is not None and not self.task.done()
 
 
+def servers_failed(error: Exception) -> bool:
+    """Whether trying elsewhere, or later, does not help."""
+    if isinstance(error, RolloutFailedError):
+        return error.of_servers
+    return isinstance(error, ServerFailedError)
+
+
+def is_final(error: Exception) -> bool:
+    """Whether it ends a group; after others it goes on."""
+    return isinstance(error, TimedOutError | InvalidRequestError) or servers_failed(error)
+
+
 async def sample_group(group: LiveGroup, recipe: Recipe) -> None:
     """Samples all members to their ends; each goes on from what it has.
 
     Raises:
-        Exception: The first that a member came to, once all have ended.
+        Exception: What a member came to, once all have ended: first one that is final.
     """
     outcomes = await asyncio.gather(
         *(_sample(group, member, recipe) for member in group.members), return_exceptions=True
     )
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
+    errors = [_told(outcome, group) for outcome in outcomes if outcome is not None]
+    for error in sorted(errors, key=is_final, reverse=True):
+        raise error
+
+
+def _told(error: BaseException, group: LiveGroup) -> Exception:
+    if isinstance(error, Exception):
+        return error
+    told = RuntimeError(f"a sample of prompt {group.prompt.id!r} was cancelled, or what it awaits")
+    told.__cause__ = error
+    return told
 
 
 async def _sample(group: LiveGroup, member: Member, recipe: Recipe) -> None:
@@ -167,7 +188,7 @@ async def _sample(group: LiveGroup, member: Member, recipe: Recipe) -> None:
             if failures > recipe.refills:
                 raise
             logger.warning("%s; sample %d of %s again", error, member.index, group.prompt.id)
-            if isinstance(error, ServerFailedError):  # the same draws would fail again
+            if servers_failed(error):  # the same draws would fail again
                 member.begin_anew()
         else:
             if not member.trajectory().complete:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import math
+import operator
 from dataclasses import dataclass
 
 from rollwire_client.batches.data import Carry, Drop, Tail
@@ -91,6 +92,10 @@ class Plan:
     max_lag: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.tail, Tail):
+            raise TypeError(f"tail is {self.tail!r}, not Drop(…) or Carry(…)")
+        if self.version is not None and not 0 <= operator.index(self.version) < 1 << 63:
+            raise ValueError(f"version is {self.version}, from 0 to 2^63 - 1")
         if self.target < 1 or self.prefetch < 0 or (self.max_lag is not None and self.max_lag < 0):
             raise ValueError(
                 f"target is {self.target}, from 1 on; prefetch {self.prefetch} and max_lag "
@@ -111,7 +116,7 @@ class Plan:
     @property
     def started(self) -> int:
         """Groups that it keeps going."""
-        return math.ceil(self.target * self.over_sample)
+        return math.ceil(round(self.target * self.over_sample, 9))
 
     @property
     def outlives(self) -> int:
@@ -237,15 +242,16 @@ class Ledger:
         self._end(number, Event.DROP)
 
     def deadline(self) -> float:
-        """Until when what is unfinished is waited for; infinity while that is not known."""
+        """Until when what is unfinished is waited for; infinity while there is too little."""
+        if self.count(Life.CHOSEN) < self._open_plan.target:
+            return math.inf
         patience = self._open_plan.tail.patience
         return self._opened + patience * (self._first_share_at - self._opened)
 
     def is_over(self, now: float) -> bool:
         """Whether the batch has what it is to have, and waits for nothing."""
-        if self.count(Life.CHOSEN) < self._open_plan.target:
-            return False
-        return now >= self.deadline() or not self.waits()
+        deadline = self.deadline()
+        return now >= deadline or (deadline < math.inf and not self.waits())
 
     def waits(self) -> bool:
         """Whether a group that may become part of the batch is under way."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
@@ -23,15 +24,17 @@ class Pool:
     Attributes:
         groups: By number, which rises.
         changed: Set when one of them ends.
+        closed: It samples no more.
     """
 
     def __init__(self, recipe: Recipe) -> None:
         self.groups: dict[int, LiveGroup] = {}
         self.changed = asyncio.Event()
+        self.closed = False
         self._recipe = recipe
         self._keys: set[tuple[str, int]] = set()
         self._numbers = count(1)
-        self._ended: list[LiveGroup] = []
+        self._ended: dict[int, LiveGroup] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
     def add(self, prompt: Prompt, members: list[Member] | None = None) -> LiveGroup:
@@ -42,19 +45,16 @@ class Pool:
             members: What there is of them already. Default: nothing.
 
         Raises:
-            ValueError: Its sampling has a seed, or the same prompt is under way in the same epoch:
-                samples would be equal.
-            InvalidRequestError: Its token ids are none.
+            ValueError: The same prompt is under way in the same epoch: samples would be equal.
+            Exception: See ``checked``.
         """
+        prompt = checked(prompt)
         key = prompt.id, prompt.epoch
         if key in self._keys:
             raise ValueError(
                 f"prompt {prompt.id!r} of epoch {prompt.epoch} is under way already: the seeds "
                 f"of its samples would be equal; give each pass over the data its epoch"
             )
-        if prompt.sampling is not None and prompt.sampling.seed is not None:
-            raise ValueError(f"the sampling of prompt {prompt.id!r} has a seed: leave it out")
-        prompt = replace(prompt, token_ids=checked_token_ids(prompt.token_ids))
         if members is None:
             size = self._recipe.size
             members = [Member(index, Draft("", prompt.token_ids)) for index in range(size)]
@@ -65,17 +65,22 @@ class Pool:
 
     def run(self, group: LiveGroup, oldest_version: int | None) -> None:
         """Samples it, from what it has on, under weights of that version or newer ones."""
+        self.settled(group)
         group.failure, group.oldest_version = None, oldest_version
         group.task = asyncio.create_task(self._sample(group), name=f"rollwire {group.prompt.id}")
 
     def ended(self) -> list[LiveGroup]:
-        """Those that were sampled, or failed, since it was asked last."""
-        groups, self._ended = self._ended, []
-        return [group for group in groups if group.number in self.groups]
+        """Those that were sampled, or failed, and are not settled."""
+        return list(self._ended.values())
+
+    def settled(self, group: LiveGroup) -> None:
+        """What it came to is booked."""
+        self._ended.pop(group.number, None)
 
     def remove(self, number: int) -> LiveGroup:
         """Lets a group go; what is still sampled of it is aborted."""
         group = self.groups.pop(number)
+        self.settled(group)
         self._keys.discard((group.prompt.id, group.prompt.epoch))
         if group.task is not None and not group.task.done():
             group.task.cancel()
@@ -85,6 +90,8 @@ class Pool:
 
     async def close(self) -> None:
         """Ends what is under way. Idempotent."""
+        self.closed = True
+        self.changed.set()
         tasks = [group.task for group in self.groups.values() if group.task is not None]
         await end([*tasks, *self._ending])
 
@@ -93,5 +100,23 @@ class Pool:
             await sample_group(group, self._recipe)
         except Exception as error:  # whoever collects gets it
             group.failure = error
-        self._ended.append(group)
+        self._ended[group.number] = group
         self.changed.set()
+
+
+def checked(prompt: Prompt) -> Prompt:
+    """The prompt with plain integers.
+
+    Raises:
+        TypeError, ValueError: Its id or epoch cannot be, or its sampling has a seed.
+        InvalidRequestError: Its token ids are none.
+    """
+    if not isinstance(prompt.id, str):
+        raise TypeError(f"the id of a prompt is {prompt.id!r}, not text")
+    prompt.id.encode()  # a buffer must be able to hold it
+    epoch = operator.index(prompt.epoch)
+    if not -(1 << 63) <= epoch < 1 << 63:
+        raise ValueError(f"the epoch of prompt {prompt.id!r} is {epoch}, from -2^63 to 2^63 - 1")
+    if prompt.sampling is not None and prompt.sampling.seed is not None:
+        raise ValueError(f"the sampling of prompt {prompt.id!r} has a seed: leave it out")
+    return replace(prompt, epoch=epoch, token_ids=checked_token_ids(prompt.token_ids))

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
@@ -18,7 +19,8 @@ from rollwire.v1 import buffer_pb2
 from rollwire_client import wire
 from rollwire_client.batches.data import Prompt
 from rollwire_client.batches.group import LiveGroup, Member
-from rollwire_client.errors import BufferFileError
+from rollwire_client.batches.pool import checked
+from rollwire_client.errors import BufferFileError, RollwireError
 from rollwire_client.replay import Routing, RoutingReplay, RoutingSegment
 from rollwire_client.request import sampling_message
 from rollwire_client.trajectory import Draft, Segment, Trajectory
@@ -85,7 +87,12 @@ def read(path: Path, recipe: Recipe) -> tuple[Counters, list[tuple[Prompt, list[
         )
     version = message.version if message.HasField("version") else None
     counters = Counters(version, message.handed_out, message.dropped)
-    return counters, [_group(group) for group in message.groups]
+    try:
+        groups = [_group(group, recipe.size) for group in message.groups]
+        _check(len({(p.id, p.epoch) for p, _ in groups}) == len(groups), "a prompt is there twice")
+    except (ValueError, TypeError, RollwireError, RecursionError) as error:
+        raise BufferFileError(f"{path} cannot be what a Batcher saved: {error}") from error
+    return counters, groups
 
 
 def _content(path: Path) -> bytes:
@@ -123,7 +130,14 @@ def _group_message(group: LiveGroup) -> buffer_pb2.SavedGroup:
     )
 
 
-def _group(message: buffer_pb2.SavedGroup) -> tuple[Prompt, list[Member]]:
+def _check(holds: bool, otherwise: str) -> None:  # noqa: FBT001 - as an assertion
+    if not holds:
+        raise ValueError(otherwise)
+
+
+def _group(message: buffer_pb2.SavedGroup, size: int) -> tuple[Prompt, list[Member]]:
+    _check(bool(message.prompt_token_ids), "a prompt has no tokens")
+    _check(len(message.samples) == size, f"{len(message.samples)} samples in a group of {size}")
     prompt = Prompt(
         id=message.prompt_id,
         token_ids=tuple(message.prompt_token_ids),
@@ -131,6 +145,7 @@ def _group(message: buffer_pb2.SavedGroup) -> tuple[Prompt, list[Member]]:
         info=json.loads(message.info),
         sampling=wire.sampling(message.sampling) if message.HasField("sampling") else None,
     )
+    prompt = checked(prompt)
     members = [
         _member(index, prompt.token_ids, sample) for index, sample in enumerate(message.samples)
     ]
@@ -177,6 +192,15 @@ def _routing_message(routing: Routing) -> buffer_pb2.SavedRouting:
 
 
 def _member(index: int, prompt_ids: Sequence[int], message: buffer_pb2.SavedSample) -> Member:
+    tokens = len(message.token_ids)
+    _check(len(message.logprobs) == tokens, "not as many log-probabilities as tokens")
+    finish = wire.finish(message.finish) if message.HasField("finish") else None
+    _check(finish is not None or not message.HasField("finish"), "an end for no known reason")
+    routing = _routing(message.routing) if message.HasField("routing") else None
+    _check(
+        routing is None or routing.num_rows <= max(len(prompt_ids) + tokens - 1, 0),
+        "routing of more tokens than there are",
+    )
     trajectory = Trajectory(
         request_id=message.request_id,
         prompt_ids=tuple(prompt_ids),
@@ -184,33 +208,40 @@ def _member(index: int, prompt_ids: Sequence[int], message: buffer_pb2.SavedSamp
         logprobs=tuple(message.logprobs),
         segments=tuple(
             Segment(start, s.end, wire.weight_tag(s.weights), s.oldest_kv_revision)
-            for start, s in _with_starts(message.segments)
+            for start, s in _with_starts(message.segments, tokens)
         ),
-        finish=wire.finish(message.finish) if message.HasField("finish") else None,
+        finish=finish,
         servers=tuple(message.servers),
-        routing=_routing(message.routing) if message.HasField("routing") else None,
+        routing=routing,
     )
     reward = message.reward if message.HasField("reward") else None
     return Member(index, Draft.of(trajectory), reward, message.refills)
 
 
 def _routing(message: buffer_pb2.SavedRouting) -> Routing:
+    width = message.bytes_per_expert
+    size = message.num_rows * message.num_layers * message.top_k * width
+    _check(width in {1, 2} and len(message.experts) == size > 0, "routing of another size")
     return Routing(
         replay=RoutingReplay(message.replay),
         start=0,
         num_rows=message.num_rows,
         num_layers=message.num_layers,
         top_k=message.top_k,
-        bytes_per_expert=message.bytes_per_expert,
+        bytes_per_expert=width,
         experts=message.experts,
         segments=tuple(
             RoutingSegment(start, s.end, wire.weight_tag(s.weights))
-            for start, s in _with_starts(message.segments)
+            for start, s in _with_starts(message.segments, message.num_rows)
         ),
     )
 
 
 def _with_starts(
-    segments: Sequence[buffer_pb2.SavedSegment],
-) -> Iterable[tuple[int, buffer_pb2.SavedSegment]]:
-    return zip([0, *(segment.end for segment in segments)], segments, strict=False)
+    segments: Sequence[buffer_pb2.SavedSegment], last: int
+) -> list[tuple[int, buffer_pb2.SavedSegment]]:
+    """Each with where it starts; they must cover all before ``last``."""
+    bounds = [0, *(segment.end for segment in segments)]
+    _check(bounds[-1] == last, "segments that do not cover the tokens")
+    _check(all(a < b for a, b in pairwise(bounds)), "segments out of order")
+    return list(zip(bounds, segments, strict=False))
