@@ -12,13 +12,14 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import structlog
-from google.protobuf.message import DecodeError
 
 if TYPE_CHECKING:
     from structlog.typing import EventDict, Processor, WrappedLogger
 
 OWN = ("rollwire_server", "rollwire_transport")
 MOST_CHARACTERS = 256
+
+_CALLERS_FAULTS = {"DecodeError", "ExecuteBatchError"}  # of which one has no public class
 
 
 def configure(style: str, level: str) -> None:
@@ -66,8 +67,11 @@ def bind(**names: Any) -> None:
 
 
 def _is_no_callers_fault(record: logging.LogRecord) -> bool:
-    """Whether gRPC tells of more than a message that could not be read."""
-    return not (record.exc_info and isinstance(record.exc_info[1], DecodeError))
+    """Whether gRPC tells of more than a message that could not be read, or an answer that found its
+    caller gone.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return type(error).__name__ not in _CALLERS_FAULTS
 
 
 def _text() -> list[Processor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import subprocess
 import sys
 import uuid
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from rollwire.v1 import rollout_pb2
+from rollwire_server import logs
 from support.calls import Api, Generation, Stream, generate, reason_of, request
 from support.certificates import Authority
 from support.publishing import Update, no_update, random_weights
@@ -211,3 +213,17 @@ def test_callers_reach_no_terminal(style: str) -> None:
     assert "[2J" in line
     assert "more" in line
     assert not {"\x1b", "\x9b", "\r"} & set(text)
+
+
+def test_an_answer_that_finds_its_caller_gone_is_no_fault_of_the_server() -> None:
+    class ExecuteBatchError(Exception):
+        """As gRPC's, which only its own code can raise."""
+
+    def told(error: Exception) -> bool:
+        return logs._is_no_callers_fault(
+            logging.LogRecord("a", 40, "", 0, "", (), (type(error), error, None))
+        )
+
+    assert not told(ExecuteBatchError())
+    assert told(RuntimeError())
+    assert logs._is_no_callers_fault(logging.LogRecord("a", 40, "", 0, "", (), None))
