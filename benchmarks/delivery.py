@@ -199,11 +199,13 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0, help="tokens a second of each stream")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    each = zip(options.streams.split(","), options.tokens.split(","), strict=True)
+    streams, tokens = ([int(n) for n in o.split(",")] for o in (options.streams, options.tokens))
+    if len(streams) != len(tokens):
+        parser.error("--streams and --tokens name as many numbers each")
     rows = [["streams", "as", "client", "server", "with engine", "engine", "seconds"]]
     with tempfile.TemporaryDirectory() as folder:
-        for streams, tokens in each:
-            rows += rows_of(int(streams), int(tokens), options.rate, options.repeats, Path(folder))
+        for width, length in zip(streams, tokens, strict=True):
+            rows += rows_of(width, length, options.rate, options.repeats, Path(folder))
     load = os.getloadavg()[0]
     print(f"{machine('cpu')}, {os.cpu_count()} cores, load {load:.1f}; tokens a CPU-second")
     print_table(rows)
