@@ -146,13 +146,23 @@ def _wait_until(done: Callable[[], bool]) -> bool:
 
 
 def _sockets(epoll: int) -> Iterator[int]:
-    """The sockets that an epoll descriptor waits for, itself or by way of others."""
-    for line in Path(f"/proc/self/fdinfo/{epoll}").read_text().splitlines():
+    """The sockets that an epoll descriptor waits for, itself or by way of others.
+
+    UCX closes files meanwhile, in a thread of its own: those are none any more.
+    """
+    try:
+        lines = Path(f"/proc/self/fdinfo/{epoll}").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
         name, _, rest = line.partition(":")
         if name != "tfd":
             continue
         file = int(rest.split()[0])
-        kind = str(Path(f"/proc/self/fd/{file}").readlink())
+        try:
+            kind = str(Path(f"/proc/self/fd/{file}").readlink())
+        except OSError:
+            continue
         if kind.startswith("socket:"):
             yield file
         elif "eventpoll" in kind:

@@ -398,8 +398,10 @@ class _UcxLink(Link):
             buckets = list(self._buckets)
             self._buckets.clear()
         self._previous = self._following = None
-        self._worker.close(buckets)
-        self._watch.close()
+        try:
+            self._worker.close(buckets)
+        finally:
+            self._watch.close()
 
 
 @contextlib.contextmanager
