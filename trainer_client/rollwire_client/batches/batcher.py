@@ -199,7 +199,7 @@ class Batcher:
         """Samples all prompts to their ends, under one policy; batches are not touched.
 
         Args:
-            prompts: Different ones.
+            prompts: Different ones, a finite number of them: all are taken first.
             samples: Of each.
             sampling: How to sample. Default: as in batches.
             version: Of the weights. Default: the one that was published last; before that, whatever
@@ -265,7 +265,7 @@ class Batcher:
         if self.version is not None and (version is None or version < self.version):
             raise ValueError(
                 f"the trainer's version is {version}, and was {self.version}: a batcher goes with "
-                f"one run, whose versions rise; load the buffer that was saved with its checkpoint"
+                f"one run, whose versions rise; publish first, or say version=…"
             )
         return version
 
