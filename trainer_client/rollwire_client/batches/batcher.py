@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Self
 
 from rollwire_client.batches import saved
 from rollwire_client.batches.bar import Bar
-from rollwire_client.batches.collecting import Stock, collect
+from rollwire_client.batches.collecting import Collecting, Stock
 from rollwire_client.batches.data import Decision, Drop, Tail
 from rollwire_client.batches.evaluation import evaluate
 from rollwire_client.batches.group import Recipe
@@ -181,7 +181,8 @@ class Batcher:
             await self._await_weights(plan)
             self.version = plan.version
             with Bar(_title(plan), target, wanted=self._bar) as bar:
-                batch = await collect(plan, self._stock, iter(prompts), decide, stop, bar, begun)
+                collecting = Collecting(plan, self._stock, iter(prompts), decide, stop, bar, begun)
+                batch = await collecting.batch()
         finally:
             self._collecting = False
         self.handed_out += len(batch.finished.groups)

@@ -55,26 +55,19 @@ class Stock:
         self.gone.append((after, Group(prompt, (), DropReason.FAILED, error)))
 
 
-async def collect(
-    plan: Plan,
-    stock: Stock,
-    prompts: Iterator[Prompt],
-    decide: Callable[[Group], Decision],
-    stop: Callable[[Progress], bool],
-    bar: Bar,
-    begun: float,
-) -> Batch:
-    """The batch that ``plan`` asks for; see ``Batcher.collect``. ``begun``: on the loop's clock."""
-    batch = _Collecting(plan, stock, prompts, decide, stop, bar, begun)
-    try:
-        await batch.run()
-    except BaseException:
-        stock.ledger.abandon()
-        raise
-    return batch.close()
+class Collecting:
+    """A batch that is collected: await ``batch`` once.
 
+    Args:
+        plan: What it is to be.
+        stock: What it is made of, and what it leaves.
+        prompts: Where there is room for more.
+        decide: See ``Batcher.collect``, as with ``stop``.
+        stop: See there.
+        bar: Shows how far it is.
+        begun: When it was asked for, on the loop's clock.
+    """
 
-class _Collecting:
     def __init__(
         self,
         plan: Plan,
@@ -97,7 +90,16 @@ class _Collecting:
         self._more = True  # prompts
         self._server_failures = 0
 
-    async def run(self) -> None:
+    async def batch(self) -> Batch:
+        """What it hands out; left by an exception it hands out nothing, and loses nothing."""
+        try:
+            await self._run()
+        except BaseException:
+            self._ledger.abandon()
+            raise
+        return self._close()
+
+    async def _run(self) -> None:
         """Returns when the batch has what it is to have."""
         for number, group in self._pool.groups.items():
             self._ledger.see(number, group.oldest())
@@ -120,8 +122,7 @@ class _Collecting:
                 return  # there are no more prompts
             await self._change()
 
-    def close(self) -> Batch:
-        """What it hands out."""
+    def _close(self) -> Batch:
         seconds = self._clock() - self._begun
         taken, dropped = self._ledger.close()
         for number in dropped:
