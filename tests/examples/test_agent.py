@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from rollwire_client import Fleet, RolloutClient, Sampling
+from support.programs import ran
 
 if TYPE_CHECKING:
     from support.servers import ServerProcess
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "agent.py"
-SECONDS = 120
 
 
 def test_agents_call_their_tool_and_go_on(server: ServerProcess) -> None:
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--servers", server.address, "--agents", "5"],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = ran(SCRIPT, "--servers", server.address, "--agents", "5")
     told = [
         [int(number) for number in re.findall(r"\d+", line)] for line in done.stdout.split("\n")
     ]

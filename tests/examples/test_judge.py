@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from rollwire_client import Fleet, Publisher, PublishFailedError
 from rollwire_server import builtin_model
+from support.programs import ran
 
 if TYPE_CHECKING:
     from support.servers import ServerProcess, StartServer
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "judge.py"
-SECONDS = 120
 
 
 async def test_answers_are_judged_by_a_server_that_stays_as_it_is(
@@ -25,14 +23,7 @@ async def test_answers_are_judged_by_a_server_that_stays_as_it_is(
     judge = start_server("--frozen")
 
     def judged() -> list[str]:
-        done = subprocess.run(
-            [sys.executable, SCRIPT, "--servers", server.address, "--judges", judge.address],
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+        done = ran(SCRIPT, "--servers", server.address, "--judges", judge.address)
         return done.stdout.splitlines()
 
     told = judged()

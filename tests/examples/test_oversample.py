@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.programs import ran
 
 if TYPE_CHECKING:
     from support.servers import StartServer
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "oversample.py"
-SECONDS = 120
 LINE = re.compile(
     r"version (\d+): reward 0\.\d{3}, \d+ tokens a rollout, of versions \[([\d, ]+)\]; "
     r"(\d+) groups carried, (\d+) dropped"
@@ -23,16 +21,7 @@ LINE = re.compile(
 
 def train(folder: Path, addresses: list[str], steps: int) -> list[tuple[int, set[int], int, int]]:
     """Of each step: version, versions that sampled its batch, groups carried and dropped."""
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--servers", *addresses, "--steps", str(steps)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
+    done = ran(SCRIPT, "--servers", *addresses, "--steps", str(steps), cwd=folder)
     found = [LINE.fullmatch(line) for line in done.stdout.splitlines()]
     assert all(found), done.stdout
     return [

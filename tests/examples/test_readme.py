@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.programs import ran
 
 if TYPE_CHECKING:
     from support.servers import StartServer
 
 README = Path(__file__).parents[2] / "README.md"
-SECONDS = 120
 
 
 def blocks(addresses: list[str]) -> list[str]:
@@ -31,15 +29,8 @@ def test_what_a_trainer_says_to_servers(start_server: StartServer, tmp_path: Pat
     addresses = [start_server().address, start_server().address]
     code, *_ = blocks(addresses)
     for version in (1, 2):  # it can be run again
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
-        assert (done.returncode, done.stderr) == (0, "")
+        done = ran("-c", code, cwd=tmp_path)
+        assert done.stderr == ""
         *servers, last = done.stdout.splitlines()
         for address, line in zip(addresses, servers, strict=False):
             assert line.startswith(f"{address} WeightTag(version={version}, ")
@@ -50,15 +41,8 @@ def test_what_a_trainer_says_to_servers(start_server: StartServer, tmp_path: Pat
 def test_batches(start_server: StartServer, tmp_path: Path) -> None:
     addresses = [start_server().address, start_server().address]
     _, code, _ = blocks(addresses)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    done = ran("-c", code, cwd=tmp_path)
+    assert done.stderr == ""
     told = done.stdout.splitlines()
     assert [line.split()[0] for line in told] == ["0", "carried", "1", "carried", "2", "carried"]
     assert (tmp_path / "buffer").exists()
@@ -69,16 +53,8 @@ def test_a_sharded_trainer(start_server: StartServer, tmp_path: Path) -> None:
     addresses = [start_server().address, start_server().address]
     *_, code = blocks(addresses)
     (tmp_path / "sharded.py").write_text(code)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", "sharded.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    torchrun = ["-m", "torch.distributed.run", "--standalone"]
+    done = ran(*torchrun, "--nproc-per-node", "2", "sharded.py", cwd=tmp_path)
     (report,) = done.stdout.splitlines()
     for address in addresses:
         assert f"address='{address}', weights=WeightTag(version=1, revision=1, " in report

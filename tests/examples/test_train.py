@@ -4,34 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from rollwire_client import Fleet, Publisher
 from rollwire_server import builtin_model
+from support.programs import ran
 
 if TYPE_CHECKING:
     from support.servers import StartServer
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train.py"
-SECONDS = 120
 
 
 def train(folder: Path, addresses: list[str], steps: int) -> list[str]:
     """What a run says, a line each."""
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--servers", *addresses, "--steps", str(steps)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
+    done = ran(SCRIPT, "--servers", *addresses, "--steps", str(steps), cwd=folder)
     return done.stdout.splitlines()
 
 
