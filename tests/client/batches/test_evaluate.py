@@ -58,6 +58,14 @@ async def test_what_cannot_be_evaluated() -> None:
         assert (await batcher.evaluate([])).version is None
 
 
+async def test_endless_prompts_can_be_given_up() -> None:
+    async with FakeServer() as server, fleet_of(server) as fleet:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await batcher_of(fleet).evaluate(prompts())
+        assert not server.requests
+
+
 async def test_a_version_that_nobody_comes_to_serve_is_told() -> None:
     async with (
         FakeServer(version=3) as server,

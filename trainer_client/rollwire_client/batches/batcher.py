@@ -223,7 +223,12 @@ class Batcher:
         recipe = replace(
             self._stock.recipe, size=samples, sampling=sampling or self._stock.recipe.sampling
         )
-        return await evaluate(recipe, list(prompts), version, bar=self._bar)
+        taken: list[Prompt] = []
+        for prompt in prompts:
+            taken.append(prompt)
+            if len(taken) % 1000 == 0:
+                await asyncio.sleep(0)  # so that whoever gave endless ones can be told
+        return await evaluate(recipe, taken, version, bar=self._bar)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes what is carried or begun, with its tokens so far, and the counters.
