@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import torch
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 START_SECONDS = 400
 """A first start compiles kernels for minutes."""
@@ -114,18 +115,27 @@ def write_checkpoint(folder: Path, options: argparse.Namespace, device: str) -> 
 
 
 @contextlib.contextmanager
-def servers(commands: Sequence[Sequence[str]], folder: Path) -> Iterator[list[str]]:
-    """A rollwire-server for each list of flags; gives their addresses. Ends them all."""
+def servers(
+    commands: Sequence[Sequence[str]],
+    folder: Path,
+    environments: Sequence[Mapping[str, str]] | None = None,
+) -> Iterator[list[str]]:
+    """A rollwire-server for each list of flags; gives their addresses. Ends them all.
+
+    ``environments`` adds variables, for each server its own.
+    """
     with contextlib.ExitStack() as stack:
         started = []
-        for number, flags in enumerate(commands):
+        for number, (flags, more) in enumerate(
+            zip(commands, environments or [{}] * len(commands), strict=True)
+        ):
             ready = folder / f"server-{number}.json"
             ready.unlink(missing_ok=True)
             command = [sys.executable, "-m", "rollwire_server.main", *flags]
             command += ["--listen", "127.0.0.1:0", "--ready-file", str(ready)]
             if "--log-level" not in flags:
                 command += ["--log-level", "warning"]
-            process = subprocess.Popen(command)
+            process = subprocess.Popen(command, env={**os.environ, **more})
             stack.callback(ended, process)
             started.append((process, ready))
         deadline = time.monotonic() + START_SECONDS

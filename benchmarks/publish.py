@@ -3,11 +3,13 @@
     python benchmarks/publish.py --backends nccl ucx --trainer cuda:0 --servers cuda:1
     python benchmarks/publish.py --engine sglang --own-path …      the same on SGLang, and beside it
     python benchmarks/publish.py --shape tiny                      on a CPU, over gloo
+    python benchmarks/publish.py --trainer cuda:0 --servers cuda:0 …    one GPU for both
 
 Random weights are published again and again while streams decode, over each backend and under each
 KV policy. The floor is a bare broadcast of the same bytes by torch.distributed, in the same run,
 before the servers start; ``--own-path`` adds SGLang's own updates of one engine, after they have
-ended. Decode lost: seconds of undisturbed decoding that the tokens missing in a window take.
+ended. Decode lost: seconds of undisturbed decoding that the tokens missing in a window take. Where
+a GPU is shared, NCCL goes by sockets, and its kernels take the GPU from decoding.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import random
 import statistics
 import time
@@ -72,14 +75,17 @@ def main() -> None:
     parser.add_argument("--window", type=float, default=2.0, help="seconds around a publish")
     options = parse(parser)
     options.prompts = Prompts(options.prompt, options.vocab)
+    devices = [options.device, *options.servers]
     with checkpoint(options, options.device) as folder:
         size = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
-        devices = [options.device, *options.servers]
         (folder / "store").unlink(missing_ok=True)
         mp.spawn(floor, (devices, size, f"{folder}/store"), len(devices))
-        with servers([_flags(device, folder, options) for device in options.servers], folder) as at:
+        commands = [_flags(device, folder, options) for device in options.servers]
+        hosts = [host(devices, rank) for rank in range(1, len(devices))]
+        with servers(commands, folder, hosts) as at:
             rows, specs = asyncio.run(measure(at, options))
         if options.own_path:
+            torch.cuda.empty_cache()  # it takes as much again
             rows += _own_rows(folder, specs, size, options)
     print(
         f"{machine(options.device)}, {options.engine}, {len(at)} servers, {options.streams} "
@@ -88,8 +94,14 @@ def main() -> None:
     print_table([HEADER, *rows])
 
 
+def host(devices: list[str], rank: int) -> dict[str, str]:
+    """Where a GPU is shared, NCCL takes members for hosts."""
+    return {} if len(set(devices)) == len(devices) else {"NCCL_HOSTID": f"rank {rank}"}
+
+
 def floor(rank: int, devices: list[str], size: int, store: str) -> None:
     """A bare broadcast, warm, by one process a device."""
+    os.environ.update(host(devices, rank))
     device = torch.device(devices[rank])
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
@@ -98,8 +110,9 @@ def floor(rank: int, devices: list[str], size: int, store: str) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     piece = torch.empty(min(size, FLOOR_BYTES), dtype=torch.uint8, device=device)
+    dist.broadcast(piece, 0)
     times = []
-    for _ in range(3):
+    for _ in range(2):
         dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
         began = time.perf_counter()
         for _ in range(-(-size // piece.numel())):

@@ -157,25 +157,34 @@ class _Serving:
         if not success:
             raise RuntimeError(message)
 
-    async def update(
-        self, calls: list[list[tuple[str, str, list[int]]]], mode: str
-    ) -> tuple[float, float]:
-        """Receives tensors, a broadcast each, while paused; when it began and ended."""
+    async def update(self, way: str, calls: list[Any], mode: str) -> tuple[float, float]:
+        """Receives tensors while paused, in ``_asked``'s ``way``; when it began and ended."""
         from sglang.srt.managers import io_struct
 
-        began = time.perf_counter()
-        await self._manager.pause_generation(io_struct.PauseGenerationReqInput(mode=mode))
-        if hasattr(self._manager, "begin_weight_update"):  # since 0.5.21
-            await self._manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput())
-        for tensors in calls:
-            names, dtypes, shapes = (list(column) for column in zip(*tensors, strict=True))
-            asked = io_struct.UpdateWeightsFromDistributedReqInput(
-                names=names, dtypes=dtypes, shapes=shapes, group_name="weights", flush_cache=False
-            )
-            success, message = await self._manager.update_weights_from_distributed(asked)
+        manager, began = self._manager, time.perf_counter()
+        await manager.pause_generation(io_struct.PauseGenerationReqInput(mode=mode))
+        if hasattr(manager, "begin_weight_update"):  # since 0.5.21
+            await manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput())
+        for call in calls:
+            update = getattr(manager, f"update_weights_from_{way}")
+            success, message = await update(_asked(way, call))
             if not success:
                 raise RuntimeError(message)
-        if hasattr(self._manager, "end_weight_update"):
-            await self._manager.end_weight_update(io_struct.EndWeightUpdateReqInput())
-        await self._manager.continue_generation(io_struct.ContinueGenerationReqInput())
+        if hasattr(manager, "end_weight_update"):
+            await manager.end_weight_update(io_struct.EndWeightUpdateReqInput())
+        await manager.continue_generation(io_struct.ContinueGenerationReqInput())
         return began, time.perf_counter()
+
+
+def _asked(way: str, call: Any) -> Any:
+    """Of "distributed": names, dtypes and shapes. Of "tensor": a bucket's handle, for each rank."""
+    from sglang.srt.managers import io_struct
+
+    if way == "distributed":
+        names, dtypes, shapes = (list(column) for column in zip(*call, strict=True))
+        return io_struct.UpdateWeightsFromDistributedReqInput(
+            names=names, dtypes=dtypes, shapes=shapes, group_name="weights", flush_cache=False
+        )
+    return io_struct.UpdateWeightsFromTensorReqInput(
+        serialized_named_tensors=call, load_format="flattened_bucket", flush_cache=False
+    )

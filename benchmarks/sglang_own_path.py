@@ -1,10 +1,14 @@
-"""SGLang's own update path: broadcasts straight into a paused engine, for ``publish.py``."""
+"""SGLang's own update paths, straight into a paused engine, for ``publish.py``.
+
+"distributed": a broadcast a tensor, between two devices. "tensor": flattened buckets by CUDA IPC.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +19,7 @@ from sglang_alone import alone, answer
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from collections.abc import Callable
     from multiprocessing.connection import Connection
 
 CALL_BYTES = 2 << 30
@@ -51,10 +56,9 @@ def _trainer(
 
 
 def _measure(sglang: Connection, specs: list[Spec], ranks: int, options: Namespace) -> list[Row]:
-    device, window = torch.device(options.device), options.window
+    device = torch.device(options.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    group = _meet(sglang, 1 + ranks, "nccl" if device.type == "cuda" else "gloo")
     generator = torch.Generator(device).manual_seed(1)
     tensors = {
         name: torch.empty(shape, dtype=getattr(torch, dtype), device=device).normal_(
@@ -63,33 +67,93 @@ def _measure(sglang: Connection, specs: list[Spec], ranks: int, options: Namespa
         for name, dtype, shape in specs
     }
     calls = _calls(specs, tensors)
+    ways: dict[str, Callable[[str], tuple[float, float]]] = {}
+    if device.type == "cpu" or device != torch.device(options.servers[0]):
+        group = _meet(sglang, 1 + ranks, "nccl" if device.type == "cuda" else "gloo")
+        ways["distributed"] = partial(_broadcast, sglang, group, calls, tensors)
+    if device.type == "cuda":
+        ways["tensor"] = partial(_hand_over, sglang, ranks, calls, tensors)
     prompts = [options.prompts(i) for i in range(options.streams)]
     _ask(sglang, "decode", prompts, options.new_tokens)
-    arrivals, rows = Arrivals(), []
+    arrivals = Arrivals()
     deadline = time.monotonic() + FIRST_SECONDS
     while not arrivals.flowing(options.streams):
         if time.monotonic() > deadline:
             raise SystemExit("SGLang alone samples nothing")
         time.sleep(0.1)
         arrivals.all += _ask(sglang, "arrivals")
-    for policy in options.policies:
-        for turn in range(options.publishes):
-            time.sleep(window)
-            sglang.send(("update", (calls, MODES[policy])))
-            sent = [
-                dist.broadcast(tensors[name], 0, group=group, async_op=True)
-                for call in calls
-                for name, _, _ in call
-            ]
-            for one in sent:
-                one.wait()
-            began, ended = answer(sglang)
-            time.sleep(window)
-            end = time.perf_counter()
-            arrivals.all += _ask(sglang, "arrivals")
-            gap, lost = arrivals.longest_gap(began, ended), arrivals.lost(began, end, window)
-            rows.append((f"SGLang's own {MODES[policy]} {turn + 1}", ended - began, gap, lost))
-    return rows
+    return [
+        _one(
+            sglang,
+            f"{way} {MODES[policy]} {turn}",
+            partial(update, MODES[policy]),
+            arrivals,
+            options,
+        )
+        for way, update in ways.items()
+        for policy in options.policies
+        for turn in range(1, options.publishes + 1)
+    ]
+
+
+def _one(
+    sglang: Connection,
+    name: str,
+    update: Callable[[], tuple[float, float]],
+    arrivals: Arrivals,
+    options: Namespace,
+) -> Row:
+    time.sleep(options.window)
+    asked = time.perf_counter()
+    began, ended = update()
+    time.sleep(options.window)
+    end = time.perf_counter()
+    arrivals.all += _ask(sglang, "arrivals")
+    gap, lost = arrivals.longest_gap(began, ended), arrivals.lost(asked, end, options.window)
+    return f"SGLang's own {name}", ended - asked, gap, lost
+
+
+def _broadcast(
+    sglang: Connection,
+    group: dist.ProcessGroup,
+    calls: list[list[Spec]],
+    tensors: dict[str, torch.Tensor],
+    mode: str,
+) -> tuple[float, float]:
+    sglang.send(("update", ("distributed", calls, mode)))
+    sent = [
+        dist.broadcast(tensors[name], 0, group=group, async_op=True)
+        for call in calls
+        for name, _, _ in call
+    ]
+    for one in sent:
+        one.wait()
+    began, ended = answer(sglang)
+    return began, ended
+
+
+def _hand_over(
+    sglang: Connection,
+    ranks: int,
+    calls: list[list[Spec]],
+    tensors: dict[str, torch.Tensor],
+    mode: str,
+) -> tuple[float, float]:
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    handles = []
+    for call in calls:
+        bucket = FlattenedTensorBucket(named_tensors=[(name, tensors[name]) for name, _, _ in call])
+        flat = {
+            "flattened_tensor": bucket.get_flattened_tensor(),
+            "metadata": bucket.get_metadata(),
+        }
+        # Each rank opens a handle of its own: one stands for one opening.
+        handles.append([MultiprocessingSerializer.serialize(flat) for _ in range(ranks)])
+    torch.cuda.synchronize()
+    began, ended = _ask(sglang, "update", "tensor", handles, mode)
+    return began, ended
 
 
 def _ask(sglang: Connection, name: str, *values: Any) -> Any:

@@ -145,7 +145,7 @@ class Sequence:
         for told in extras.prompt_logprobs:
             self.extras += _prompt_parts(told, weights)
         for rows in extras.routed_experts:
-            self.extras += _routed_parts(rows, weights)
+            self.extras += _routed_parts(rows, rows.weights or weights)
         if extras.cached_prompt_tokens is not None:
             self.cached_prompt_tokens = extras.cached_prompt_tokens
 

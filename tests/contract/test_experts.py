@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 from rollwire.v1 import common_pb2, rollout_pb2
 from support.calls import Api, Generation, Output, Stream, connected, generate, reason_of, request
+from support.contract import flags
 from support.publishing import TERMS, Update, random_weights
 from support.servers import ServerProcess, servers
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
 PROMPT = tuple(range(1, 20))
+REPORTING = {"embedded": [], "sglang": ["--engine-arg", "enable-return-routed-experts=true"]}
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +25,10 @@ def moe_server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
     engine = request.config.getoption("--engine")
-    with servers(tmp_path_factory.mktemp("moe")) as start:
-        yield start("--engine", engine, "--model", "builtin:tiny-moe")
+    folder = tmp_path_factory.mktemp("moe")
+    told = [*flags(engine, folder, "builtin:tiny-moe"), *REPORTING[engine]]
+    with servers(folder) as start:
+        yield start("--engine", engine, *told)
 
 
 @pytest_asyncio.fixture
@@ -93,6 +97,21 @@ async def test_rows_that_are_computed_again_are_sent_again(moe: Api) -> None:
     latest = {position: passes[-1][0] for position, passes in rows(output).items()}
     same = sum(now[position][-1][0] == latest[position] for position in latest)
     assert same == len(latest)
+
+
+async def test_rows_that_are_kept_name_the_weights_that_computed_them(moe: Api) -> None:
+    change = Update(moe, await random_weights(moe, 2), next(TERMS), term=next(TERMS))
+    await change.stage()
+    generation = Generation(moe, request(PROMPT, 300, seed=4, routed_experts=True))
+    await generation.some(10)
+    await change.commit(common_pb2.KV_POLICY_KEEP)
+    output = await generation.all()
+    assert is_whole(output, len(PROMPT))
+    told = rows(output)
+    assert {len(passes) for passes in told.values()} == {1}
+    for i, revision in enumerate(output.revisions):
+        assert told[len(PROMPT) + i - 1][0][1] == revision
+    assert len(set(output.revisions)) == 2
 
 
 async def test_dense_models_have_none(api: Api) -> None:

@@ -168,7 +168,7 @@ class PromptLogprobs:
 @dataclass(frozen=True, slots=True)
 class RoutedExperts:
     """Expert ids [num_tokens, num_layers, top_k], little-endian, row i being the input token
-    ``start_position`` + i.
+    ``start_position`` + i; chosen by ``weights`` (None: those of the step that tells it).
     """
 
     start_position: int
@@ -177,6 +177,7 @@ class RoutedExperts:
     top_k: int
     experts: bytes
     bytes_per_expert: int
+    weights: WeightTag | None = None
 
 
 @dataclass(slots=True)
@@ -198,8 +199,8 @@ class Step:
         keys, token_ids, logprobs: One row a token.
         oldest_kv_revisions: One a row, or empty: all are ``weights.revision``.
         ends: Sequences that end after these tokens.
-        extras: By key. Prompt log-probabilities and routing may come without tokens, of a chunked
-            prefill.
+        extras: By key. Prompt log-probabilities and routing may come without tokens: of a chunked
+            prefill, or late.
     """
 
     weights: WeightTag

@@ -186,7 +186,8 @@ def _check_extras(
     if message.routed_experts and not info.routed_experts:
         raise ServiceError(
             Reason.UNSUPPORTED_ROUTING,
-            f"{info.model} has no experts whose routing could be reported",
+            f"{info.model} has no experts, or the engine was started without reporting them "
+            "(SGLang: --engine-arg enable-return-routed-experts=true, on GPUs)",
             field="routed_experts",
         )
 

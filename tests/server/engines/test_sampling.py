@@ -140,6 +140,7 @@ def test_noise_is_exponential_and_independent(vary: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_noise_is_the_same_on_a_gpu() -> None:
     keys = torch.arange(-50, 50) * 0x1234567890ABCD
     here = Noise(5000, torch.device("cpu")).exponential(keys)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from rollwire_server.engines.base import EndReason, WeightTag
+from rollwire_server.engines.base import EndReason, RoutedExperts, WeightTag
 from rollwire_server.engines.sglang.messages import Chunk
 from rollwire_server.engines.sglang.sequences import SHARED_TOKENS, Sequences
 from support.engines import spec
 
 if TYPE_CHECKING:
-    from rollwire_server.engines.base import SequenceSpec
+    from rollwire_server.engines.base import SequenceSpec, Step
     from rollwire_server.engines.sglang.messages import Request
 
 TAG = WeightTag(7, 3, "server", 0)
@@ -61,6 +62,56 @@ def test_a_group_does_not_wait_for_one_that_is_gone(way: str) -> None:
         step, _ = sequences.take([chunk(request.rid, ended="abort")], TAG)
         assert [end.reason for end in step.ends] == [EndReason.FAILED]
     assert len(send_all(sequences)) == 1
+
+
+def routing(tokens: int) -> RoutedExperts:
+    return RoutedExperts(0, tokens, 2, 2, bytes(i // 4 for i in range(tokens * 4)), 1)
+
+
+def told(step: Step, key: int) -> list[tuple[int, int, int]]:
+    """First position, last position, revision of rows, which must be those of their positions."""
+    parts = step.extras[key].routed_experts
+    for part in parts:
+        positions = range(part.start_position, part.start_position + part.num_tokens)
+        assert list(part.experts[::4]) == list(positions)
+        assert len(part.experts) == 4 * part.num_tokens
+    return [
+        (p.start_position, p.start_position + p.num_tokens - 1, p.weights.revision)
+        for p in parts
+        if p.weights is not None
+    ]
+
+
+def test_experts_are_told_by_the_weights_that_chose_them() -> None:
+    asked = spec((1, 2, 3), 20, routed_experts=True)
+    sequences = sequences_of(asked)
+    (first,) = send_all(sequences)
+    assert first.routed_experts
+    sequences.take([chunk(first.rid, 5, 5)], TAG)
+    later = WeightTag(8, 4, "server", 0)
+    sequences.recall(started=False)  # keys and values are kept
+    sequences.take([chunk(first.rid, 6)], later)
+    last = WeightTag(9, 5, "server", 0)
+    assert sequences.recall(started=True) == ([first.rid], 6)
+    (second,) = send_all(sequences, last.revision)
+    ended = replace(chunk(first.rid, 7, ended="abort"), routed_experts=routing(6))
+    step, _ = sequences.take([ended], last)
+    assert not step.keys
+    assert told(step, asked.key) == [(0, 3, 3), (4, 4, 4)]  # 6 was an input after it was given up
+    whole = replace(chunk(second.rid, *range(10, 27), ended="length"), routed_experts=routing(22))
+    step, _ = sequences.take([whole], last)
+    assert told(step, asked.key) == [(0, 21, 5)]
+
+
+def test_experts_of_what_nobody_waits_for_are_not_told() -> None:
+    asked = spec((1, 2, 3), 20, routed_experts=True)
+    sequences = sequences_of(asked)
+    (request,) = send_all(sequences)
+    sequences.take([chunk(request.rid, 5)], TAG)
+    sequences.remove([asked.key])
+    ended = replace(chunk(request.rid, ended="abort"), routed_experts=routing(3))
+    step, _ = sequences.take([ended], TAG)
+    assert not step.extras
 
 
 def test_no_id_begins_with_another() -> None:

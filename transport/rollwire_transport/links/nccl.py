@@ -1,6 +1,7 @@
 """NCCL: from GPU to GPU, a broadcast from rank 0 to all, in a communicator of its own.
 
-Each member has a GPU of its own. Buckets are staged on it: packing and unpacking have a stream,
+Each member has a GPU of its own (to try things out, members with an ``NCCL_HOSTID`` each can share
+one: bytes go by sockets then). Buckets are staged on it: packing and unpacking have a stream,
 broadcasts another one, so that neither holds up what else the device does. NCCL does not notice
 when a peer on the same machine dies, and cannot say who is frozen: the connections of ``control``
 can. NCCL picks the network interface itself (``NCCL_SOCKET_IFNAME``); the meeting's address is for
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -348,9 +350,10 @@ def _cuda(device: torch.device) -> torch.device:
 
 
 def _card(device: torch.device) -> bytes:
-    """Tells GPUs apart."""
+    """Tells GPUs apart; one GPU counts as two where ``NCCL_HOSTID`` tells NCCL of two hosts."""
     uuid = str(torch.cuda.get_device_properties(device).uuid)
-    return hashlib.sha256(uuid.encode()).digest()[:CARD_BYTES]
+    told = f"{os.environ.get('NCCL_HOSTID', '')} {uuid}"
+    return hashlib.sha256(told.encode()).digest()[:CARD_BYTES]
 
 
 def _aborted() -> TransportError:

@@ -25,7 +25,9 @@ from functools import partial
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollwire_server.engines.base import EngineError
+import torch
+
+from rollwire_server.engines.base import EngineError, RoutedExperts
 
 from . import processes
 from .caller import Caller
@@ -33,6 +35,8 @@ from .messages import Chunk, Facts
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+    from torch import Tensor
 
     from .config import SglangConfig
     from .messages import Receiver, Request
@@ -62,6 +66,7 @@ class Bridge:
         self._died = asyncio.Event()
         self._watched: list[int] = []
         self._ranks = 1
+        self._expert_dtype = torch.uint16
         self._echoes: dict[str, asyncio.Future[None]] = {}
         self._echoed = 0
         self._stopping = False
@@ -80,6 +85,7 @@ class Bridge:
         self._manager.auto_create_handle_loop()
         facts = self._facts()
         self._ranks = facts.ranks
+        self._expert_dtype = _expert_dtype(self._manager.model_config.hf_text_config)
         self._watch(facts.processes)
         return facts
 
@@ -168,6 +174,7 @@ class Bridge:
             unsupported_sampling=frozenset(unsupported),
             processes=list(engine.get_all_child_pids()),
             ranks=args.tp_size * args.pp_size,
+            routed_experts=bool(args.enable_return_routed_experts) and not self._config.on_cpu,
         )
 
     def _watch(self, processes: Sequence[int]) -> None:
@@ -215,6 +222,7 @@ class Bridge:
             return_logprob=True,
             logprob_start_len=0 if request.prompt_logprobs else -1,
             top_logprobs_num=request.top_logprobs,
+            return_routed_experts=request.routed_experts,
             stream=True,
             extra_key=request.cache_key,
         )
@@ -267,7 +275,6 @@ class Bridge:
 
     async def update(self, command: str) -> None:
         """Runs a command of ``loader.load`` in every scheduler process, between two steps."""
-        import torch
         from sglang.srt.managers import io_struct
         from sglang.srt.utils import MultiprocessingSerializer
 
@@ -360,7 +367,8 @@ class Bridge:
 
     def on_outputs(self, outputs: Any) -> None:
         """One step's columns."""
-        self._receiver.on_chunks([_chunk(outputs, i) for i in range(len(outputs.rids))])
+        dtype = self._expert_dtype
+        self._receiver.on_chunks([_chunk(outputs, i, dtype) for i in range(len(outputs.rids))])
 
     def on_aborted(self, rid: str) -> None:
         """A sequence that ended before it was scheduled."""
@@ -413,7 +421,7 @@ def _manager_class() -> type:
     return OurManager
 
 
-def _chunk(outputs: Any, i: int) -> Chunk:
+def _chunk(outputs: Any, i: int, expert_dtype: torch.dtype) -> Chunk:
     tokens = list(outputs.output_ids[i])
     reason = outputs.finished_reasons[i]
     top: list[tuple[list[int], list[float]]] = []
@@ -421,6 +429,7 @@ def _chunk(outputs: Any, i: int) -> Chunk:
         ids, values = outputs.output_top_logprobs_idx[i], outputs.output_top_logprobs_val[i]
         top = [(list(a), list(b)) for a, b in zip(ids, values, strict=True)][: len(tokens)]
     prompt = outputs.input_token_logprobs_val[i] if outputs.input_token_logprobs_val else []
+    rows = outputs.routed_experts[i] if outputs.routed_experts else None
     return Chunk(
         rid=outputs.rids[i],
         token_ids=tokens,
@@ -429,7 +438,21 @@ def _chunk(outputs: Any, i: int) -> Chunk:
         prompt_logprobs=[value for value in prompt if value is not None],
         cached_tokens=outputs.cached_tokens[i],
         ended=None if reason is None else _told(reason),
+        routed_experts=None if rows is None else _routed(rows, expert_dtype),
     )
+
+
+def _routed(rows: Tensor, dtype: torch.dtype) -> RoutedExperts:
+    tokens, layers, top_k = rows.shape
+    experts = rows.to(dtype).numpy().tobytes()
+    return RoutedExperts(0, tokens, layers, top_k, experts, dtype.itemsize)
+
+
+def _expert_dtype(config: Any) -> torch.dtype:
+    """What an expert's number fits in."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    known = [count for name in names if isinstance(count := getattr(config, name, None), int)]
+    return torch.uint8 if known and max(known) <= 1 << 8 else torch.uint16
 
 
 def _told(reason: dict[str, Any]) -> str:

@@ -145,7 +145,7 @@ class SglangEngine:
             deterministic=facts.deterministic,
             max_running_sequences=config.max_running_sequences,
             max_top_logprobs=min(MAX_TOP_LOGPROBS, facts.vocab_size),
-            routed_experts=False,
+            routed_experts=facts.routed_experts,
             unsupported_sampling=facts.unsupported_sampling,
             scaled_prompt_logprobs=False,
         )
@@ -192,7 +192,7 @@ class SglangEngine:
         if self._sink is None or self._tag is None:
             return
         step, to_end = self._sequences.take(chunks, self._tag)
-        if step.keys or step.ends:
+        if step.keys or step.ends or step.extras:
             self._sink.on_step(step)
             self._to_send.set()
         self._end_there(to_end)

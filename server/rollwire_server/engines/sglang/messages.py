@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from rollwire_server.engines.base import EngineError
+    from rollwire_server.engines.base import EngineError, RoutedExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class Request:
         cache_key: Only sequences of the same key share prefixes.
         top_logprobs: How many likeliest tokens to report.
         prompt_logprobs: Report those of ``input_ids``.
+        routed_experts: Report the experts of all input tokens at the end.
     """
 
     rid: str
@@ -40,6 +41,7 @@ class Request:
     cache_key: str
     top_logprobs: int
     prompt_logprobs: bool
+    routed_experts: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class Chunk:
         prompt_logprobs: Of input tokens 1, 2, …; once.
         cached_tokens: Input tokens whose keys and values were there already.
         ended: Why the scheduler has ended it, or None; nothing comes for it afterwards.
+        routed_experts: Of all tokens that were an input, with the end, if asked for.
     """
 
     rid: str
@@ -62,6 +65,7 @@ class Chunk:
     prompt_logprobs: list[float]
     cached_tokens: int
     ended: str | None
+    routed_experts: RoutedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,7 @@ class Facts:
         processes: Ids of its processes.
         unsupported_sampling: What would end it, or be ignored.
         ranks: Scheduler processes, each with its part of the weights.
+        routed_experts: It can report them.
     """
 
     vocab_size: int
@@ -88,6 +93,7 @@ class Facts:
     unsupported_sampling: frozenset[str]
     processes: list[int]
     ranks: int
+    routed_experts: bool
 
 
 class Receiver(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rollwire_server.engines.base import (
@@ -21,7 +21,9 @@ from rollwire_server.engines.base import (
 from .messages import Request
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
+
+    from rollwire_server.engines.base import RoutedExperts
 
     from .messages import Chunk
 
@@ -40,6 +42,7 @@ class Sequence:
         revision: Of the oldest key or value that it can hold: it was sent under it.
         started: It has a token since it was last sent.
         told: Whether its prompt's extras have been reported.
+        passes: From which input token on which weights computed, since it was last sent.
     """
 
     spec: SequenceSpec
@@ -49,6 +52,7 @@ class Sequence:
     revision: int = 0
     started: bool = False
     told: bool = False
+    passes: list[tuple[int, WeightTag]] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -56,17 +60,32 @@ class Sequence:
         return len(self.spec.prompt) + len(self.tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """One that was given up, until SGLang ends it: how far it was by then.
+
+    Attributes:
+        tokens: Whose keys and values are there.
+        known: Input tokens of which the experts can be told.
+    """
+
+    key: int
+    tokens: int
+    known: int
+    passes: list[tuple[int, WeightTag]]
+
+
 class Sequences:
     """All that have not ended, and those that SGLang has yet to end.
 
     Attributes:
         context_length: No sequence gets longer.
-        ending: Of sequences that were given up: tokens by SGLang's id, until SGLang ends them.
+        ending: Sequences that were given up, by SGLang's id.
     """
 
     def __init__(self, context_length: int) -> None:
         self.context_length = context_length
-        self.ending: dict[str, int] = {}
+        self.ending: dict[str, Ending] = {}
         self._live: dict[int, Sequence] = {}
         self._unsent: dict[int, Sequence] = {}
         self._sent: dict[str, Sequence] = {}
@@ -105,7 +124,7 @@ class Sequences:
         """
         spec, sampling = sequence.spec, sequence.spec.sampling
         sequence.rid = f"{next(self._numbers):016x}"  # of one length: SGLang matches prefixes
-        sequence.revision, sequence.started = revision, False
+        sequence.revision, sequence.started, sequence.passes = revision, False, []
         del self._unsent[spec.key]
         self._sent[sequence.rid] = sequence
         room = min(sampling.max_new_tokens, self.context_length - len(spec.prompt))
@@ -122,6 +141,7 @@ class Sequences:
             cache_key=f"revision {revision}",
             top_logprobs=spec.top_logprobs,
             prompt_logprobs=spec.prompt_logprobs and not sequence.told,
+            routed_experts=spec.routed_experts,
         )
 
     def remove(self, keys: Iterable[int]) -> list[str]:
@@ -148,11 +168,14 @@ class Sequences:
         to_end: list[str] = []
         for chunk in chunks:
             if (sequence := self._sent.get(chunk.rid)) is None:
-                self._of_ending(chunk, to_end)
+                self._of_ending(step, chunk, to_end)
                 continue
             if chunk.ended is not None:
                 del self._sent[chunk.rid]
             end = self._append(step, sequence, chunk)
+            if chunk.routed_experts is not None:
+                told = _by_weights(chunk.routed_experts, sequence.length - 1, sequence.passes)
+                step.extras.setdefault(sequence.spec.key, Extras()).routed_experts += told
             if end is not None:
                 step.ends.append(end)
                 del self._live[end.key]
@@ -172,19 +195,26 @@ class Sequences:
     def kv_tokens(self) -> int:
         """Keys and values that are in use; what is only kept for others does not count."""
         started = sum(s.length for s in self._sent.values() if s.started)
-        return started + sum(self.ending.values())
+        return started + sum(ending.tokens for ending in self.ending.values())
 
-    def _of_ending(self, chunk: Chunk, to_end: list[str]) -> None:
-        if chunk.ended is not None:
-            self.ending.pop(chunk.rid, None)
-        elif chunk.rid in self.ending:
+    def _of_ending(self, step: Step, chunk: Chunk, to_end: list[str]) -> None:
+        if (ending := self.ending.get(chunk.rid)) is None:
+            return
+        if chunk.ended is None:
             to_end.append(chunk.rid)  # it sampled on: asked again until it ends
+            return
+        del self.ending[chunk.rid]
+        if chunk.routed_experts is not None and ending.key in self._live:
+            told = _by_weights(chunk.routed_experts, ending.known, ending.passes)
+            step.extras.setdefault(ending.key, Extras()).routed_experts += told
 
     def _take_back(self, sequence: Sequence) -> str | None:
         rid, sequence.rid = sequence.rid, None
         if rid is None or self._sent.pop(rid, None) is None:
             return None
-        self.ending[rid] = sequence.length if sequence.started else 0
+        tokens = sequence.length if sequence.started else 0
+        known = max(0, tokens - 1)
+        self.ending[rid] = Ending(sequence.spec.key, tokens, known, sequence.passes)
         return rid
 
     def _append(self, step: Step, sequence: Sequence, chunk: Chunk) -> End | None:
@@ -197,6 +227,9 @@ class Sequences:
             if not math.isfinite(logprob):  # SGLang samples something all the same
                 message = f"NaN or infinity in the logits after {sequence.length} tokens"
                 return End(spec.key, EndReason.NOT_FINITE, message)
+            if not sequence.passes or sequence.passes[-1][1] is not step.weights:
+                first = sequence.length - 1 if sequence.started else 0
+                sequence.passes.append((first, step.weights))
             sequence.tokens.append(token)
             sequence.started = True
             step.keys.append(spec.key)
@@ -224,6 +257,24 @@ class Sequences:
                 extras.prompt_logprobs.append(PromptLogprobs(1, known))
         if extras != Extras():
             step.extras[spec.key] = extras
+
+
+def _by_weights(
+    rows: RoutedExperts, known: int, passes: list[tuple[int, WeightTag]]
+) -> Iterator[RoutedExperts]:
+    """The first ``known`` rows, cut where weights changed."""
+    count = min(known, rows.num_tokens)
+    width = rows.num_layers * rows.top_k * rows.bytes_per_expert
+    ends = [*(start for start, _ in passes[1:]), count]
+    for (start, weights), end in zip(passes, ends, strict=True):
+        if start < (end := min(end, count)):
+            yield replace(
+                rows,
+                start_position=start,
+                num_tokens=end - start,
+                experts=rows.experts[start * width : end * width],
+                weights=weights,
+            )
 
 
 def _top(k: int, chunk: Chunk) -> TopLogprobs:
