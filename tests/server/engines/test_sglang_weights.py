@@ -56,6 +56,7 @@ FACTS = Facts(
     vocab_size=4, context_length=8, eos_token_ids=(), dtype=torch.float32, kv_tokens=8,
     deterministic=False, logprobs_before_temperature=False, can_release_memory=False,
     keeps_weights_on_release=False, unsupported_sampling=frozenset(), processes=[], ranks=1,
+    routed_experts=False,
 )  # fmt: skip
 
 
@@ -163,7 +164,7 @@ class TestLoader:
         told = staged.layout.told()
         opened = self.obey(model, tmp_path, "open", staged=told)
         assert model.fused.eq(0).all()
-        put = self.obey(model, tmp_path, "put", staged=told)
+        put = self.obey(model, tmp_path, "put")
         assert (opened["touched"], put["touched"], put["error"]) == (False, True, None)
         assert model.fused.tolist() == [[0, 1], [2, 3], [0, 0], [0, 0]]
         assert self.obey(model, tmp_path, "compare")["changed"] == []
@@ -172,12 +173,14 @@ class TestLoader:
 
     def test_a_failure_says_whether_weights_were_touched(self, tmp_path: Path) -> None:
         staged = allocate([TensorSpec(name, "float32", (2, 2)) for name in ("good", "bad")])
-        torn = self.obey(Fragile(), tmp_path, "put", staged=staged.layout.told())
+        model = Fragile()
+        self.obey(model, tmp_path, "open", staged=staged.layout.told())
+        torn = self.obey(model, tmp_path, "put")
         assert torn["touched"]
         assert torn["error"] == "KeyError: 'bad'"
         gone = staged.layout.told()
         gone["parts"][0]["path"] = str(tmp_path / "nothing")
-        whole = self.obey(Fragile(), tmp_path, "put", staged=gone)
+        whole = self.obey(Fragile(), tmp_path, "open", staged=gone)
         assert not whole["touched"]
         assert whole["error"]
 
@@ -243,7 +246,7 @@ def test_staged_memory_is_the_same_in_another_process_and_leaves_with_it() -> No
 
 def test_a_tied_output_is_an_alias(tmp_path: Path) -> None:
     flags("sglang", tmp_path)
-    specs, digests = describe_checkpoint(tmp_path / "tiny", torch.bfloat16, torch.device("cpu"))
+    specs, digests = describe_checkpoint(tmp_path / "model", torch.bfloat16, torch.device("cpu"))
     by_name = {spec.name: spec for spec in specs}
     assert by_name["lm_head.weight"].alias_of == "model.embed_tokens.weight"
     assert {spec.dtype for spec in specs} == {"bfloat16"}

@@ -52,11 +52,14 @@ class Bridge:
     """One SGLang: started, spoken to, stopped.
 
     Every call raises EngineError once SGLang is dead.
+
+    Attributes:
+        receiver: Where it reports.
     """
 
     def __init__(self, config: SglangConfig, receiver: Receiver) -> None:
         self._config = config
-        self._receiver = receiver
+        self.receiver = receiver
         self._launcher = Caller("rollwire-sglang")
         self._engine: Any = None
         self._manager: Any = None
@@ -197,7 +200,7 @@ class Bridge:
             return
         self._dead = EngineError(f"SGLang is dead: {why}")
         self._died.set()
-        self._receiver.on_death(self._dead)
+        self.receiver.on_death(self._dead)
 
     # Commands.
 
@@ -368,11 +371,20 @@ class Bridge:
     def on_outputs(self, outputs: Any) -> None:
         """One step's columns."""
         dtype = self._expert_dtype
-        self._receiver.on_chunks([_chunk(outputs, i, dtype) for i in range(len(outputs.rids))])
+        self.receiver.on_chunks([_chunk(outputs, i, dtype) for i in range(len(outputs.rids))])
+
+    def on_tokens(self, outputs: Any) -> None:
+        """Those of sequences that just run."""
+        columns = zip(
+            outputs.rids, outputs.output_ids, outputs.output_token_logprobs_val, strict=True
+        )
+        self.receiver.on_chunks(
+            [Chunk(rid, list(ids), list(told), [], [], 0, None) for rid, ids, told in columns]
+        )
 
     def on_aborted(self, rid: str) -> None:
         """A sequence that ended before it was scheduled."""
-        self._receiver.on_chunks([Chunk(rid, [], [], [], [], 0, "aborted")])
+        self.receiver.on_chunks([Chunk(rid, [], [], [], [], 0, "aborted")])
 
     def on_echo(self, name: str | None) -> None:
         """An echo came back."""
@@ -406,6 +418,9 @@ def _manager_class() -> type:
             while True:
                 received = await async_sock_recv(self.recv_from_detokenizer)
                 if isinstance(received, BatchTokenIDOutput):
+                    if not received.finished_reasons:  # see ``processes.tell_running_briefly``
+                        self._bridge.on_tokens(received)
+                        continue
                     for rid, reason in zip(received.rids, received.finished_reasons, strict=True):
                         if reason is not None:
                             self.rid_to_state.pop(rid, None)

@@ -27,6 +27,7 @@ from rollwire_server.engines.base import (
 from .bridge import Bridge
 from .checkpoint import check_folder
 from .sequences import Sequences
+from .warmup import WarmUp
 from .weights import Weights
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ class SglangEngine:
 
     def __init__(self, config: SglangConfig) -> None:
         self._config = config
-        self._bridge = Bridge(config, self)
+        self._warm_up = WarmUp()
+        self._bridge = Bridge(config, self._warm_up)
         self._commands = asyncio.Lock()
         self._to_send = asyncio.Event()
         self._ended = asyncio.Event()
@@ -86,6 +88,12 @@ class SglangEngine:
         folder = Path(self._config.model)
         check_folder(folder)
         self._facts = facts = await self._bridge.start()
+        await self._warm_up.run(
+            self._bridge,
+            context_length=facts.context_length,
+            at_once=self._config.max_running_sequences,
+        )
+        self._bridge.receiver = self
         self._sequences = Sequences(facts.context_length)
         self._weights = Weights(self._bridge, facts, folder, self._config.devices[0])
         self._tag = WeightTag(None, 0, server_id, await self._weights.read())

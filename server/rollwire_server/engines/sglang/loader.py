@@ -57,7 +57,8 @@ class Loader:
         self.touched = False
         self._model = model
         self._recipe: Recipe | None = None
-        self._opened: tuple[dict[str, Any], dict[str, Tensor]] | None = None
+        self._opened: dict[str, Tensor] = {}
+        self._copies: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._fingerprints = Fingerprints(model)
         self._committed = self._fingerprints.begin()
 
@@ -69,9 +70,8 @@ class Loader:
             case "open":  # staged memory, ahead of the time when its tensors are put in place
                 self._open(command["staged"])
             case "close":
-                self._opened = None
-            case "put":  # staged tensors in place
-                self._open(command["staged"])
+                self._close()
+            case "put":  # what is open in place
                 return self._put()
             case "reload":  # those of a checkpoint folder
                 self._change(read_tensors(Path(command["folder"])))
@@ -95,24 +95,28 @@ class Loader:
         return {"recipe": None}
 
     def _open(self, staged: dict[str, Any]) -> None:
-        if self._opened is None or self._opened[0] != staged:
-            self._opened = None
-            self._opened = (staged, views(Layout.read(staged), _rank()))
+        self._close()
+        self._opened = views(Layout.read(staged), _rank())
+        if self._recipe is not None:
+            self._copies = copies(self._recipe, self._opened)
+
+    def _close(self) -> None:
+        self._opened, self._copies = {}, ([], [])
 
     def _put(self) -> dict[str, Any]:
-        assert self._opened is not None  # noqa: S101  just opened
-        staged, self._opened = self._opened[1], None
         began = time.perf_counter()
         if self._recipe is None:
-            self._change(staged.items())
+            self._change(self._opened.items())
+            self._close()
             return {"copied_ms": _ms(began), "fingerprint_ms": 0.0}
-        targets, sources = copies(self._recipe, staged)
         self.touched = True
+        targets, sources = self._copies
         if targets:
             torch._foreach_copy_(targets, sources)
         _finish_what_runs()
         copied = time.perf_counter()
         self._committed = self._fingerprints.begin()
+        self._close()
         return {"copied_ms": round((copied - began) * 1e3, 1), "fingerprint_ms": _ms(copied)}
 
     def _change(self, tensors: Any) -> None:

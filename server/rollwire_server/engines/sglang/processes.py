@@ -21,8 +21,12 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """A scheduler process, from start to end."""
     _end_with_parent()
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+    from sglang.srt.managers.scheduler_components.output_streamer import (
+        SchedulerOutputStreamer,
+    )
 
     settle_at_pauses(Scheduler)
+    tell_running_briefly(SchedulerOutputStreamer)
     run_scheduler_process(*args, **kwargs)
 
 
@@ -58,6 +62,53 @@ def settle_at_pauses(scheduler: type) -> None:
 
     scheduler.pause_generation = pause_generation  # type: ignore[attr-defined]
     scheduler.process_batch_result = process_batch_result  # type: ignore[attr-defined]
+
+
+def tell_running_briefly(streamer: type) -> None:
+    """Has SGLang tell of sequences that just run what they sampled, and no more.
+
+    A step tells some forty things of each sequence, its timings pickled among them. With hundreds
+    of sequences that takes longer than a step of the device.
+    """
+    import msgspec
+    from sglang.srt.managers.io_struct import BatchTokenIDOutput
+
+    nothing: dict[str, Any] = {
+        f.name: [] for f in msgspec.structs.fields(BatchTokenIDOutput) if f.required
+    }
+    stream = streamer._stream_output_generation  # type: ignore[attr-defined]
+
+    def stream_output_generation(
+        self: Any, reqs: Any, return_logprob: Any, skip_req: Any = None, *rest: Any, **more: Any
+    ) -> None:
+        others, rids, tokens, logprobs = [], [], [], []
+        for req in reqs:
+            if not _just_runs(req):
+                others.append(req)
+            elif req is not skip_req and (end := len(req.output_ids)) > req.send_token_offset:
+                rids.append(req.rid)
+                tokens.append(req.output_ids[req.send_token_offset :])
+                start = req.send_output_token_logprobs_offset
+                logprobs.append(req.logprob.output_token_logprobs_val[start:end])
+                req.send_token_offset = req.send_output_token_logprobs_offset = end
+        if rids:
+            told = {"rids": rids, "output_ids": tokens, "output_token_logprobs_val": logprobs}
+            self.send_to_detokenizer.send_output(BatchTokenIDOutput(**{**nothing, **told}))
+        if others or not reqs:
+            stream(self, others, return_logprob, skip_req, *rest, **more)
+
+    streamer._stream_output_generation = stream_output_generation  # type: ignore[attr-defined]
+
+
+def _just_runs(req: Any) -> bool:
+    """It goes on, and what it was asked to tell beside its tokens has been told."""
+    return bool(
+        req.send_token_offset
+        and req.stream
+        and req.return_logprob
+        and not req.logprob.top_logprobs_num
+        and not req.finished()
+    )
 
 
 def _end_with_parent() -> None:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import tempfile
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,7 @@ class Weights:
         self._digests: dict[str, int] = {}
         self._digesting: asyncio.Task[None] | None = None
         self._on_devices: Sequence[torch.device] = ()
-        self._open = False
+        self._opened: weakref.ref[Staged] | None = None
         self.specs: list[TensorSpec] = []
         self.whole = True
 
@@ -94,22 +95,30 @@ class Weights:
             raise
 
     async def stage(self, specs: Sequence[TensorSpec]) -> Staged:
-        """Memory for an update; on devices, that of the one before is taken again."""
+        """Memory for an update; on devices, that of the one before is taken again.
+
+        The processes open a device's now, which a commit need not wait for; the host's only then:
+        they would keep that of an update which is discarded.
+        """
         if not self._on_devices:
             return await asyncio.to_thread(allocate, specs)
         await self._settle()
         await self._let_go()
         ranks = self._facts.ranks
         staged = await asyncio.to_thread(allocate_on, self._on_devices, specs, ranks=ranks)
-        self._open = True
-        await self._run("open", staged=staged.layout.told())
+        await self._open(staged)
         return staged
+
+    async def _open(self, staged: Staged) -> None:
+        if self._opened is None or self._opened() is not staged:
+            await self._run("open", staged=staged.layout.told())
+            self._opened = weakref.ref(staged)
 
     async def _let_go(self) -> None:
         """Has the processes close what was staged and never put in place."""
-        if self._open:
+        if self._opened is not None:
             await self._run("close")
-            self._open = False
+            self._opened = None
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
     async def close(self) -> None:
@@ -133,12 +142,13 @@ class Weights:
         await self._settle()
         for device in self._on_devices:  # what was received there has arrived
             torch.cuda.synchronize(device)
-        for rank, answer in enumerate(await self._replace("put", staged=staged.layout.told())):
+        await self._open(staged)
+        for rank, answer in enumerate(await self._replace("put")):
             logger.info(
                 "process %d put weights in place in %.1f ms, and began their fingerprint in %.1f",
                 *(rank, answer["copied_ms"], answer["fingerprint_ms"]),
             )
-        self._open = False
+        self._opened = None
         # The commit need not wait for it; it keeps the staged memory until it is over.
         self._digesting = asyncio.create_task(self._digest(staged), name="sglang digests")
 
