@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +15,13 @@ if TYPE_CHECKING:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--engine", default="embedded", help="the engine that tests/contract tries")
+
+
+def pytest_configure() -> None:
+    # As from a terminal: what a shell runs in the background inherits that SIGINT is ignored, and
+    # so would the programs that tests interrupt.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -30,7 +30,6 @@ def demo(tmp_path: Path) -> Iterator[Demo]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            preexec_fn=take_ctrl_c,
         )
         started.append(process)
         return process
@@ -43,11 +42,6 @@ def demo(tmp_path: Path) -> Iterator[Demo]:
     for ready in tmp_path.glob("server-*.json"):
         with pytest.raises(ProcessLookupError):
             os.kill(json.loads(ready.read_text())["pid"], 0)
-
-
-def take_ctrl_c() -> None:
-    """As from a terminal: a shell's background jobs inherit that SIGINT is ignored."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def kill_server(folder: Path, number: int) -> None:
