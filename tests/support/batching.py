@@ -7,30 +7,58 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from rollwire_client import Batcher, Carry, Fleet, Prompt, Publisher, Sampling
 
-from support.synthetic import VOCABULARY
+from support.synthetic import PROMPT, VOCABULARY, start_synthetic, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rollwire_client import Batch, Trajectory
+    from rollwire_client import Batch, Group, Trajectory
+
+    from support.servers import ServerProcess, StartServer
 
 SEED, GROUP, LAG = 7, 4, 2
 RATE = 200  # tokens a second of each sequence
 # A token in 64 ends a sequence: most are short, and some are very long.
 SAMPLING = Sampling(max_new_tokens=600, stop_token_ids=range(VOCABULARY // 64))
+# Many minutes: it is under way whatever happens to servers, trainers and the machine.
+ENDLESS = Sampling(max_new_tokens=200_000)
+CONTEXT = 250_000
+
+
+def start_one(start: StartServer, *flags: str) -> ServerProcess:
+    """A server that has room for what is endless."""
+    return start_synthetic(start, RATE, "--context-length", str(CONTEXT), *flags)
 
 
 def prompts(first: int = 0) -> Iterator[Prompt]:
     number = first
     while True:
-        yield Prompt(str(number), [3, 1, 4])
+        yield Prompt(str(number), PROMPT)
         number += 1
+
+
+def endless(name: str) -> Prompt:
+    """One whose samples do not end while a test lasts."""
+    return Prompt(name, PROMPT, sampling=ENDLESS)
+
+
+def under_way(batcher: Batcher, name: str) -> Group:
+    """What there is by now of the group of a prompt, which was not handed out or dropped."""
+    (group,) = (g for g in batcher._stock.pool.groups.values() if g.prompt.id == name)
+    return group.snapshot()
+
+
+async def begun(batcher: Batcher, name: str) -> Group:
+    """Returns once each sample of a group has a token."""
+    await until(lambda: all(s.trajectory.token_ids for s in under_way(batcher, name).samples))
+    return under_way(batcher, name)
 
 
 def length(prompt: Prompt, trajectory: Trajectory) -> float:
@@ -56,10 +84,11 @@ async def trained(
 
 
 async def saves_and_waits(buffer: Path, addresses: list[str]) -> None:
-    """Says which groups its batch has, once the others are saved."""
+    """Says which groups its batch has, once the others are saved, an endless one among them."""
     async with Fleet(addresses) as fleet, batcher_of(fleet) as batcher:
-        (batch,) = await trained(fleet, batcher, prompts(), range(1, 2))
-        await asyncio.sleep(0.3)  # what is carried goes on meanwhile
+        source = chain(islice(prompts(), 15), [endless("endless")])
+        (batch,) = await trained(fleet, batcher, source, range(1, 2))
+        await begun(batcher, "endless")
         batcher.save(buffer)
         print(*(group.prompt.id for group in batch.groups), flush=True)  # noqa: T201
         await asyncio.sleep(1000)

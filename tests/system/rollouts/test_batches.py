@@ -7,7 +7,7 @@ import os
 import pty
 import subprocess
 import sys
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,16 +22,20 @@ from support.batching import (
     SAMPLING,
     SEED,
     batcher_of,
+    begun,
+    endless,
     length,
     prompts,
+    start_one,
     trained,
+    under_way,
 )
-from support.synthetic import labels_are_honest, start_synthetic
+from support.synthetic import labels_are_honest, start_synthetic, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from rollwire_client import Batch, Group
+    from rollwire_client import Batch, Batcher, Group
     from support.servers import ServerProcess, StartServer
 
 SECONDS = 120
@@ -49,29 +53,49 @@ def assert_honest(groups: Iterable[Group]) -> None:
 async def test_servers_that_die_and_policies_that_move_on_lose_no_group(
     start_server: StartServer,
 ) -> None:
-    servers = [start_synthetic(start_server, RATE) for _ in range(3)]
+    servers = [start_one(start_server) for _ in range(3)]
     batches: list[Batch] = []
+    moves = {version: f"moves after {version}" for version in (4, 7)}
     async with Fleet([s.address for s in servers]) as fleet, batcher_of(fleet) as batcher:
         source = prompts()
         batches += await trained(fleet, batcher, source, range(1, 4))
-        servers[0].kill()
-        batches += await trained(fleet, batcher, source, range(4, 7))
-        await asyncio.to_thread(start_synthetic, start_server, RATE, "--listen", servers[0].address)
-        servers[1].kill()
-        batches += await trained(fleet, batcher, source, range(7, 10))
+        for version, name in moves.items():
+            # There is room for eight prompts at least: so many went with the batch before.
+            some = chain(islice(source, 7), [endless(name)], source)
+            batches += await trained(fleet, batcher, some, range(version, version + 1))
+            sample = (await begun(batcher, name)).samples[0]
+            (victim,) = (s for s in servers if s.address == sample.trajectory.servers[-1])
+            victim.kill()
+            batches += await trained(fleet, batcher, source, range(version + 1, version + 2))
+            await moved(batcher, name, version)
+            batches += await trained(fleet, batcher, source, range(version + 2, version + 3))
+            servers.remove(victim)
+            servers += [
+                await asyncio.to_thread(start_one, start_server, "--listen", victim.address)
+            ]
         taken = int(next(source).id)
     finished = [group for batch in batches for group in batch.groups]
     dropped = [group for batch in batches for group in batch.dropped.groups]
     assert len(finished) == 9 * 8
-    known = [group.prompt.id for group in (*finished, *dropped, *batches[-1].carried.groups)]
-    assert sorted(known, key=int) == [str(number) for number in range(taken)]
-    assert_honest([*finished, *dropped, *batches[-1].carried.groups])
+    everything = [*finished, *dropped, *batches[-1].carried.groups]
+    known = [group.prompt.id for group in everything]
+    assert sorted(known) == sorted([*map(str, range(taken)), *moves.values()])
+    assert_honest(everything)
     for batch in batches:
         for group in batch.groups:
             assert group.complete
             assert min(group.versions) >= batch.version - LAG
-    assert max(len(group.versions) for group in finished) > 1  # some crossed an update
-    assert any(len(set(s.trajectory.servers)) > 1 for group in finished for s in group.samples)
+
+
+async def moved(batcher: Batcher, name: str, version: int) -> None:
+    """Returns once a sample has gone on at another server, and under the next version."""
+
+    def so() -> bool:
+        trajectory = under_way(batcher, name).samples[0].trajectory
+        both = {version, version + 1} <= set(trajectory.versions)
+        return both and len(set(trajectory.servers)) > 1
+
+    await until(so)
 
 
 def saved_and_killed(buffer: Path, addresses: list[str]) -> list[str]:
@@ -90,19 +114,24 @@ def saved_and_killed(buffer: Path, addresses: list[str]) -> list[str]:
 async def test_a_trainer_that_is_killed_goes_on_with_what_it_saved(
     start_server: StartServer, tmp_path: Path
 ) -> None:
-    servers = [start_synthetic(start_server, RATE) for _ in range(2)]
+    servers = [start_one(start_server) for _ in range(2)]
     addresses = [server.address for server in servers]
     first = await asyncio.to_thread(saved_and_killed, tmp_path / "buffer", addresses)
     assert len(first) == 8
     async with Fleet(addresses) as fleet, batcher_of(fleet) as batcher:
         batcher.load(tmp_path / "buffer")
-        (batch,) = await trained(fleet, batcher, prompts(16), range(2, 3))
-    carried = {str(number) for number in range(16)} - set(first)
+        saved = under_way(batcher, "endless")
+        (batch,) = await trained(fleet, batcher, prompts(15), range(2, 3))
+        await until(lambda: under_way(batcher, "endless").versions == {1, 2})
+        crossed = under_way(batcher, "endless")
+    carried = {*map(str, range(15)), "endless"} - set(first)
     again = {group.prompt.id for group in (*batch.groups, *batch.carried.groups)}
     assert carried <= again
     assert not again & set(first)
-    assert_honest([*batch.groups, *batch.carried.groups])
-    assert any(group.versions == {1, 2} for group in batch.groups)
+    assert_honest([*batch.groups, *batch.carried.groups, crossed])
+    for was, now in zip(saved.samples, crossed.samples, strict=True):
+        tokens = was.trajectory.token_ids
+        assert tokens == now.trajectory.token_ids[: len(tokens)] != ()
 
 
 @pytest.fixture
@@ -130,16 +159,23 @@ def test_a_trainer_that_is_not_async(one: ServerProcess, tmp_path: Path) -> None
 
 
 INTERRUPTED = """
-import os, signal, sys, threading, time
+import os, signal, sys, threading
 from rollwire_client import Decision, Prompt, Sampling
 from rollwire_client.sync import SyncBatcher, SyncFleet
+
+interrupted = threading.Event()
+
+def interrupt(*_):
+    interrupted.set()
+    raise KeyboardInterrupt
 
 def decide(group):
     if group.prompt.id == "3":  # the batch is complete when the waiting thread is interrupted
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.5)
+        interrupted.wait(60)
     return Decision.TAKE
 
+signal.signal(signal.SIGINT, interrupt)
 prompts = (Prompt(str(number), [1]) for number in range(4))
 with SyncFleet(sys.argv[1:]) as fleet:
     batcher = SyncBatcher(fleet, seed=1, group_size=1, sampling=Sampling(max_new_tokens=3))
