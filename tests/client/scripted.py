@@ -157,7 +157,8 @@ class ScriptedServer(rollout_pb2_grpc.RolloutServiceServicer):
         try:
             await asyncio.wait([cut, reading], return_when=asyncio.FIRST_COMPLETED)
             if cut.done():
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "the link was cut")
+                async with stream.lock:  # gRPC sends one thing at a time
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the link was cut")
             await asyncio.gather(*(stream.tasks - {cut}))
         finally:
             for task in stream.tasks:

@@ -177,13 +177,15 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
         self, requests: AsyncIterator[rollout_pb2.StreamRolloutsRequest], context: Any
     ) -> None:
         cut, tasks = asyncio.Event(), set[asyncio.Task[Any]]()
+        lock = asyncio.Lock()  # gRPC sends one thing at a time
         self._streams.add(cut)
-        reading = asyncio.create_task(self._read(requests, context, tasks))
+        reading = asyncio.create_task(self._read(requests, context, tasks, lock))
         cutting = asyncio.create_task(cut.wait())
         try:
             await asyncio.wait([reading, cutting], return_when=asyncio.FIRST_COMPLETED)
             if cut.is_set():
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "the link was cut")
+                async with lock:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the link was cut")
             await asyncio.gather(*tasks)
         finally:
             self._streams.discard(cut)
@@ -194,8 +196,9 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
         requests: AsyncIterator[rollout_pb2.StreamRolloutsRequest],
         context: Any,
         tasks: set[asyncio.Task[Any]],
+        lock: asyncio.Lock,
     ) -> None:
-        lock, live = asyncio.Lock(), dict[int, _Sequence]()
+        live = dict[int, _Sequence]()
         async for message in requests:
             if message.HasField("abort"):
                 if message.handle in live:
