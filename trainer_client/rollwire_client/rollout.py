@@ -132,30 +132,33 @@ class Rollout:
         """The next chunk; for weights that the server does not have it waits no longer than for a
         server.
         """
-        if not self._awaits_weights(member, attempt):
-            return await attempt.next(whole=whole)
-        try:
-            async with asyncio.timeout_at(self._failing_since + self._retries.seconds):
-                return await attempt.next(whole=whole)
-        except TimeoutError as error:
-            if not self._awaits_weights(member, attempt):
-                return await attempt.next(whole=whole)
-            least, seconds = self._request.min_weight_version, self._retries.seconds
-            raise self._given_up(
-                UnavailableError(
-                    f"{member.address}: serves version {member.version}, and did not come to serve "
-                    f"version {least} within {seconds:g} s",
-                    server=member.address,
-                )
-            ) from error
+        give_up = self._failing_since + self._retries.seconds
+        while self._may_await_weights(attempt):
+            try:
+                async with asyncio.timeout_at(give_up):
+                    return await attempt.next(whole=whole)
+            except TimeoutError as error:
+                if self._is_behind(member):
+                    raise self._given_up(self._never_came(member)) from error
+                give_up = self._clock() + self._retries.seconds  # it waits for something else
+        return await attempt.next(whole=whole)
 
-    def _awaits_weights(self, member: Member, attempt: Attempt) -> bool:
-        """Whether no token came, as far as is known for want of newer weights."""
+    def _may_await_weights(self, attempt: Attempt) -> bool:
+        """Whether no token came, perhaps for want of newer weights."""
         request = self._request
-        if attempt.next_offset > len(request.output_token_ids):
-            return False
-        return request.HasField("min_weight_version") and (
-            member.version is None or member.version < request.min_weight_version
+        begun = attempt.next_offset > len(request.output_token_ids)
+        return request.HasField("min_weight_version") and not begun
+
+    def _is_behind(self, member: Member) -> bool:
+        """Whether the server's weights are, as far as is known, older than the request takes."""
+        return member.version is None or member.version < self._request.min_weight_version
+
+    def _never_came(self, member: Member) -> UnavailableError:
+        least, seconds = self._request.min_weight_version, self._retries.seconds
+        return UnavailableError(
+            f"{member.address}: serves version {member.version}, and did not come to serve "
+            f"version {least} within {seconds:g} s",
+            server=member.address,
         )
 
     def _add(self, chunk: Chunk, member: Member) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from client.scripted import until
 from rollwire_client import Batcher, Fleet, Prompt, Retries, Sampling, Timeouts
 from rollwire_client.testing import FakeServer
 
@@ -44,3 +45,16 @@ def fleet_of(*servers: FakeServer, **options: object) -> Fleet:
 def batcher_of(fleet: Fleet, **options: object) -> Batcher:
     options = {"seed": 1, "group_size": 2, "sampling": SAMPLING, **options}
     return Batcher(fleet, **options)
+
+
+async def begun(batcher: Batcher, *names: str) -> None:
+    """Returns once each sample of the groups of these prompts has a token."""
+
+    def so() -> bool:
+        groups = {group.prompt.id: group for group in batcher._stock.pool.groups.values()}
+        return all(
+            name in groups and all(s.trajectory.token_ids for s in groups[name].snapshot().samples)
+            for name in names
+        )
+
+    await until(so)

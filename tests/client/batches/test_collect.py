@@ -8,7 +8,7 @@ import itertools
 import time
 
 import pytest
-from client.batches.support import HeldServer, batcher_of, fleet_of, prompts
+from client.batches.support import HeldServer, batcher_of, begun, fleet_of, prompts
 from client.scripted import until
 from rollwire_client import (
     Batcher,
@@ -27,6 +27,7 @@ from rollwire_client import (
     RolloutClient,
     RolloutFailedError,
     Sampling,
+    ServerState,
     StalenessError,
     Trajectory,
 )
@@ -102,8 +103,11 @@ async def test_rewards_may_be_awaited_and_are_asked_for_once() -> None:
 
 
 async def test_over_sampling_ends_with_the_first_and_aborts_the_rest() -> None:
-    async with held(2, 3) as (server, batcher):
-        batch = await batcher.collect(prompts(), 2, over_sample=2.0)
+    async with held() as (server, batcher):
+        collecting = asyncio.create_task(batcher.collect(prompts(), 2, over_sample=2.0))
+        await begun(batcher, "1", "2", "3", "4")
+        server.let_go |= {2, 3}
+        batch = await collecting
         assert ids(batch.finished) == ["2", "3"]
         assert fates(batch.dropped) == [("1", DropReason.TAIL), ("4", DropReason.TAIL)]
         assert not batch.carried.groups
@@ -119,6 +123,7 @@ async def test_what_is_carried_goes_on_and_comes_first() -> None:
         assert (ids(batch.finished), ids(batch.carried)) == (["2"], ["1"])
         assert not batch.dropped.groups
         so_far = batch.carried.lengths
+        await begun(batcher, "1")
         server.commit(2)
         await until(lambda: len(server.requests) == 4)
         server.let_go.add(1)
@@ -313,16 +318,20 @@ async def test_what_no_buffer_could_hold_is_refused(prompt: Prompt, error: type)
 
 
 async def test_a_version_that_comes_to_nothing_is_told() -> None:
-    """The weights that a sequence needs were there when the batch began, and are gone."""
+    """The weights that a sequence needs were there when it was begun, and are gone."""
     async with (
         HeldServer(set(), version=5) as server,
         fleet_of(server, retries=Retries(seconds=0.5), probe_interval=0.05) as fleet,
         batcher_of(fleet, max_lag=1, refills=0) as batcher,
     ):
-        await until(lambda: fleet.members[0].version == 5)
+        assert fleet.members[0].version == 5
+        server.state = ServerState.PAUSED
+        collecting = asyncio.create_task(batcher.collect(prompts(), 1, version=5))
+        await until(lambda: server.running == 2)
         server.commit(3)
+        server.state = ServerState.SERVING
         with pytest.raises(RolloutFailedError, match="did not come to serve version 4"):
-            await batcher.collect(prompts(), 1, version=5)
+            await collecting
 
 
 async def test_a_group_that_is_too_old_is_dropped_and_aborted() -> None:
@@ -344,9 +353,10 @@ async def test_what_grows_too_old_while_a_batch_is_collected_is_replaced() -> No
     """A group that was begun under version 1 ends in a batch for version 3."""
     async with held(version=1, max_lag=2) as (server, batcher):
         source = prompts()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.1):
-                await batcher.collect(source, 1, version=2)
+        collecting = asyncio.create_task(batcher.collect(source, 1, version=2))
+        await begun(batcher, "1")
+        collecting.cancel()
+        await asyncio.wait([collecting])
         server.commit(4)
         server.let_go |= {2}
         batch = await batcher.collect(source, 1, version=4)
