@@ -279,7 +279,7 @@ async def test_a_silent_server_is_found(server: ScriptedServer) -> None:
         await asyncio.Event().wait()
 
     server.scripts = [script]
-    timeouts = Timeouts(silence=0.1, probe=0.1, close=0.1)
+    timeouts = Timeouts(silence=0.1, probe=1, close=0.1)
     async with RolloutClient(server.address, timeouts=timeouts) as client:
         with pytest.raises(ServerUnreachableError, match="no answer within") as caught:
             await client.generate(PROMPT)

@@ -242,7 +242,7 @@ async def test_a_frozen_server_is_left(pair: list[ScriptedServer]) -> None:
     for server in pair:
         server.scripts = [freeze]
     pair[1].scripts = []
-    timeouts = Timeouts(silence=0.1, probe=0.1, call=0.1, close=0.1)
+    timeouts = Timeouts(silence=0.1, probe=1, close=0.1)
     async with fleet_of(*pair, timeouts=timeouts) as fleet:
         trajectory = await fleet.generate(PROMPT, Sampling(max_new_tokens=10))
     assert trajectory.servers == (pair[0].address, pair[1].address)
@@ -303,7 +303,7 @@ async def test_time_without_a_server_is_limited(server: ScriptedServer) -> None:
     async with fleet_of(server, retries=Retries(seconds=0.2)) as fleet:
         with pytest.raises(RolloutFailedError, match=f"{server.address}: is sleeping"):
             await fleet.generate(PROMPT)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 30  # not for the minutes that are the default
 
 
 async def test_the_time_that_a_sequence_ran_is_no_time_without_a_server(

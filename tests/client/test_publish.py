@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from client.publishing import holds, publish, publishing
+from client.publishing import TIMEOUTS, holds, publish, publishing
 from client.scripted import until
 from client.scripted_weights import SCHEMA, PublishableServer, policy
 from rollwire.v1 import weights_pb2
@@ -183,7 +184,7 @@ async def test_a_dead_server_is_left_out() -> None:
     "phase", [weights_pb2.UPDATE_PHASE_READY, weights_pb2.UPDATE_PHASE_RECEIVING]
 )
 async def test_a_silent_server_is_cut_out(phase: int) -> None:
-    async with publishing(3) as (servers, _, publisher):
+    async with publishing(3, dataclasses.replace(TIMEOUTS, silence=0.5)) as (servers, _, publisher):
         servers[0].silent_after = phase
         if phase == weights_pb2.UPDATE_PHASE_READY:
             servers[0].hangs_in = "JoinTransport"
@@ -202,7 +203,7 @@ async def test_a_server_that_dies_in_the_transfer_is_cut_out() -> None:
 
 
 async def test_a_broken_link_is_mended_from_the_first_missing_bucket() -> None:
-    async with publishing(3) as (servers, _, publisher):
+    async with publishing(3, dataclasses.replace(TIMEOUTS, stalled=10)) as (servers, _, publisher):
         servers[1].stop_receiving_at = 4
         report = await publish(publisher)
         assert report.failed == ()

@@ -7,7 +7,7 @@ import hashlib
 from typing import TYPE_CHECKING
 
 import pytest
-from client.batches.support import HeldServer, batcher_of, fleet_of, prompts
+from client.batches.support import HeldServer, batcher_of, begun, fleet_of, prompts
 from client.scripted import until
 from rollwire.v1 import buffer_pb2, rollout_pb2
 from rollwire_client import (
@@ -37,7 +37,7 @@ async def carried(path: Path, server: HeldServer) -> list[int]:
     """Saves a buffer with group 1 unfinished, and says how long its samples are by then."""
     async with fleet_of(server) as fleet, batcher_of(fleet, reward=lambda p, t: 1.0) as batcher:
         batch = await batcher.collect(prompts(), 1, version=3, over_sample=2.0, tail=Carry())
-        await until(lambda: server.running == 2)
+        await begun(batcher, "1")
         batcher.save(path)
         assert len(batch.carried.groups) == 1
     return list(batch.carried.lengths)
@@ -87,8 +87,7 @@ async def test_seeded_samples_become_what_they_would_have(tmp_path: Path) -> Non
         batcher_of(fleet, sampling=sampling) as batcher,
     ):
         collecting = asyncio.create_task(batcher.collect(prompts(), 1))
-        await until(lambda: server.running == 2)
-        await asyncio.sleep(0.02)
+        await begun(batcher, "1")
         batcher.save(tmp_path / "buffer")
         collecting.cancel()
         await asyncio.wait([collecting])
