@@ -62,6 +62,13 @@ async def sampled(fleet: Fleet, tokens: int) -> None:
     await until(lambda: sum(m.outstanding_tokens for m in fleet.members) <= begun - tokens)
 
 
+async def each_sampled(fleet: Fleet, tokens: int) -> None:
+    """Returns once each server has so many tokens of the rollouts that were just started."""
+    await asyncio.sleep(0)
+    left = {member: member.outstanding_tokens - tokens for member in fleet.members}
+    await until(lambda: all(member.outstanding_tokens <= n for member, n in left.items()))
+
+
 async def until(condition: Callable[[], bool], *, seconds: float = 60) -> None:
     """Lets everything go on until it is so."""
     async with asyncio.timeout(seconds):

@@ -70,8 +70,9 @@ def test_generate_colours_tokens_on_a_terminal(both: list[ServerProcess]) -> Non
 
 
 def test_generate_waits_for_a_server_that_is_not_up_yet(start_server: StartServer) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    # An address of loopback where nobody else listens, so that the port is free later too.
+    with socket.create_server(("127.0.94.1", 0)) as probe:
+        address = f"127.0.94.1:{probe.getsockname()[1]}"
     ours, theirs = pty.openpty()
     with subprocess.Popen(
         [*COMMAND, "generate", "--server", address, "--prompt-ids", "1", "--max-new-tokens", "3"],

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from rollwire_client import Fleet
 from rollwire_client.lifecycle import Life
-from support.synthetic import PROMPT, sampling, start_synthetic, undisturbed, until
+from support.synthetic import PROMPT, each_sampled, sampling, start_synthetic, undisturbed, until
 
 if TYPE_CHECKING:
     from rollwire_client.member import Member
@@ -31,10 +31,11 @@ async def ready(fleet: Fleet, *servers: ServerProcess) -> None:
 async def test_one_added_one_removed_one_replaced_under_50_rollouts(
     start_server: StartServer,
 ) -> None:
-    rollouts, tokens, rate = 50, 300, 50
+    rollouts, tokens = 50, 300
     fast = start_synthetic(start_server, 0)
     want = await undisturbed(fast, rollouts, tokens)
-    stays, removed, replaced = (start_synthetic(start_server, rate) for _ in range(3))
+    # What runs on these takes 15 seconds on one, and a minute on the other.
+    stays, removed, replaced = (start_synthetic(start_server, rate) for rate in (50, 20, 5))
     listed = [stays, removed, replaced]
     async with Fleet(
         lambda: [server.address for server in listed], probe_interval=0.2, resolve_interval=0.05
@@ -44,7 +45,7 @@ async def test_one_added_one_removed_one_replaced_under_50_rollouts(
             asyncio.create_task(fleet.generate(PROMPT, sampling(seed, tokens)))
             for seed in range(rollouts)
         ]
-        await until(lambda: all(0 < m.outstanding_tokens < 15 * tokens for m in fleet.members))
+        await each_sampled(fleet, rollouts)  # three of each sequence there
         left = member(fleet, removed)
         listed.remove(removed)
         listed.append(fast)
@@ -53,7 +54,7 @@ async def test_one_added_one_removed_one_replaced_under_50_rollouts(
 
         replaced.kill()
         listed[1] = await asyncio.to_thread(
-            start_synthetic, start_server, rate, "--listen", replaced.address
+            start_synthetic, start_server, 50, "--listen", replaced.address
         )
         assert listed[1].server_id != replaced.server_id
         await ready(fleet, *listed)

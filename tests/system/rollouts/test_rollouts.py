@@ -25,14 +25,18 @@ from rollwire_client import (
     Timeouts,
     Trajectory,
 )
-from support.synthetic import sampled, until
+from support.synthetic import each_sampled, sampled, until
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from rollwire_client import Chunk
     from support.servers import ServerProcess, StartServer
 
 PROMPT = [3, 1, 4, 1, 5]
-QUICK = Timeouts(call=5, silence=1, probe=1, close=2)
+QUICK = Timeouts(call=5, silence=2, probe=2, close=2)
 LONG = 600
+ENDLESS = 4000  # tokens: ten seconds where nothing else runs
 
 
 def sampling(seed: int, tokens: int = LONG) -> Sampling:
@@ -121,19 +125,27 @@ async def test_a_closed_fleet_leaves_nothing_behind(both: list[ServerProcess]) -
 
 
 async def test_pause_holds_and_resume_goes_on(both: list[ServerProcess]) -> None:
-    async with RolloutClient(both[0].address, timeouts=QUICK) as client:
-        whole = await client.generate(PROMPT, sampling(5, 200))
-        task = asyncio.create_task(client.generate(PROMPT, sampling(5, 200)))
-        await until(lambda: 0 < client.outstanding_tokens < 190)
-        pause = await client.pause("mine")
-        assert (pause.pause_id, pause.held_sequences) == ("mine", 1)
-        assert (await client.info()).state is ServerState.PAUSED
-        held = client.outstanding_tokens
-        await asyncio.sleep(2.5 * QUICK.silence)  # silence that is none: the server answers
-        assert client.outstanding_tokens == held > 0
-        resumed = await client.resume("mine")
-        assert (resumed.sequences, resumed.remaining_pauses) == (1, 0)
-        assert_equal(await task, whole)
+    timeouts = Timeouts(silence=0.4)
+    async with RolloutClient(both[0].address, timeouts=timeouts) as client:
+        stream = client.stream(PROMPT, sampling(5, ENDLESS))
+        async with contextlib.aclosing(stream):
+            chunks = [await anext(stream)]
+            pause = await client.pause("mine")
+            assert (pause.pause_id, pause.held_sequences) == ("mine", 1)
+            assert (await client.info()).state is ServerState.PAUSED
+            await asyncio.sleep(timeouts.silence)  # for what was sampled before it
+            held = client.outstanding_tokens
+            await asyncio.sleep(2.5 * timeouts.silence)  # no silence: the server answers
+            assert client.outstanding_tokens == held > 0
+            resumed = await client.resume("mine")
+            assert (resumed.sequences, resumed.remaining_pauses) == (1, 0)
+            while client.outstanding_tokens > held - 20:
+                chunks.append(await anext(stream))
+        tokens = sum((chunk.token_ids for chunk in chunks), ())
+        whole = await client.generate(PROMPT, sampling(5, len(tokens)))
+    assert tokens == whole.token_ids
+    logprobs = sum((chunk.logprobs for chunk in chunks), ())
+    assert logprobs == pytest.approx(whole.logprobs, abs=1e-4)
 
 
 async def test_abort_by_id(both: list[ServerProcess]) -> None:
@@ -159,22 +171,33 @@ async def test_refusals_name_what_is_wrong(both: list[ServerProcess]) -> None:
         assert list(caught.value.violations) == ["sampling.top_p"]
 
 
+async def chunks_into(version: int, stream: AsyncGenerator[Chunk, None]) -> list[Chunk]:
+    """Those up to the first that a version sampled."""
+    chunks = []
+    async with contextlib.aclosing(stream):
+        async for chunk in stream:
+            chunks.append(chunk)
+            if chunk.weights.version == version:
+                return chunks
+    raise AssertionError(f"it ended before version {version} came")
+
+
 async def test_sequences_cross_a_publish(both: list[ServerProcess]) -> None:
     async with Fleet(addresses(both)) as fleet:
         publisher = Publisher(fleet)
-        tasks = [asyncio.create_task(fleet.generate(PROMPT, sampling(s))) for s in range(8)]
-        await sampled(fleet, 40)
+        streams = [fleet.stream(PROMPT, sampling(seed, ENDLESS)) for seed in range(8)]
+        tasks = [asyncio.create_task(chunks_into(11, stream)) for stream in streams]
+        await each_sampled(fleet, 20)
         handle = await publisher.publish(11, await policy(publisher, 1), kv_policy=KvPolicy.KEEP)
         report = await handle.committed
-        trajectories = await asyncio.gather(*tasks)
         assert report.failed == ()
         assert {s.weights.digest for s in report.servers} == {report.digest}
         assert all(s.held_sequences == 4 for s in report.servers)
-        for trajectory in trajectories:
-            old, new = trajectory.segments
-            assert new.weights.version == 11
-            assert new.weights in {s.weights for s in report.servers}
-            assert new.oldest_kv_revision == old.weights.revision < new.weights.revision
+        for chunks in await asyncio.gather(*tasks):
+            old, new = dict.fromkeys(chunk.weights for chunk in chunks)
+            assert new.version == 11
+            assert new in {s.weights for s in report.servers}
+            assert chunks[-1].oldest_kv_revision == old.revision < new.revision
         # The same content again changes nothing.
         again = await (await publisher.publish(11, await policy(publisher, 1))).committed
         assert all(s.already_current for s in again.servers)
@@ -199,7 +222,7 @@ async def test_a_killed_server_costs_no_token(
         await published(publisher, 2)
         wanted = await uninterrupted(both[1], seeds)
         tasks = [asyncio.create_task(fleet.generate(PROMPT, sampling(s))) for s in seeds]
-        await sampled(fleet, 400)
+        await each_sampled(fleet, 100)
         victim.kill()
         trajectories = await asyncio.gather(*tasks)
         for trajectory, want in zip(trajectories, wanted, strict=True):
@@ -232,7 +255,7 @@ async def test_a_frozen_server_delays_a_publish_and_loses_its_sequences(
 ) -> None:
     seeds = range(4)
     async with Fleet(addresses(both), timeouts=QUICK, probe_interval=0.2) as fleet:
-        publisher = Publisher(fleet, timeouts=PublishTimeouts(silence=1, stalled=0.5, discard=1))
+        publisher = Publisher(fleet, timeouts=PublishTimeouts(silence=3, stalled=0.5, discard=1))
         await published(publisher, 4)
         wanted = await uninterrupted(both[1], seeds)
         tasks = [asyncio.create_task(fleet.generate(PROMPT, sampling(s))) for s in seeds]

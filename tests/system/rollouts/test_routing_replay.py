@@ -13,7 +13,7 @@ from rollwire_server import builtin_model
 from support import reference
 from support.fleets import QUICK
 from support.servers import ServerProcess, servers
-from support.synthetic import sampled
+from support.synthetic import each_sampled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 PROMPT = list(range(1, 20))
 MODEL = ("--model", "builtin:tiny-moe")
+TOKENS = 400
 AS_SAMPLED, LAST_PASS = RoutingReplay.AS_SAMPLED, RoutingReplay.LAST_PASS
 
 
@@ -39,7 +40,7 @@ def stays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield start(*MODEL)
 
 
-def sampling(seed: int, tokens: int = 200) -> Sampling:
+def sampling(seed: int, tokens: int = TOKENS) -> Sampling:
     return Sampling(max_new_tokens=tokens, seed=seed, ignore_eos=True)
 
 
@@ -68,7 +69,7 @@ async def test_routing_crosses_from_server_to_server(
             )
             for seed in range(8)
         ]
-        await sampled(fleet, 400)
+        await each_sampled(fleet, 40)
         if end == "killed":
             victim.kill()
         else:
@@ -78,7 +79,7 @@ async def test_routing_crosses_from_server_to_server(
     assert {t.routing.replay for t in moved} == {AS_SAMPLED, LAST_PASS}
     for trajectory in trajectories:
         routing = trajectory.routing
-        assert routing.num_rows == len(PROMPT) + 199
+        assert routing.num_rows == len(PROMPT) + TOKENS - 1
         assert torch.equal(routed(trajectory), reference.routing(model, inputs(trajectory)))
         ids = [segment.weights.server_id for segment in routing.segments]
         if routing.replay is LAST_PASS:
@@ -119,10 +120,10 @@ async def test_routing_crosses_a_publish_that_recomputes(
     async with Fleet([server.address], timeouts=QUICK) as fleet:
         publisher = Publisher(fleet)
         tasks = [
-            asyncio.create_task(fleet.generate(PROMPT, sampling(5), routed_experts=replay))
+            asyncio.create_task(fleet.generate(PROMPT, sampling(5, 1000), routed_experts=replay))
             for replay in (AS_SAMPLED, LAST_PASS)
         ]
-        await sampled(fleet, 40)
+        await each_sampled(fleet, 10)
         handle = await publisher.publish(3, tensors, kv_policy=KvPolicy.RECOMPUTE)
         assert (await handle.committed).failed == ()
         as_sampled, last_pass = await asyncio.gather(*tasks)

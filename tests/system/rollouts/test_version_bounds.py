@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from rollwire_client import Fleet, Publisher, WeightVersionError
-from support.synthetic import PROMPT, labels_are_honest, sampling, start_synthetic, until
+from support.synthetic import (
+    PROMPT,
+    each_sampled,
+    labels_are_honest,
+    sampling,
+    start_synthetic,
+    until,
+)
 
 if TYPE_CHECKING:
     from support.servers import ServerProcess, StartServer
@@ -27,7 +34,8 @@ async def publish(version: int, *servers: ServerProcess) -> None:
 async def test_they_go_on_where_it_is_served_and_end_when_it_is_nowhere(
     start_server: StartServer,
 ) -> None:
-    one, other = (start_synthetic(start_server, 100) for _ in range(2))
+    one = start_synthetic(start_server, 5)  # whose sequences would take a minute
+    other = start_synthetic(start_server, 100)
     await publish(1, one, other)
     async with Fleet([one.address, other.address], probe_interval=0.2) as fleet:
         tasks = [
@@ -36,7 +44,7 @@ async def test_they_go_on_where_it_is_served_and_end_when_it_is_nowhere(
             )
             for seed in range(6)
         ]
-        await until(lambda: all(0 < m.outstanding_tokens < 2.8 * TOKENS for m in fleet.members))
+        await each_sampled(fleet, 9)
         await publish(2, one)
         trajectories = await asyncio.gather(*tasks)
         assert sum(len(t.servers) == 2 for t in trajectories) == 3
