@@ -78,9 +78,13 @@ async def test_rows_that_are_computed_again_are_sent_again(moe: Api) -> None:
     tensors = await random_weights(moe, 1)
     change = Update(moe, tensors, next(TERMS), term=next(TERMS))
     await change.stage()
-    generation = Generation(moe, request(PROMPT, 300, seed=3, routed_experts=True))
+    generation = Generation(
+        moe, request(PROMPT, 3000, seed=3, routed_experts=True, request_id="crosses")
+    )
     await generation.some(10)
     answer = await change.commit(common_pb2.KV_POLICY_RECOMPUTE)
+    await generation.crosses()
+    assert await moe.abort("crosses") == (1, [])
     output = await generation.all()
     new = answer.weights.revision
     assert is_whole(output, len(PROMPT))

@@ -219,7 +219,7 @@ async def test_a_lost_stream_frees_the_engine(api: Api) -> None:
 
 
 async def test_a_timeout_ends_a_sequence_with_what_it_has(api: Api) -> None:
-    generation = Generation(api, request((1,), LONG, timeout=0.3))
+    generation = Generation(api, request((1,), LONG, timeout=1.0))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await generation.all()
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -56,7 +56,7 @@ class Api:
         )
 
     async def until(
-        self, so: Callable[[rollout_pb2.GetServerInfoResponse], bool], seconds: float = 10
+        self, so: Callable[[rollout_pb2.GetServerInfoResponse], bool], seconds: float = 30
     ) -> None:
         """Returns when the server says so of itself."""
 
@@ -77,7 +77,7 @@ class Api:
         return answer.aborted, list(answer.not_found)
 
 
-async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 5) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 30) -> None:
     """Asks until it is so; fails after ``seconds``."""
     async with asyncio.timeout(seconds):
         while not await condition():  # noqa: ASYNC110  the server is another process
@@ -191,6 +191,14 @@ class Generation:
         while (message := await self.call.read()) is not grpc.aio.EOF:
             self._take(message)
         return self.output
+
+    async def crosses(self, tokens: int = 20) -> Output:
+        """Reads until so many tokens have come of other weights than the first one's."""
+        output = await self.some()
+        while output.revisions.count(output.revisions[0]) > len(output.tokens) - tokens:
+            await self.some(len(output.tokens) + 1)
+            assert output.finish is None, "it ended before it was interrupted"
+        return output
 
     def _take(self, message: rollout_pb2.GenerateResponse) -> None:
         output = self.output

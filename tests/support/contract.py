@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 FLAGS = {
     "embedded": [],
-    "synthetic": ["--model", "none", "--engine-arg", "tokens-per-second=2000"],
+    "synthetic": ["--model", "none", "--engine-arg", "tokens-per-second=500"],
     "sglang": ["--dtype", "float32", "--engine-arg", "enable-deterministic-inference=true"],
 }
 

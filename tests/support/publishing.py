@@ -201,7 +201,7 @@ async def status(api: Api, *, verify: bool = False) -> weights_pb2.GetWeightStat
     )
 
 
-async def no_update(api: Api, seconds: float = 5) -> None:
+async def no_update(api: Api, seconds: float = 30) -> None:
     """Returns when no update is under way."""
 
     async def is_none() -> bool:
