@@ -38,7 +38,7 @@ LONG = 4000
 
 
 async def test_sigterm_drains(start_server: StartServer) -> None:
-    server = start_server()
+    server = start_server("--drain-seconds", "300")
     async with connected(server.address) as api:
         generation = Generation(api, request((1,), 1500))
         await generation.some(5)
@@ -91,9 +91,9 @@ async def test_a_drain_discards_an_update_and_the_server_goes(start_server: Star
 async def test_a_cut_stream_is_picked_up_while_the_server_drains(
     start_server: StartServer,
 ) -> None:
-    server = start_server("--engine", "synthetic", "--engine-arg", "tokens-per-second=200")
+    server = start_server("--engine", "synthetic", "--engine-arg", "tokens-per-second=20")
     async with connected(server.address) as api:
-        message = request((1,), 200, request_id="mine", grace=20.0)
+        message = request((1,), 100, request_id="mine", grace=20.0)
         first = Generation(api, message)
         got = list((await first.some(5)).tokens)
         server.process.send_signal(signal.SIGTERM)
@@ -101,7 +101,7 @@ async def test_a_cut_stream_is_picked_up_while_the_server_drains(
         first.call.cancel()
         message.output_token_ids.extend(got)
         rest = await generate(api, message)
-        assert len(got) + len(rest.tokens) == 200
+        assert len(got) + len(rest.tokens) == 100
         assert rest.reason == "LENGTH"
     assert await asyncio.to_thread(server.ended) == 0
 
@@ -211,8 +211,9 @@ async def test_sigterm_in_any_state(start_server: StartServer, state: str) -> No
         calls = await prepare(api)
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert {await _ended(call) for call in calls} <= ends
             assert await asyncio.to_thread(server.ended) == 0
-        # Beside the drain: messages get two seconds to leave, and the process ends.
-        assert time.monotonic() - began < drain_seconds + 2 + 7
+        # Beside the drain: messages get two seconds to leave, and the process ends; which takes
+        # its time on a machine that is busy with other things.
+        assert time.monotonic() - began < drain_seconds + 2 + 25

@@ -161,7 +161,7 @@ async def test_lease_lifts_a_forgotten_pause() -> None:
         await lifecycle.pause("a", 0.01)
         resumed = asyncio.Event()
         lifecycle.observe(lambda state: resumed.set() if state is State.SERVING else None)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await resumed.wait()
             await gate.released.wait()
         assert not gate.held
@@ -187,7 +187,7 @@ async def test_a_cancelled_pause_leaves_nothing_half_done() -> None:
 
 
 async def test_a_lease_that_is_over_at_once() -> None:
-    async with serving() as (lifecycle, gate), asyncio.timeout(5):
+    async with serving() as (lifecycle, gate), asyncio.timeout(20):
         assert await lifecycle.pause("a", 1e-9) == "a"
         await lifecycle.pause("b", None)
         assert gate.held
@@ -195,7 +195,7 @@ async def test_a_lease_that_is_over_at_once() -> None:
 
 
 async def test_a_resume_beside_another_pause_returns() -> None:
-    async with serving() as (lifecycle, gate), asyncio.timeout(5):
+    async with serving() as (lifecycle, gate), asyncio.timeout(20):
         await lifecycle.pause("a", None)
         resuming = asyncio.create_task(lifecycle.resume("a"))
         pausing = asyncio.create_task(lifecycle.pause("b", None))
@@ -204,7 +204,7 @@ async def test_a_resume_beside_another_pause_returns() -> None:
 
 
 async def test_a_commit_ends_though_a_pause_comes_as_it_lifts_its_hold() -> None:
-    async with serving() as (lifecycle, gate), asyncio.timeout(5):
+    async with serving() as (lifecycle, gate), asyncio.timeout(20):
 
         async def commit() -> None:
             async with lifecycle.committing():
@@ -221,7 +221,7 @@ async def test_a_commit_ends_though_a_pause_comes_as_it_lifts_its_hold() -> None
 
 
 async def test_a_hold_during_a_release_waits_for_the_engine() -> None:
-    async with serving() as (lifecycle, gate), asyncio.timeout(5):
+    async with serving() as (lifecycle, gate), asyncio.timeout(20):
         await lifecycle.pause("a", None)
         gate.blocked.clear()
         resuming = asyncio.create_task(lifecycle.resume("a"))
@@ -270,11 +270,11 @@ async def test_holds_in_any_interleaving_all_return(seed: int) -> None:
 
 
 async def test_who_waits_when_it_all_ends_is_let_go() -> None:
-    async with serving() as (lifecycle, gate), asyncio.timeout(5):
+    async with serving() as (lifecycle, gate), asyncio.timeout(20):
         gate.blocked.clear()
         pausing = asyncio.create_task(lifecycle.pause("a", None))
         await gate.called.wait()
-    await asyncio.wait_for(pausing, 5)
+    await asyncio.wait_for(pausing, 20)
 
 
 async def test_pauses_have_a_limit() -> None:

@@ -62,7 +62,7 @@ def read(reader: Reader) -> None:
 
 async def test_who_never_reads_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollouts_module, "MOST_BYTES", 1 << 20)
-    async with serving() as (rollouts, _, _), asyncio.timeout(20):
+    async with serving() as (rollouts, _, _), asyncio.timeout(60):
         unread = []
         for _ in range(8):  # of some 150 KB each
             unread.append(rollouts.start(asked(rollouts, 4000), Outbox()))
@@ -79,7 +79,7 @@ async def test_who_never_reads_fills_no_memory(monkeypatch: pytest.MonkeyPatch) 
 
 async def test_of_what_is_kept_large_ones_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollouts_module, "MOST_BYTES", 1 << 20)
-    async with serving() as (rollouts, _, _), asyncio.timeout(20):
+    async with serving() as (rollouts, _, _), asyncio.timeout(60):
         ended = []
         for _ in range(20):
             reader = rollouts.start(asked(rollouts, 4000, grace=60), Outbox())
@@ -94,7 +94,7 @@ async def test_of_what_is_kept_large_ones_are_few(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_who_is_superseded_holds_nothing() -> None:
-    async with serving() as (rollouts, _, _), asyncio.timeout(20):
+    async with serving() as (rollouts, _, _), asyncio.timeout(60):
         asks = asked(rollouts, 4000, grace=60)
         old = rollouts.start(asks, Outbox())
         new = rollouts.start(asks, Outbox())

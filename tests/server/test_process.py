@@ -23,7 +23,12 @@ LONG = 4000
 
 def fails(*flags: str, environment: dict[str, str] | None = None) -> tuple[int, str]:
     done = subprocess.run(
-        [*COMMAND, *flags], capture_output=True, text=True, timeout=60, env=environment, check=False
+        [*COMMAND, *flags],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        check=False,
     )
     return done.returncode, done.stderr
 

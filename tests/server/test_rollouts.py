@@ -39,7 +39,7 @@ async def test_a_lower_attempt_is_stale_however_many_others_came(
 
 async def test_of_what_has_finished_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_KEPT", 3)
-    async with serving() as (rollouts, _, _), asyncio.timeout(10):
+    async with serving() as (rollouts, _, _), asyncio.timeout(30):
         for number in range(6):
             rollouts.start(asked(rollouts, f"request {number}", grace=60), Outbox())
             await rollouts.idle()

@@ -95,7 +95,7 @@ def fails(*flags: str) -> tuple[int, str]:
     """The exit code and the one line of a server that does not start."""
     command = [*COMMAND, "--model", "none", "--engine", "synthetic", "--listen", "127.0.0.1:0"]
     done = subprocess.run(
-        [*command, *flags], capture_output=True, text=True, timeout=60, check=False
+        [*command, *flags], capture_output=True, text=True, timeout=120, check=False
     )
     (line,) = done.stderr.strip().splitlines()
     return done.returncode, line

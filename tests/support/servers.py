@@ -19,7 +19,7 @@ from support.executed import ExecutedCommand
 from support.forked import ServerCommand
 
 START_SECONDS = 120
-STOP_SECONDS = 30
+STOP_SECONDS = 60
 
 # Engines with processes of their own, which they cannot start from a fork: each of them imports
 # everything anew, in 15 s on two free cores.

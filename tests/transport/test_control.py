@@ -130,7 +130,7 @@ def test_strangers_are_sent_away_and_hurt_nobody() -> None:
 
 
 def test_who_never_comes_is_named_in_bounded_time() -> None:
-    with meeting(timeout=0.3) as opened:
+    with meeting(timeout=1.5) as opened:
         start = time.monotonic()
         joining = opened.join(1)
         with pytest.raises(TransportTimeout, match="rank 2 did not join within") as caught:
@@ -138,13 +138,13 @@ def test_who_never_comes_is_named_in_bounded_time() -> None:
         assert caught.value.peer == "rank 2"
         with pytest.raises(TransportError, match="closed before all had joined"):
             joining.result()
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < TIMEOUT / 2
 
 
 def test_who_leaves_before_the_start_may_come_again() -> None:
     with meeting() as opened:
         with pytest.raises(TransportTimeout, match="not all members"):
-            call("epoch", 1, 3, opened.rendezvous, card(1), 0.2, threading.Event())
+            call("epoch", 1, 3, opened.rendezvous, card(1), 1.0, threading.Event())
         joining = [opened.join(2), opened.join(1)]
         lines = opened.gathered.result()
         lines.start(TICKET)
@@ -194,7 +194,7 @@ def test_a_meeting_that_never_starts_is_a_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         rendezvous = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(TransportTimeout, match="not all members"):
-            call("epoch", 1, 2, rendezvous, card(1), 0.2, threading.Event())
+            call("epoch", 1, 2, rendezvous, card(1), 1.0, threading.Event())
 
 
 def test_a_death_is_seen_by_rank_0_and_its_own_by_all() -> None:

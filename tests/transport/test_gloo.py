@@ -72,12 +72,12 @@ def test_a_member_that_never_joins_is_named_in_bounded_time() -> None:
     start = time.monotonic()
     with in_thread(lambda: join_meeting(meeting, "epoch", 1, 3)) as joining:
         with pytest.raises(TransportTimeout, match="rank 2 did not join") as caught:
-            meeting.form(0.5)
+            meeting.form(1.5)
         with pytest.raises(TransportError, match="closed before all had joined"):
             joining.result()
     meeting.close()
     assert caught.value.peer == "rank 2"
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < TIMEOUT / 2
 
 
 def test_a_meeting_can_be_closed_while_it_waits() -> None:
@@ -121,14 +121,14 @@ def test_a_rank_that_is_taken_and_another_size_are_refused() -> None:
 def test_a_member_that_freezes_once_all_have_come_is_named_in_bounded_time() -> None:
     meeting = open_meeting("gloo", epoch="epoch", world_size=2)
     start = time.monotonic()
-    with in_thread(lambda: meeting.form(0.5)) as forming:
+    with in_thread(lambda: meeting.form(1.5)) as forming:
         lines, _ = call(
             "epoch", 1, 2, meeting.rendezvous, card_of_rank(1), TIMEOUT, threading.Event()
         )
         with pytest.raises(TransportTimeout, match="rank 1 joined but cannot be reached") as caught:
             forming.result()
     assert caught.value.peer == "rank 1"
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < TIMEOUT / 2
     lines.close()
     meeting.close()
 
@@ -144,7 +144,7 @@ def test_a_trainer_that_freezes_once_all_have_come_is_given_up(how: str) -> None
             rank=1,
             world_size=2,
             rendezvous=gathering.rendezvous,
-            timeout=0.5 if how == "deadline" else TIMEOUT,
+            timeout=1.5 if how == "deadline" else TIMEOUT,
             closed=closed,
         )
     ) as joining:
@@ -155,7 +155,7 @@ def test_a_trainer_that_freezes_once_all_have_come_is_given_up(how: str) -> None
         with pytest.raises(TransportError) as caught:
             joining.result()
     assert isinstance(caught.value, TransportTimeout) == (how == "deadline")
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < TIMEOUT / 2
     lines.close()
     gathering.close()
 
@@ -165,8 +165,10 @@ def test_a_rendezvous_where_nobody_is_fails_at_once() -> None:
         port = server.getsockname()[1]
     start = time.monotonic()
     with pytest.raises(TransportError, match=f"nobody meets at 127.0.0.1:{port}"):
-        join("gloo", epoch="e", rank=1, world_size=2, rendezvous=f"127.0.0.1:{port}", timeout=5)
-    assert time.monotonic() - start < 3
+        join(
+            "gloo", epoch="e", rank=1, world_size=2, rendezvous=f"127.0.0.1:{port}", timeout=TIMEOUT
+        )
+    assert time.monotonic() - start < TIMEOUT / 2
 
 
 def test_bad_arguments_are_refused() -> None:

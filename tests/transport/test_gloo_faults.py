@@ -48,7 +48,7 @@ def test_a_silent_sender_is_a_timeout_of_one_bucket() -> None:
         with pytest.raises(TransportTimeout) as caught:
             receiver().receive(server, first_bucket=0, bucket_timeout=0.3)
         assert caught.value.peer == "rank 0"
-        assert 0.3 <= time.monotonic() - start < 3
+        assert 0.3 <= time.monotonic() - start < TIMEOUT / 2
 
 
 def test_a_sender_that_falls_silent_half_way_is_a_timeout_too() -> None:
@@ -65,7 +65,7 @@ def test_a_sender_that_falls_silent_half_way_is_a_timeout_too() -> None:
             )
         ) as sending:
             with pytest.raises(TransportTimeout):
-                target.receive(server, first_bucket=0, bucket_timeout=0.3)
+                target.receive(server, first_bucket=0, bucket_timeout=2)
             given_up.set()
             with pytest.raises(TransportError):
                 sending.result()
@@ -85,7 +85,7 @@ def test_an_abort_ends_both_ends_at_once(who: str) -> None:
             with pytest.raises(TransportError, match=error) as caught:
                 receiving.result()
         assert not isinstance(caught.value, TransportTimeout)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < TIMEOUT / 2
         with pytest.raises(TransportError):
             Sender(MANIFEST).send(trainer, WEIGHTS.items, bucket_timeout=TIMEOUT)
         aborted.abort()
@@ -95,19 +95,23 @@ def test_an_abort_ends_both_ends_at_once(who: str) -> None:
 def test_an_abort_in_the_middle_of_a_message_ends_both_ends_at_once(who: str) -> None:
     header = torch.ones(4, dtype=torch.int64)
     there = torch.ones(1 << 28, dtype=torch.uint8)
-    here = torch.zeros_like(there)
-    with group() as (trainer, server), ThreadPoolExecutor(2) as pool:
-        ends = [server.receive(header.clone(), here), trainer.send(header, there)]
-        waiting = [pool.submit(end.wait, TIMEOUT) for end in ends]
-        while not here[0]:
-            time.sleep(0.001)
-        assert not here[-1], "this machine is too fast for so few bytes"
-        start = time.monotonic()
-        (trainer if who == "trainer" else server).abort()
-        errors = [future.exception() for future in waiting]
-        assert all(isinstance(error, TransportError) for error in errors)
-        assert not any(isinstance(error, TransportTimeout) for error in errors)
-    assert time.monotonic() - start < 5
+    for _ in range(10):  # who looks a moment late misses the middle
+        here = torch.zeros_like(there)
+        with group() as (trainer, server), ThreadPoolExecutor(2) as pool:
+            ends = [server.receive(header.clone(), here), trainer.send(header, there)]
+            waiting = [pool.submit(end.wait, TIMEOUT) for end in ends]
+            while not here[0]:
+                time.sleep(0.001)
+            if here[-1]:
+                continue
+            start = time.monotonic()
+            (trainer if who == "trainer" else server).abort()
+            errors = [future.exception() for future in waiting]
+            assert all(isinstance(error, TransportError) for error in errors)
+            assert not any(isinstance(error, TransportTimeout) for error in errors)
+        assert time.monotonic() - start < TIMEOUT / 2
+        return
+    pytest.fail("this machine is too fast for so few bytes")
 
 
 def test_a_program_that_ends_with_a_message_under_way_ends_as_it_would() -> None:
@@ -138,7 +142,7 @@ def test_an_abort_reaches_members_that_the_failed_one_did_not_talk_to() -> None:
             with pytest.raises(TransportError) as caught:
                 future.result()
             assert caught.value.peer == "rank 0"
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < TIMEOUT / 2
 
 
 def test_ends_that_disagree_on_the_first_bucket_fail_with_the_reason() -> None:
@@ -148,7 +152,7 @@ def test_ends_that_disagree_on_the_first_bucket_fail_with_the_reason() -> None:
         target = Receiver(short, {"w": torch.zeros_like(WEIGHTS["w"][:-100])})
         target._next_bucket = last
         with in_thread(
-            lambda: target.receive(server, first_bucket=last, bucket_timeout=0.3)
+            lambda: target.receive(server, first_bucket=last, bucket_timeout=2)
         ) as receiving:
             with pytest.raises(TransportError):
                 Sender(MANIFEST).send(trainer, WEIGHTS.items, bucket_timeout=TIMEOUT)
@@ -182,7 +186,7 @@ def test_aborts_at_any_moment_end_in_errors_or_success() -> None:
 
 @pytest.mark.parametrize(
     ("blow", "timeout"),
-    [(signal.SIGKILL, TIMEOUT), (signal.SIGSTOP, 1.0)],
+    [(signal.SIGKILL, TIMEOUT), (signal.SIGSTOP, 3.0)],
     ids=["killed", "stopped"],
 )
 def test_when_a_member_dies_the_others_go_on_without_it(
@@ -218,7 +222,7 @@ def test_when_a_member_dies_the_others_go_on_without_it(
             for future in receiving:
                 with pytest.raises(TransportError):
                     future.result(TIMEOUT)
-            assert time.monotonic() - hit_at < 5
+            assert time.monotonic() - hit_at < TIMEOUT / 2
         for end in (trainer, *servers, meeting):
             end.close()
     finally:
@@ -243,7 +247,6 @@ def threads_and_descriptors() -> tuple[int, int]:
     return sum(1 for _ in threads.iterdir()), sum(1 for _ in descriptors.iterdir())
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts what /proc lists")
 def await_hands() -> None:
     """Returns once gloo has let go of all messages."""
     until = time.monotonic() + 2 * TIMEOUT
@@ -252,6 +255,7 @@ def await_hands() -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts what /proc lists")
 def test_nothing_is_left_behind() -> None:
     def succeed() -> None:
         with group() as links:
@@ -275,15 +279,17 @@ def test_nothing_is_left_behind() -> None:
             meeting.form(0.05)
         meeting.close()
 
-    await_hands()  # of the tests before
+    def left() -> tuple[int, int]:
+        await_hands()
+        gc.collect()
+        return threads_and_descriptors()
+
     for action in (succeed, fail, never_form):
         action()  # what is made once and kept
-        gc.collect()
-        before = threads_and_descriptors()
+        before = left()
         for _ in range(3):
             action()
-        gc.collect()
-        assert threads_and_descriptors() == before, action
+        assert left() == before, action
 
 
 def test_a_size_that_is_told_is_not_believed() -> None:

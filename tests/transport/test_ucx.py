@@ -122,7 +122,7 @@ def test_everything_arrives_bit_for_bit(count: int, weights: dict[str, torch.Ten
             assert all(a.threads == 1 for a in answers)
 
 
-BLOWS = {"killed": (signal.SIGKILL, TIMEOUT), "stopped": (signal.SIGSTOP, 1.5)}
+BLOWS = {"killed": (signal.SIGKILL, TIMEOUT), "stopped": (signal.SIGSTOP, 3.0)}
 
 
 @pytest.mark.parametrize("victim", [1, 2, 3])
@@ -150,7 +150,7 @@ def test_when_a_member_dies_the_others_go_on_without_it(victim: int, how: str) -
             assert caught.value.peer == f"rank {victim}", caught.value
             assert isinstance(caught.value, TransportTimeout) == (how == "stopped")
             answers = [member.answer() for member in survivors]
-            assert time.monotonic() - hit_at < timeout / 2 + 5
+            assert time.monotonic() - hit_at < timeout / 2 + 8
         assert all(a.peer == f"rank {victim}" for a in answers if a.error), answers
         missing = min(a.next_bucket for a in answers)
         assert 0 < missing < len(manifest.buckets)
@@ -167,7 +167,7 @@ def test_the_trainers_death_reaches_all(rank: int) -> None:
             threading.Timer(0.2, link.abort).start()
             start = time.monotonic()
             answers = [member.answer() for member in receivers]
-            assert time.monotonic() - start < 5
+            assert time.monotonic() - start < TIMEOUT / 2
         assert [a.peer for a in answers] == ["rank 0"] * 2
 
 
@@ -179,7 +179,7 @@ def test_an_abort_ends_what_waits_here_and_elsewhere(weights: dict[str, torch.Te
         start = time.monotonic()
         with pytest.raises(TransportError, match="aborted"):
             sender.send(link, weights.items, bucket_timeout=TIMEOUT)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < TIMEOUT / 2
         assert receivers[0].answer().peer in {"rank 0", "rank 2"}
         with pytest.raises(TransportError, match="aborted"):
             link.send(torch.zeros(4, dtype=torch.int64), weights["w"])

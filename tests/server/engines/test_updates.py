@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LENGTHS = (3, 20, 70, 7, 33, 11)
+LONG = 2400  # tokens of a prompt: computed in as many steps as a commit may come late
+TOKENS = 300  # so many that none ends before the commit that is to interrupt it
 
 
 def close(got: list[float], expected: torch.Tensor) -> None:
@@ -26,7 +28,7 @@ async def test_recompute_makes_every_later_token_one_of_the_new_policy(
 ) -> None:
     tensors = reference.changed(tiny)
     new = reference.with_tensors(tiny, tensors)
-    asked = [spec(p, 40, seed=i) for i, p in enumerate(prompts(*LENGTHS))]
+    asked = [spec(p, TOKENS, seed=i) for i, p in enumerate(prompts(*LENGTHS))]
     sampled = driver.submit(*asked)
     await driver.tokens(9, sampled[1])
     applied = await driver.commit(tensors, KvPolicy.RECOMPUTE)
@@ -36,7 +38,7 @@ async def test_recompute_makes_every_later_token_one_of_the_new_policy(
     assert 0 in sampled[0].revisions
     for one, got in zip(asked, sampled, strict=True):
         before = got.revisions.count(0)
-        assert got.revisions == [0] * before + [1] * (40 - before)
+        assert got.revisions == [0] * before + [1] * (TOKENS - before)
         assert got.oldest_kv_revisions == got.revisions
         old = reference.logprobs(tiny, one.prompt, got.token_ids)
         close(got.logprobs[:before], old[:before])
@@ -46,7 +48,7 @@ async def test_recompute_makes_every_later_token_one_of_the_new_policy(
 async def test_keep_attends_to_old_keys_and_says_so(driver: Driver, tiny: PreTrainedModel) -> None:
     tensors = reference.changed(tiny)
     new = reference.with_tensors(tiny, tensors)
-    asked = [spec(p, 40, seed=i) for i, p in enumerate(prompts(*LENGTHS))]
+    asked = [spec(p, TOKENS, seed=i) for i, p in enumerate(prompts(*LENGTHS))]
     sampled = driver.submit(*asked)
     await driver.tokens(9, sampled[1])
     applied = await driver.commit(tensors, KvPolicy.KEEP)
@@ -73,8 +75,8 @@ async def test_keep_of_half_a_prompt(driver: Driver, tiny: PreTrainedModel) -> N
     """The entries of a prompt whose prefill a commit cut in two are of both revisions."""
     tensors = reference.changed(tiny)
     new = reference.with_tensors(tiny, tensors)
-    first, second = prompts(6, 800)
-    (pace,) = driver.submit(spec(first, 60))
+    first, second = prompts(6, LONG)
+    (pace,) = driver.submit(spec(first, TOKENS))
     await driver.tokens(3, pace)
     (got,) = driver.submit(one := spec(second, 10, seed=1))
     await driver.tokens(8, pace)
@@ -83,17 +85,17 @@ async def test_keep_of_half_a_prompt(driver: Driver, tiny: PreTrainedModel) -> N
     await driver.commit(tensors, KvPolicy.KEEP)
     await driver.ended(got, pace)
 
-    assert 0 < entries < 800
+    assert 0 < entries < LONG
     assert (set(got.revisions), set(got.oldest_kv_revisions)) == ({1}, {0})
     tokens = [*one.prompt, *got.token_ids]
-    close(got.logprobs, reference.logprobs_over_old_keys(tiny, new, tokens, entries, 800))
+    close(got.logprobs, reference.logprobs_over_old_keys(tiny, new, tokens, entries, LONG))
 
 
 async def test_recompute_after_keep_forgets_the_old_keys(
     driver: Driver, tiny: PreTrainedModel
 ) -> None:
     (prompt,) = prompts(20)
-    (got,) = driver.submit(spec(prompt, 60, seed=1))
+    (got,) = driver.submit(spec(prompt, TOKENS, seed=1))
     for after, seed, policy in ((5, 1, KvPolicy.KEEP), (15, 2, KvPolicy.RECOMPUTE)):
         await driver.tokens(after, got)
         tensors = reference.changed(tiny, seed=seed)
