@@ -264,5 +264,6 @@ async def scripted(count: int = 1):
 
 async def until(condition: Callable[[], bool]) -> None:
     """Lets the event loop go on until it is so."""
-    while not condition():  # noqa: ASYNC110 - of things that have no event to wait for
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - of things that have no event to wait for
+            await asyncio.sleep(0.001)

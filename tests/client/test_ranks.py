@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 import threading
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import rollwire_client.ranks.together
 import torch.distributed as dist
-from client.publishing import holds, publishing
+from client.publishing import TIMEOUTS, holds, publishing
 from client.scripted import until
 from client.scripted_weights import SCHEMA, policy
 from rollwire_client import PublishError, PublishInProgressError, Ranks, SourceError
@@ -60,7 +61,8 @@ async def trainer(
     monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup, size: int = 3, timeout: float = 20
 ) -> AsyncIterator[tuple[list[PublishableServer], Publisher, list[Ranks]]]:
     ranks = connected(monkeypatch, group, size, timeout)
-    async with publishing(2) as (servers, _, publisher):
+    timeouts = dataclasses.replace(TIMEOUTS, stalled=10)  # so that it knows how far they came
+    async with publishing(2, timeouts) as (servers, _, publisher):
         with contextlib.ExitStack() as stack:
             for one in ranks:
                 stack.enter_context(one)

@@ -194,7 +194,7 @@ def test_trace_shows_states_updates_and_sequences(two: list[ServerProcess], tmp_
                 running = sum(info.running_sequences for info in fleet.info().values())
             fleet.generate(PROMPT, sampling(1, 50))  # while those bring as many, at one pace
             publisher.publish(version + 1, {"weight": torch.full((1024,), 6.0)}).committed()
-            fleet.generate(PROMPT, sampling(1, 50))
+            fleet.generate(PROMPT, sampling(1, 150))
             process.send_signal(signal.SIGINT)
             _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 130
