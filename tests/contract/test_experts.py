@@ -106,9 +106,13 @@ async def test_rows_that_are_computed_again_are_sent_again(moe: Api) -> None:
 async def test_rows_that_are_kept_name_the_weights_that_computed_them(moe: Api) -> None:
     change = Update(moe, await random_weights(moe, 2), next(TERMS), term=next(TERMS))
     await change.stage()
-    generation = Generation(moe, request(PROMPT, 300, seed=4, routed_experts=True))
+    generation = Generation(
+        moe, request(PROMPT, 3000, seed=4, routed_experts=True, request_id="keeps")
+    )
     await generation.some(10)
     await change.commit(common_pb2.KV_POLICY_KEEP)
+    await generation.crosses()
+    assert await moe.abort("keeps") == (1, [])
     output = await generation.all()
     assert is_whole(output, len(PROMPT))
     told = rows(output)
