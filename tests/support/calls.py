@@ -16,7 +16,7 @@ from rollwire.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, weights_pb2_g
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
-CALL_SECONDS = 30
+CALL_SECONDS = 90
 
 
 @dataclass
