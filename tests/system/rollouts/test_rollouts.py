@@ -127,21 +127,25 @@ async def test_a_closed_fleet_leaves_nothing_behind(both: list[ServerProcess]) -
 async def test_pause_holds_and_resume_goes_on(both: list[ServerProcess]) -> None:
     timeouts = Timeouts(silence=0.4)
     async with RolloutClient(both[0].address, timeouts=timeouts) as client:
+        before = (await client.info()).sampled_tokens
         stream = client.stream(PROMPT, sampling(5, ENDLESS))
         async with contextlib.aclosing(stream):
             chunks = [await anext(stream)]
             pause = await client.pause("mine")
             assert (pause.pause_id, pause.held_sequences) == ("mine", 1)
-            assert (await client.info()).state is ServerState.PAUSED
-            await asyncio.sleep(timeouts.silence)  # for what was sampled before it
-            held = client.outstanding_tokens
+            info = await client.info()
+            assert info.state is ServerState.PAUSED
+            sampled_before = info.sampled_tokens - before
+            await until(lambda: client.outstanding_tokens == ENDLESS - sampled_before)
             await asyncio.sleep(2.5 * timeouts.silence)  # no silence: the server answers
-            assert client.outstanding_tokens == held > 0
+            assert client.outstanding_tokens == ENDLESS - sampled_before
+            assert (await client.info()).sampled_tokens == info.sampled_tokens
             resumed = await client.resume("mine")
             assert (resumed.sequences, resumed.remaining_pauses) == (1, 0)
-            while client.outstanding_tokens > held - 20:
+            tokens = chunks[0].token_ids
+            while len(tokens) < sampled_before + 20:
                 chunks.append(await anext(stream))
-        tokens = sum((chunk.token_ids for chunk in chunks), ())
+                tokens += chunks[-1].token_ids
         whole = await client.generate(PROMPT, sampling(5, len(tokens)))
     assert tokens == whole.token_ids
     logprobs = sum((chunk.logprobs for chunk in chunks), ())
