@@ -32,6 +32,7 @@ def train(folder: Path, addresses: list[str], steps: int) -> list[tuple[int, set
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_groups_are_carried_and_a_second_run_goes_on_with_them(
     start_server: StartServer, tmp_path: Path
 ) -> None:

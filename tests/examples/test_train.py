@@ -37,6 +37,7 @@ async def served(addresses: list[str]) -> list[int | None]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_it_learns_publishes_and_goes_on_where_it_left_off(
     start_server: StartServer, tmp_path: Path
 ) -> None:
