@@ -40,7 +40,7 @@ ARGUMENTS = [
     "max-total-tokens=16384",
     "mem-fraction-static=0.3",
 ]
-NEAR = 2e-3  # fp32, of which Triton's attention multiplies in tf32
+NEAR = 1e-2  # fp32, of which Triton's attention multiplies in tf32; policies are ten times apart
 
 
 def on_gpu(folder: Path, *more: str) -> list[str]:
@@ -91,12 +91,14 @@ async def test_a_policy_that_was_staged_on_the_device_samples(server: ServerProc
     async with connected(server.address) as api:
         for seed in (1, 2):
             tensors = changed(base, by=0.1, seed=seed)
-            generation = Generation(api, request(prompt, 200, seed=seed))
+            generation = Generation(api, request(prompt, 3000, seed=seed, request_id="crosses"))
             await generation.some(5)
             answer = await publish(api, tensors)
+            await generation.crosses(100)
+            await api.abort("crosses")
             output = await generation.all()
             new = [i for i, r in enumerate(output.revisions) if r == answer.weights.revision]
-            assert 0 < len(new) < 200
+            assert 100 <= len(new) < len(output.tokens)
             told = [output.logprobs[i] for i in new]
             own = logprobs(with_tensors(base, tensors), prompt, output.tokens)[new]
             assert told == pytest.approx(own.tolist(), abs=NEAR)

@@ -85,8 +85,8 @@ class Weights:
             with torch.no_grad():
                 if targets:
                     torch._foreach_copy_(targets, sources, non_blocking=True)
-                if any(target.is_cuda for target in targets):
-                    torch.cuda.synchronize()
+                for device in {target.device for target in targets if target.is_cuda}:
+                    torch.cuda.synchronize(device)
         except Exception as error:
             raise TornWeightsError(f"copying staged weights into place failed: {error}") from error
         self.whole = True
