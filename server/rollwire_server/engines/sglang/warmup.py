@@ -46,7 +46,7 @@ class WarmUp:
 
     async def _send(self, bridge: Bridge, rid: str, tokens: int) -> None:
         self._left.add(rid)
-        seeded = Request(
+        request = Request(
             rid=rid,
             input_ids=[0] * tokens,
             max_new_tokens=NEW_TOKENS,
@@ -61,14 +61,14 @@ class WarmUp:
             prompt_logprobs=False,
             routed_experts=False,
         )
-        await bridge.send(seeded)
+        await bridge.send(request)
 
     async def _ended(self) -> None:
         while self._left:
-            self._event.clear()
-            await self._event.wait()
             if self._error is not None:
                 raise self._error
+            self._event.clear()
+            await self._event.wait()
 
     def on_chunks(self, chunks: Sequence[Chunk]) -> None:
         """See ``Receiver``."""
