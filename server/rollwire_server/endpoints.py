@@ -30,6 +30,8 @@ FLUSH_SECONDS = 2.0  # for streams to deliver their last messages
 CHANNEL_OPTIONS = [
     ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server on it
     ("grpc.max_receive_message_length", LARGEST_BYTES),
+    # gRPC measures a message once it has unpacked it: a few kilobytes would take gigabytes.
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # none
     # Clients keep long silent streams alive; do not send them away for it.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),

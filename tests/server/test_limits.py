@@ -178,6 +178,20 @@ async def test_a_message_of_many_parts_is_not_parsed(server: ServerProcess, meth
         assert (await generate(api, request((1,), 3))).reason == "LENGTH"
 
 
+COMPRESSED = {"gzip": grpc.Compression.Gzip, "deflate": grpc.Compression.Deflate}
+
+
+@pytest.mark.parametrize("algorithm", COMPRESSED)
+async def test_what_is_compressed_is_not_unpacked(server: ServerProcess, algorithm: str) -> None:
+    """Zeros shrink a thousandfold, so a message within the limits could fill any memory."""
+    async with connected(server.address) as api:
+        call = api.channel.unary_unary("/rollwire.v1.RolloutService/Generate")
+        with pytest.raises(grpc.aio.AioRpcError, match=f"'{algorithm}' is disabled") as caught:
+            await call(bytes(1 << 20), compression=COMPRESSED[algorithm], timeout=60)
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert (await generate(api, request((1,), 3))).reason == "LENGTH"
+
+
 # Requests.
 
 
