@@ -14,7 +14,8 @@ from grpc_reflection.v1alpha import reflection
 from rollwire.v1 import rollout_pb2, weights_pb2
 
 from rollwire_server.metrics import serving
-from rollwire_server.parsing import LARGEST_BYTES, Parsing
+from rollwire_server.parsing import LARGEST_BYTES, OTHERS_BYTES
+from rollwire_server.reception import BESIDE_SEQUENCES, Reception
 from rollwire_server.security import Authentication, server_credentials
 from rollwire_server.settings import split_listening
 
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
 
 ROLLOUT_SERVICE: str = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
 WEIGHT_SERVICE: str = weights_pb2.DESCRIPTOR.services_by_name["WeightService"].full_name
+PROBES_AT_ONCE = 1000  # on the port that has none of the API's bounds
 FLUSH_SECONDS = 2.0  # for streams to deliver their last messages
 CHANNEL_OPTIONS = [
     ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server on it
-    ("grpc.max_receive_message_length", LARGEST_BYTES),
     # gRPC measures a message once it has unpacked it: a few kilobytes would take gigabytes.
     ("grpc.compression_enabled_algorithms_bitset", 1),  # none
+    # Windows that grow with the speed of a link let in hundreds of megabytes unasked.
+    ("grpc.http2.bdp_probe", 0),
     # Clients keep long silent streams alive; do not send them away for it.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -58,14 +61,19 @@ class Endpoints:
         self._settings = settings
         self._closing = contextlib.ExitStack()
         self._health_servicer = health.aio.HealthServicer()
+        most_calls = settings.max_running + settings.max_waiting + BESIDE_SEQUENCES
         self.api = grpc.aio.server(
-            interceptors=[Authentication(access, counts), Parsing()], options=CHANNEL_OPTIONS
+            interceptors=[Authentication(access, counts), Reception(most_calls, counts)],
+            options=[*CHANNEL_OPTIONS, ("grpc.max_receive_message_length", LARGEST_BYTES)],
         )
         self.addresses = {"listen": _bind(self.api, settings.listen, server_credentials(settings))}
         health_pb2_grpc.add_HealthServicer_to_server(self._health_servicer, self.api)
         self._health: grpc.aio.Server | None = None
         if settings.health_listen is not None:
-            self._health = grpc.aio.server(options=CHANNEL_OPTIONS)
+            self._health = grpc.aio.server(
+                options=[*CHANNEL_OPTIONS, ("grpc.max_receive_message_length", OTHERS_BYTES)],
+                maximum_concurrent_rpcs=PROBES_AT_ONCE,
+            )
             health_pb2_grpc.add_HealthServicer_to_server(self._health_servicer, self._health)
             self.addresses["health_listen"] = _bind(self._health, settings.health_listen, None)
         if settings.reflection:

@@ -50,7 +50,7 @@ class Reason(enum.Enum):
     PREFIX_MISMATCH = grpc.StatusCode.FAILED_PRECONDITION, "a prefix that the server did not sample"
     WEIGHTS_TOO_OLD = grpc.StatusCode.FAILED_PRECONDITION, "older than min_weight_version"
     WEIGHTS_TOO_NEW = grpc.StatusCode.FAILED_PRECONDITION, "newer than max_weight_version"
-    TIMED_OUT = grpc.StatusCode.DEADLINE_EXCEEDED, "the request's own timeout"
+    TIMED_OUT = grpc.StatusCode.DEADLINE_EXCEEDED, "the time that a request may take is over"
     NOT_FINITE = grpc.StatusCode.INTERNAL, "NaN or infinity in the sequence's logits"
 
     # What the server is doing.
@@ -59,6 +59,7 @@ class Reason(enum.Enum):
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "more StreamRollouts calls of one client than the limit",
     )
+    TOO_MANY_CALLS = grpc.StatusCode.RESOURCE_EXHAUSTED, "more calls of a method than the limit"
     STARTING = grpc.StatusCode.UNAVAILABLE, "the engine is loading"
     DRAINING = grpc.StatusCode.UNAVAILABLE, "the server is going down"
     SLEEPING = grpc.StatusCode.UNAVAILABLE, "its memory is given back"
@@ -88,6 +89,7 @@ class Reason(enum.Enum):
 # Where waiting helps, and for how long (seconds).
 RETRY_AFTER = {
     Reason.QUEUE_FULL: 1.0,
+    Reason.TOO_MANY_CALLS: 1.0,
     Reason.STARTING: 5.0,
     Reason.DRAINING: 1.0,
     Reason.SLEEPING: 5.0,

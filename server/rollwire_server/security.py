@@ -170,18 +170,16 @@ class Authentication(grpc.aio.ServerInterceptor):
 
 
 def _refusing(handler: Handler, error: ServiceError) -> Handler:
-    """A handler of the same kind that only says why not."""
+    """A handler that only says why not, and asks for no message: gRPC then takes none in."""
 
     async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await answer(context, error)
 
-    makers: dict[tuple[bool, bool], Callable[..., Handler]] = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }
-    make = makers[bool(handler.request_streaming), bool(handler.response_streaming)]
+    make: Callable[..., Handler] = (
+        grpc.stream_stream_rpc_method_handler
+        if handler.response_streaming
+        else grpc.stream_unary_rpc_method_handler
+    )
     return make(refuse)
 
 

@@ -256,6 +256,7 @@ _BY_REASON: Mapping[str, type[RollwireError]] = {
     "UNAUTHENTICATED": RefusedError,
     "PERMISSION_DENIED": RefusedError,
     "TOO_MANY_STREAMS": QueueFullError,
+    "TOO_MANY_CALLS": QueueFullError,
     "STALE_ATTEMPT": StaleAttemptError,
     "PREFIX_MISMATCH": PrefixMismatchError,
     "WEIGHTS_TOO_OLD": WeightVersionError,

@@ -11,6 +11,7 @@ from rollwire_server.engines.base import SleepingWeights
 from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.lifecycle import Rpc
 from rollwire_server.logs import bind
+from rollwire_server.reception import client_of
 from rollwire_server.security import Scope
 from rollwire_server.sequences import Outbox
 from rollwire_server.services import messages
@@ -106,7 +107,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self, _: Any, context: Context
     ) -> None:
         """Many sequences."""
-        client = context.peer().rpartition(":")[0]
+        client = client_of(context)
         if self._streams[client] >= self._max_streams:
             raise ServiceError(
                 Reason.TOO_MANY_STREAMS,

@@ -1,0 +1,256 @@
+"""Calls that are many, and messages that are large, do not come whole, or are nothing but parts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from hypothesis import given, settings
+from rollwire.v1 import weights_pb2
+from rollwire_server import reception
+from rollwire_server.counts import Counts
+from rollwire_server.endpoints import PROBES_AT_ONCE
+from rollwire_server.parsing import LARGEST_BYTES, fields_of, has_at_most
+from rollwire_server.reception import MESSAGES_AT_ONCE, Reception
+from support.calls import connected, generate, reason_of, request, until
+from support.fuzzing import messages
+from support.half_sent import HalfSent
+from support.servers import resident_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from google.protobuf.message import Message
+    from support.servers import ServerProcess, StartServer
+
+SYNTHETIC = ("--engine", "synthetic")
+ROLLOUTS = "/rollwire.v1.RolloutService/"
+ELSEWHERE = "127.0.0.2"
+LARGE = LARGEST_BYTES - 100
+
+
+@contextlib.asynccontextmanager
+async def half_sent(
+    server: ServerProcess, method: str, calls: int, local: str | None = None
+) -> AsyncIterator[HalfSent]:
+    """Calls under way, of which the server has taken in what it takes in."""
+    sending = HalfSent(method, calls, LARGE)
+    task = asyncio.create_task(sending.run(server.address, local))
+    try:
+        before, quiet_since = -1, time.monotonic()
+        while time.monotonic() - quiet_since < 1.0:
+            if sending.sent != before:
+                before, quiet_since = sending.sent, time.monotonic()
+            await asyncio.sleep(0.05)
+        yield sending
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize("method", ["Generate", "StreamRollouts", "Pause"])
+async def test_who_has_no_token_sends_nothing(
+    start_server: StartServer, tmp_path: Path, method: str
+) -> None:
+    flags = []
+    for scope in ("rollout", "control"):
+        (tmp_path / scope).write_text(scope)
+        flags += [f"--{scope}-token-file", str(tmp_path / scope)]
+    server = start_server(*SYNTHETIC, *flags)
+    async with half_sent(server, ROLLOUTS + method, 10) as sending:
+        assert sending.sent < LARGE  # what goes out before the refusal has come back
+
+
+async def test_messages_that_do_not_come_whole_take_little_and_hinder_nobody_else(
+    start_server: StartServer,
+) -> None:
+    server = start_server(*SYNTHETIC)
+    before = resident_bytes(server.process.pid)
+    method = ROLLOUTS + "GetServerInfo"
+    async with half_sent(server, method, MESSAGES_AT_ONCE * 2, ELSEWHERE) as sending:
+        assert sending.sent > LARGE  # it does get through
+        grown = resident_bytes(server.process.pid) - before
+        assert grown < 1.5 * MESSAGES_AT_ONCE * LARGEST_BYTES
+        async with connected(server.address) as api:
+            assert (await generate(api, request((1,), 3))).reason == "LENGTH"
+
+
+@contextlib.asynccontextmanager
+async def receiving(most_calls: int) -> AsyncIterator[grpc.aio.Channel]:
+    """A server of two methods that answer at once, one of them to a stream."""
+
+    async def answer(_: Any, __: Any) -> bytes:
+        return b""
+
+    server = grpc.aio.server(interceptors=[Reception(most_calls, Counts())])
+    handlers = {
+        "One": grpc.unary_unary_rpc_method_handler(answer, bytes),
+        "Many": grpc.stream_unary_rpc_method_handler(answer, bytes),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield channel
+    finally:
+        await server.stop(None)
+
+
+async def test_a_message_that_does_not_come_is_waited_for_so_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reception, "MESSAGE_SECONDS", 0.1)
+    async with receiving(10) as channel:
+        for _ in range(20):  # more than there may be at once
+            with pytest.raises(grpc.aio.AioRpcError, match="did not come whole") as caught:
+                await channel.stream_stream("/a/One")(timeout=20).read()
+            assert reason_of(caught.value) == "TIMED_OUT"
+        assert await channel.unary_unary("/a/One")(b"", timeout=20) == b""
+        assert await channel.stream_stream("/a/Many")(timeout=20).read() == b""
+
+
+async def test_a_call_without_a_message(server: ServerProcess) -> None:
+    async with connected(server.address) as api:
+        for name in ("GetServerInfo", "Generate"):
+            call = api.channel.stream_stream(ROLLOUTS + name)(iter([]), timeout=20)
+            with pytest.raises(grpc.aio.AioRpcError, match="no message came") as caught:
+                await call.read()
+            assert reason_of(caught.value) == "BAD_REQUEST"
+
+
+# Many calls.
+
+
+async def test_calls_of_a_method_are_counted() -> None:
+    """And they may be as many again once those are gone, however they went."""
+    async with receiving(3) as channel:
+        for _ in range(3):
+            silent = [channel.stream_stream("/a/One")(timeout=60) for _ in range(4)]
+            ends = [asyncio.ensure_future(call.code()) for call in silent]
+            done, waiting = await asyncio.wait(
+                ends, timeout=30, return_when=asyncio.FIRST_COMPLETED
+            )
+            assert [end.result() for end in done] == [grpc.StatusCode.RESOURCE_EXHAUSTED]
+            assert len(waiting) == 3
+            with pytest.raises(grpc.aio.AioRpcError, match="3 calls of One are") as caught:
+                await channel.unary_unary("/a/One")(b"", timeout=20)
+            assert reason_of(caught.value) == "TOO_MANY_CALLS"
+            assert await channel.stream_unary("/a/Many")(iter([b""]), timeout=20) == b""
+            for call in silent:
+                call.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+
+            async def is_open() -> bool:
+                call = channel.unary_unary("/a/One")(b"", timeout=20)
+                return await call.code() is grpc.StatusCode.OK
+
+            await until(is_open, 20)
+
+
+def health_of(server: ServerProcess) -> str:
+    address: str = json.loads(server.ready_file.read_text())["health_listen"]
+    return address
+
+
+async def test_health_takes_names_of_services(start_server: StartServer) -> None:
+    """Whoever watches a service, without any token, has its name kept."""
+    server = start_server(*SYNTHETIC, "--health-listen", "127.0.0.1:0")
+    name = health_pb2.HealthCheckRequest(service="n" * (1 << 20))
+    for address in (server.address, health_of(server)):
+        async with grpc.aio.insecure_channel(address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            for call in (health.Check(name, timeout=20), health.Watch(name, timeout=20).read()):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call
+                assert caught.value.code() in (
+                    grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED,
+                )  # fmt: skip
+            await health.Check(health_pb2.HealthCheckRequest(), timeout=20)
+
+
+async def test_watchers_of_health_are_counted(start_server: StartServer) -> None:
+    server = start_server(*SYNTHETIC, "--health-listen", "127.0.0.1:0")
+    async with grpc.aio.insecure_channel(health_of(server)) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        every = health_pb2.HealthCheckRequest()
+        watching = [health.Watch(every) for _ in range(PROBES_AT_ONCE)]
+        for call in watching:
+            await asyncio.wait_for(call.read(), 20)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await health.Check(every, timeout=20)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for call in watching:
+            call.cancel()
+
+        async def answers() -> bool:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await health.Check(every, timeout=20)
+                return True
+            return False
+
+        await until(answers, 20)
+
+
+# Messages of many parts.
+
+
+@pytest.mark.parametrize(
+    ("method", "part"),
+    [
+        (ROLLOUTS + "Abort", b"\x0a\x00"),
+        ("/rollwire.v1.WeightService/UpdateWeights", b"\x2a\x02\x0a\x00"),
+    ],
+)
+async def test_what_is_nothing_but_parts_is_not_parsed(
+    server: ServerProcess, method: str, part: bytes
+) -> None:
+    """Others are served meanwhile."""
+    name = method.rpartition("/")[2]
+    size = (LARGEST_BYTES if name == "UpdateWeights" else 4 << 20) // len(part)
+    before = resident_bytes(server.process.pid)
+    async with connected(server.address) as api:
+        call = api.channel.stream_stream(method)(iter([part * size]), timeout=60)
+        with pytest.raises(grpc.aio.AioRpcError, match="the most that") as caught:
+            await call.read()
+        assert reason_of(caught.value) == "BAD_REQUEST"
+        assert (await generate(api, request((1,), 3))).reason == "LENGTH"
+    assert resident_bytes(server.process.pid) - before < 5 * LARGEST_BYTES
+
+
+def counted(message: Message) -> int:
+    """Fields of a message, and of those inside that hold messages, as they go over a wire."""
+    count = 0
+    for field, value in message.ListFields():
+        values = list(value) if field.is_repeated else [value]
+        packed = field.is_repeated and field.is_packed
+        count += 1 if packed else len(values)
+        if field.message_type is not None and fields_of(field.message_type):
+            count += sum(counted(inner) for inner in values)
+    return count
+
+
+ANNOUNCEMENT = weights_pb2.UpdateWeightsRequest
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(message=messages(ANNOUNCEMENT.DESCRIPTOR))
+def test_fields_are_counted_as_they_are(message: Message) -> None:
+    fields, data = fields_of(ANNOUNCEMENT.DESCRIPTOR), message.SerializeToString()
+    count = counted(message)
+    assert has_at_most(count, data, fields)
+    assert not count or not has_at_most(count - 1, data, fields)
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x0a", b"\x0a\x05a", b"\x2a\x02\x0a\x05", b"\x80" * 20, b"\x0b\x0c", b"\x0d\x00"]
+)
+def test_what_cannot_be_read_has_no_number_of_fields(data: bytes) -> None:
+    assert not has_at_most(1000, data, fields_of(ANNOUNCEMENT.DESCRIPTOR))

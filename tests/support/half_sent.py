@@ -1,0 +1,117 @@
+"""HTTP/2 by hand: calls whose message never comes whole."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from dataclasses import dataclass, field
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, RESET, SETTINGS, PING, WINDOW = 0, 1, 3, 4, 6, 8
+ACKNOWLEDGED, END_HEADERS = 1, 4
+FRAME_BYTES = 16384
+FIRST_WINDOW = 65535
+
+
+@dataclass
+class _Call:
+    left: int  # bytes of its message, of which the last is never sent
+    window: int = 0
+    begun: bool = False
+
+
+@dataclass
+class HalfSent:
+    """Calls of one method over one connection, whose messages all but come.
+
+    Args:
+        method: Its path.
+        calls: How many.
+        size: Of each one's message.
+    """
+
+    method: str
+    calls: int
+    size: int
+    sent: int = 0
+    _calls: dict[int, _Call] = field(default_factory=dict)
+    _window: int = FIRST_WINDOW
+    _first_window: int = FIRST_WINDOW
+
+    async def run(self, address: str, local: str | None = None) -> None:
+        """Sends as much as the server takes in; until it hangs up, or for ever.
+
+        Args:
+            address: The server's.
+            local: The address to come from.
+        """
+        host, _, port = address.rpartition(":")
+        source = (local, 0) if local else None
+        reader, writer = await asyncio.open_connection(host, int(port), local_addr=source)
+        try:
+            writer.write(PREFACE + _frame(SETTINGS, 0, 0, b""))
+            for i in range(self.calls):
+                stream = 1 + 2 * i
+                writer.write(_frame(HEADERS, END_HEADERS, stream, _headers(self.method)))
+                self._calls[stream] = _Call(self.size - 1, self._first_window)
+            while True:
+                self._send(writer)
+                await writer.drain()
+                head = await reader.readexactly(9)
+                size, kind, flags = int.from_bytes(head[:3]), head[3], head[4]
+                stream = int.from_bytes(head[5:]) & 0x7FFFFFFF
+                self._take(writer, kind, flags, stream, await reader.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    def _send(self, writer: asyncio.StreamWriter) -> None:
+        for stream, call in self._calls.items():
+            while (room := min(FRAME_BYTES, self._window, call.window)) > 5 and call.left > 5:
+                head = b"" if call.begun else struct.pack(">BI", 0, self.size)
+                data = head + bytes(min(room - len(head), call.left))
+                writer.write(_frame(DATA, 0, stream, data))
+                call.begun = True
+                call.left -= len(data) - len(head)
+                self._window -= len(data)
+                call.window -= len(data)
+                self.sent += len(data)
+
+    def _take(
+        self, writer: asyncio.StreamWriter, kind: int, flags: int, stream: int, said: bytes
+    ) -> None:
+        if kind == WINDOW:
+            more = int.from_bytes(said)
+            if stream == 0:
+                self._window += more
+            elif call := self._calls.get(stream):
+                call.window += more
+        elif kind == SETTINGS and not flags & ACKNOWLEDGED:
+            for at in range(0, len(said), 6):
+                name, value = struct.unpack(">HI", said[at : at + 6])
+                if name == 4:  # the first window of every stream
+                    for call in self._calls.values():
+                        call.window += value - self._first_window
+                    self._first_window = value
+            writer.write(_frame(SETTINGS, ACKNOWLEDGED, 0, b""))
+        elif kind == PING and not flags & ACKNOWLEDGED:
+            writer.write(_frame(PING, ACKNOWLEDGED, 0, said))
+        elif kind in (HEADERS, RESET):  # it is over
+            self._calls.pop(stream, None)
+
+
+def _frame(kind: int, flags: int, stream: int, data: bytes) -> bytes:
+    return len(data).to_bytes(3) + bytes([kind, flags]) + stream.to_bytes(4) + data
+
+
+def _headers(method: str) -> bytes:
+    told = {
+        ":method": "POST", ":scheme": "http", ":path": method, ":authority": "a",
+        "content-type": "application/grpc", "te": "trailers",
+    }  # fmt: skip
+    return b"".join(b"\0" + _text(name) + _text(value) for name, value in told.items())
+
+
+def _text(text: str) -> bytes:
+    return bytes([len(text)]) + text.encode()  # shorter than 127
