@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from typing import TYPE_CHECKING
 
@@ -13,9 +12,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from rollwire.v1 import rollout_pb2, weights_pb2
 
-from rollwire_server.metrics import serving
 from rollwire_server.parsing import LARGEST_BYTES, OTHERS_BYTES
 from rollwire_server.reception import BESIDE_SEQUENCES, Reception
+from rollwire_server.scraping import MetricsPage
 from rollwire_server.security import Authentication, server_credentials
 from rollwire_server.settings import split_listening
 
@@ -59,7 +58,7 @@ class Endpoints:
 
     def __init__(self, settings: ServerSettings, access: Access, counts: Counts) -> None:
         self._settings = settings
-        self._closing = contextlib.ExitStack()
+        self._page: MetricsPage | None = None
         self._health_servicer = health.aio.HealthServicer()
         most_calls = settings.max_running + settings.max_waiting + BESIDE_SEQUENCES
         self.api = grpc.aio.server(
@@ -83,10 +82,9 @@ class Endpoints:
     async def start(self, metrics: Metrics) -> None:
         """Listens; raises EndpointError when metrics cannot."""
         if (address := self._settings.metrics_listen) is not None:
+            self._page = MetricsPage(metrics.registry)
             try:
-                self.addresses["metrics_listen"] = self._closing.enter_context(
-                    serving(metrics, address)
-                )
+                self.addresses["metrics_listen"] = await self._page.open(address)
             except OSError as error:
                 raise _cannot_listen(address) from error
         await self.api.start()
@@ -104,7 +102,8 @@ class Endpoints:
         await self.api.stop(FLUSH_SECONDS)
         if self._health is not None:
             await self._health.stop(None)
-        self._closing.close()
+        if self._page is not None:
+            await self._page.close()
 
 
 def transfers_listen(settings: ServerSettings) -> transport.Listening:

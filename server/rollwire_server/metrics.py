@@ -1,12 +1,10 @@
-"""Prometheus metrics of one server, over HTTP on an address of their own."""
+"""What one server tells Prometheus; ``scraping`` is how."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
     from rollwire_server.update import Commit
     from rollwire_server.updates import Updates
 
-SCRAPE_SECONDS = 5.0
 PAUSE_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 STAGING_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 
@@ -39,10 +36,9 @@ OUTCOMES = ["committed", "already_current", "discarded"]
 
 
 class Metrics(Collector):
-    """What a server tells Prometheus; read when it is asked, so that sampling pays nothing.
+    """What a server tells; read when it is asked, so that sampling pays nothing.
 
-    Made on the server's event loop, and read there: scrapes come in threads of their own, under
-    which everything would change.
+    To be read on the server's event loop: elsewhere it would change under who reads.
     """
 
     def __init__(
@@ -58,7 +54,6 @@ class Metrics(Collector):
         self._lifecycle = lifecycle
         self._rollouts = rollouts
         self._updates = updates
-        self._loop = asyncio.get_running_loop()
         self.registry = CollectorRegistry()
         self._paused = self._histogram("commit_paused", "Sampling held by a commit.", PAUSE_BUCKETS)
         self._apply = self._histogram(
@@ -78,15 +73,8 @@ class Metrics(Collector):
         self._apply.observe(commit.apply_ns / 1e9)
         self._staging.observe(commit.receive_ns / 1e9)
 
-    def collect(self) -> Iterable[Metric]:
-        """As things are now; raises TimeoutError when the event loop does not come to it."""
-
-        async def read() -> list[Metric]:
-            return list(self._read())
-
-        return asyncio.run_coroutine_threadsafe(read(), self._loop).result(SCRAPE_SECONDS)
-
-    def _read(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Metric]:
+        """As things are now."""
         counts, state = self._counts, self._lifecycle.state
         yield _gauges(
             "state", "1 for the state that the server is in.", "state",
@@ -147,23 +135,6 @@ class Metrics(Collector):
             yield _gauge(
                 "weights_committed_timestamp_seconds", "When they were committed.", committed_at
             )
-
-
-@contextlib.contextmanager
-def serving(metrics: Metrics, address: str) -> Iterator[str]:
-    """Answers scrapes on HOST:PORT while it is entered; gives the address, its port chosen.
-
-    Raises OSError when it cannot be listened on.
-    """
-    host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    server, thread = start_http_server(int(port), addr=host, registry=metrics.registry)
-    try:
-        yield f"{address.rpartition(':')[0]}:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def _gauge(name: str, what: str, value: float) -> Metric:

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import shutil
 import subprocess
-import threading
 import time
 import urllib.request
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 import pytest
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from rollwire.v1 import common_pb2
-from rollwire_server.counts import Counts
-from rollwire_server.metrics import Metrics
+from rollwire_server import scraping
+from rollwire_server.scraping import MOST_CONNECTIONS, MetricsPage
 from support.calls import Generation, connected, generate, request
-from support.engine_room import serving
 from support.publishing import Update, random_weights
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import AsyncIterator
 
-    from rollwire_server.engines.base import Load
     from support.servers import ServerProcess, StartServer
 
 Samples = dict[tuple[str, tuple[str, ...]], float]
@@ -178,25 +176,83 @@ async def test_what_callers_choose_makes_no_new_series(start_server: StartServer
         assert (await scrape(server)).keys() == before.keys() | first
 
 
-async def test_what_changes_on_the_loop_is_read_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in the thread that a scrape comes in, where it would change while it is read."""
-    readers = []
-    async with serving() as (rollouts, lifecycle, engine):
-        load = engine.load
+# The page.
 
-        def noting() -> Load:
-            readers.append(threading.current_thread())
-            return load()
 
-        monkeypatch.setattr(engine, "load", noting)
-        served = SimpleNamespace(committed_at=None)
-        updates: Any = SimpleNamespace(
-            weights=rollouts.tag, update=None, announced_version=None, served=served
-        )
-        metrics = Metrics(Counts(), engine, lifecycle, rollouts, updates)
-        page = await asyncio.to_thread(generate_latest, metrics.registry)
-    assert b"rollwire_kv_used_tokens 0.0" in page
-    assert readers == [threading.current_thread()]
+@contextlib.asynccontextmanager
+async def page() -> AsyncIterator[str]:
+    """Where one of an empty registry is."""
+    metrics_page = MetricsPage(CollectorRegistry())
+    try:
+        yield await metrics_page.open("127.0.0.1:0")
+    finally:
+        await metrics_page.close()
+
+
+async def said(address: str, request: bytes) -> bytes:
+    """What comes back until the other end hangs up."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(request)
+        return await asyncio.wait_for(reader.read(), 20)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n", b"200 OK"),
+        (b"GET /metrics?name[]=a HTTP/1.0\r\n\r\n", b"200 OK"),
+        (b"GET /secrets HTTP/1.1\r\n\r\n", b"404 Not Found"),
+        (b"POST /metrics HTTP/1.1\r\n\r\n", b"405 Method Not Allowed"),
+        (b"\xff\xfe\r\n\r\n", b"405 Method Not Allowed"),
+        (b"GET /metrics HTTP/1.1\r\n" + b"a" * 100_000, b""),
+    ],
+)
+async def test_what_is_asked_over_http(request_: bytes, status: bytes) -> None:
+    async with page() as address:
+        first = (await said(address, request_)).partition(b"\r\n")[0]
+        assert first == (b"HTTP/1.1 " + status if status else b"")
+
+
+async def test_prometheus_gets_the_format_that_it_prefers() -> None:
+    accept = b"Accept: application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.3"
+    async with page() as address:
+        answer = await said(address, b"GET /metrics HTTP/1.1\r\n" + accept + b"\r\n\r\n")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"Content-Type: application/openmetrics-text" in head
+    assert body == b"# EOF\n"
+
+
+async def test_who_is_silent_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scraping, "CONNECTION_SECONDS", 0.1)
+    async with page() as address:
+        assert await said(address, b"GET /metrics HTTP/1.1\r\nX: ") == b""
+
+
+def threads_of(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/task").iterdir()))
+
+
+async def test_a_scrape_comes_through_among_many_who_are_silent(start_server: StartServer) -> None:
+    server = start_server("--metrics-listen", "127.0.0.1:0", "--engine", "synthetic")
+    host, _, port = json.loads(server.ready_file.read_text())["metrics_listen"].rpartition(":")
+    before = threads_of(server.process.pid)
+    writers = []
+    try:
+        for _ in range(5 * MOST_CONNECTIONS):
+            _, writer = await asyncio.open_connection(host, int(port))
+            writers.append(writer)
+            writer.write(b"GET /metrics HTTP/1.1\r\nX: ")
+        assert (await scrape(server))["rollwire_state", ("serving",)] == 1
+        assert threads_of(server.process.pid) <= before + 1
+    finally:
+        for writer in writers:
+            writer.close()
 
 
 def test_a_metrics_port_in_use(start_server: StartServer, tmp_path: Path) -> None:

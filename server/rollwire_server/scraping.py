@@ -1,0 +1,99 @@
+"""The page of metrics over HTTP: as much of it as Prometheus speaks, on the event loop.
+
+Whoever reaches the port may be slow, silent or many: a connection lasts seconds, and where there
+are too many the oldest goes, so that a scrape comes through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from prometheus_client.exposition import choose_encoder
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+MOST_CONNECTIONS = 64
+CONNECTION_SECONDS = 5.0
+REQUEST_BYTES = 16 << 10
+PATHS = {"/metrics", "/"}
+
+
+class MetricsPage:
+    """Answers scrapes from ``open`` to ``close``.
+
+    Args:
+        registry: Of what it tells; read on the event loop.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._server: asyncio.Server | None = None
+        self._answering: dict[asyncio.Task[None], None] = {}  # the oldest first
+
+    async def open(self, address: str) -> str:
+        """Listens on HOST:PORT; returns the address, its port chosen.
+
+        Raises:
+            OSError: It cannot be listened on.
+        """
+        host, _, port = address.rpartition(":")
+        name = host.removeprefix("[").removesuffix("]")
+        family, _, _, _, bound = socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)[0]
+        both = family is socket.AF_INET6 and bound[0] == "::" and socket.has_dualstack_ipv6()
+        listener = socket.create_server(bound[:2], family=family, dualstack_ipv6=both)
+        self._server = await asyncio.start_server(
+            self._connected, sock=listener, limit=REQUEST_BYTES
+        )
+        return f"{host}:{listener.getsockname()[1]}"
+
+    async def close(self) -> None:
+        """Hangs up."""
+        if self._server is not None:
+            self._server.close()
+        for task in list(self._answering):
+            task.cancel()
+        await asyncio.gather(*self._answering, return_exceptions=True)
+
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._answering) >= MOST_CONNECTIONS:
+            oldest = next(iter(self._answering))
+            oldest.cancel()
+            del self._answering[oldest]
+        task = asyncio.create_task(self._answer(reader, writer), name="answer a scrape")
+        self._answering[task] = None
+        task.add_done_callback(lambda over: self._answering.pop(over, None))
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            writer.transport.set_write_buffer_limits(0)  # drained: the system has all of it
+            async with asyncio.timeout(CONNECTION_SECONDS):
+                writer.write(self._response(await reader.readuntil(b"\r\n\r\n")))
+                await writer.drain()
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass  # who does not ask, or does not listen, gets no answer
+        finally:
+            writer.transport.abort()
+
+    def _response(self, request: bytes) -> bytes:
+        first, *lines = request.decode("latin-1").split("\r\n")
+        method, _, target = first.partition(" ")
+        if method != "GET":
+            return _message(HTTPStatus.METHOD_NOT_ALLOWED)
+        if target.split(" ")[0].partition("?")[0] not in PATHS:
+            return _message(HTTPStatus.NOT_FOUND)
+        headers = (line.partition(":") for line in lines)
+        accepted = [value.strip() for name, _, value in headers if name.lower() == "accept"]
+        encode, kind = choose_encoder(",".join(accepted))
+        return _message(HTTPStatus.OK, encode(self._registry), kind)
+
+
+def _message(status: HTTPStatus, body: bytes = b"", kind: str = "text/plain") -> bytes:
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body
