@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import resource
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+MOST_FILES = 1 << 16  # connections are files
+
 
 def run() -> None:
     """Reads the flags, serves, and exits: 0 after a drain, 1 on failure, 2 on a wrong flag."""
@@ -29,6 +32,7 @@ def run() -> None:
     configure(settings.log_format, settings.log_level)
     if unknown := _unknown_variables():
         log.warning("environment variables that are no settings", names=unknown)
+    allow_files()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what gRPC's core prints is told as errors
     # torch and gRPC load after the flags are known to be right.
     from rollwire_server.server import EngineDied, RolloutServer, StartError
@@ -41,6 +45,18 @@ def run() -> None:
             runner.run(serve())
     except (StartError, EngineDied) as error:
         sys.exit(f"rollwire-server: {error}")
+
+
+def allow_files() -> None:
+    """Lets this process have as many open files as the system allows.
+
+    Most systems begin with 1,024, for the sake of programs that this is none of; with as many
+    connections nobody else would be let in.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def read_settings(arguments: list[str]) -> ServerSettings:

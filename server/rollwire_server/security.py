@@ -7,6 +7,7 @@ Two scopes: *rollout* (Generate, StreamRollouts, Abort by id, GetServerInfo, ref
 from __future__ import annotations
 
 import enum
+import errno
 import hmac
 import ipaddress
 import ssl
@@ -61,11 +62,12 @@ SCOPES: dict[str, Scope] = {
 
 
 class _File:
-    """A file's content, read again when it changes."""
+    """A file's content, read again when it changes; the last one where it cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read_at: tuple[int, int] | None = None
+        self._problem = ""
         self.content = b""
         try:
             self.refresh()
@@ -73,14 +75,32 @@ class _File:
             raise SecurityError(f"cannot read {path}: {error.strerror}") from error
 
     def refresh(self) -> bool:
-        """Whether the content has changed."""
+        """Whether the content has changed.
+
+        Raises:
+            OSError: It cannot be read, or is empty, as one is that is just being written. Once
+                for each problem: callers come often.
+        """
+        try:
+            return self._read_anew()
+        except OSError as error:
+            known, self._problem = self._problem, str(error)
+            if self._problem == known:
+                return False
+            raise
+
+    def _read_anew(self) -> bool:
         stat = self._path.stat()
         now = (stat.st_mtime_ns, stat.st_ino)
         if now == self._read_at:
             return False
+        content = self._path.read_bytes()
+        if not content.strip():
+            raise OSError(errno.ENODATA, "it is empty", str(self._path))
+        self._problem = ""
         self._read_at = now
-        before, self.content = self.content, self._path.read_bytes()
-        return self.content != before
+        before, self.content = self.content, content
+        return content != before
 
 
 class Access:
@@ -98,13 +118,17 @@ class Access:
         ):
             if path is not None:
                 self._files[scope] = _File(path)
-                if not self._files[scope].content.strip():
-                    raise SecurityError(f"the token file {path} is empty")
-        if Scope.ROLLOUT in self._files and Scope.CONTROL not in self._files:
-            raise SecurityError(
-                "--rollout-token-file alone would leave weight updates open to all: give "
-                "--control-token-file too"
-            )
+        if (rollout := self._files.get(Scope.ROLLOUT)) is not None:
+            if (control := self._files.get(Scope.CONTROL)) is None:
+                raise SecurityError(
+                    "--rollout-token-file alone would leave weight updates open to all: give "
+                    "--control-token-file too"
+                )
+            if rollout.content.strip() == control.content.strip():
+                raise SecurityError(
+                    "the rollout token and the control token are the same, so that whoever may "
+                    "sample could change the weights: make two"
+                )
         if self._files and settings.tls_cert is None and not _is_loopback(settings.listen):
             raise SecurityError(
                 f"tokens would travel in the clear to {settings.listen}: give --tls-cert and "
@@ -136,10 +160,9 @@ class Access:
             if file.refresh():
                 log.info("token read again", scope=scope.value)
         except OSError as error:
-            log.warning("token file unreadable: the last one counts", scope=scope.value,
+            log.warning("token file cannot be used: the last one counts", scope=scope.value,
                         error=error.strerror)  # fmt: skip
-        token = file.content.strip()
-        return bool(token) and hmac.compare_digest(token, given)
+        return hmac.compare_digest(file.content.strip(), given)
 
 
 class Authentication(grpc.aio.ServerInterceptor):

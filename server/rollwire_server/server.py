@@ -223,12 +223,17 @@ class RolloutServer:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+        handlers = {
+            signal.SIGTERM: self._on_signal,
+            signal.SIGINT: self._on_signal,
+            signal.SIGHUP: self._on_hangup,
+        }
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in handlers:
                 loop.remove_signal_handler(number)
                 signal.signal(number, signal.SIG_IGN)  # it exits already, and with its own code
 
@@ -239,6 +244,13 @@ class RolloutServer:
         self._stopping.set()
         if self._lifecycle.state is not State.STARTING:  # then it goes down once it has loaded
             self._lifecycle.happened(Event.DRAIN)
+
+    def _on_hangup(self) -> None:
+        """A terminal was closed; or somebody asks for files to be read again, as daemons do."""
+        if os.isatty(0):
+            self._on_signal()
+        else:
+            log.info("SIGHUP: files of TLS and tokens are read again whenever they change")
 
     def _on_engine_died(self, error: BaseException) -> None:
         log.error("the engine died", error=str(error))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import grpc
@@ -156,6 +158,31 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back(start_server: Sta
         await api.rollouts.Abort(rollout_pb2.AbortRequest(all=True), timeout=10)
         await asyncio.gather(*(one.all() for one in (*generations, waiting)))
         await api.idle()
+
+
+async def test_sighup_ends_nothing(start_server: StartServer) -> None:
+    """Whatever renews certificates sends it, or the terminal's end does: a server has none."""
+    server = start_server("--engine", "synthetic")
+    async with connected(server.address) as api:
+        stream = Generation(api, request((1,), 100))
+        server.process.send_signal(signal.SIGHUP)
+        assert (await stream.all()).reason == "LENGTH"
+        await generate(api, request((1,), 1))
+    assert server.stop() == 0
+    assert "SIGHUP" in server.log.read_text()
+
+
+def test_as_many_files_as_the_system_allows() -> None:
+    command = (
+        "import resource as r; from rollwire_server.command import allow_files;"
+        "hard = r.getrlimit(r.RLIMIT_NOFILE)[1];"
+        "r.setrlimit(r.RLIMIT_NOFILE, (200, hard)); allow_files();"
+        "print(r.getrlimit(r.RLIMIT_NOFILE) == (min(hard, 65536) if hard >= 0 else 65536, hard))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", command], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "True\n"
 
 
 async def test_a_signal_while_loading_ends_it_without_serving(tmp_path: Path) -> None:

@@ -108,8 +108,18 @@ async def test_a_token_that_changes(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await api.rollouts.GetServerInfo(info, metadata=bearer(ROLLOUT), timeout=10)
         assert reason_of(caught.value) == "UNAUTHENTICATED"
-        (tmp_path / "rollout").unlink()  # the last one counts
-        await api.rollouts.GetServerInfo(info, metadata=bearer("another"), timeout=10)
+        # The last one counts.
+        (tmp_path / "rollout").write_text("\n")  # as whoever writes a file leaves it for a moment
+        for _ in range(3):
+            await api.rollouts.GetServerInfo(info, metadata=bearer("another"), timeout=10)
+        (tmp_path / "rollout").unlink()
+        for _ in range(3):
+            await api.rollouts.GetServerInfo(info, metadata=bearer("another"), timeout=10)
+        (tmp_path / "rollout").write_text("third")
+        await api.rollouts.GetServerInfo(info, metadata=bearer("third"), timeout=10)
+    events = [json.loads(line) for line in server.log.read_text().splitlines()]
+    problems = [told["error"] for told in events if told["event"].startswith("token file cannot")]
+    assert problems == ["it is empty", "No such file or directory"]
 
 
 def secure(address: str, authority: Authority, own: Certificate | None = None) -> grpc.aio.Channel:
@@ -187,7 +197,8 @@ async def test_the_health_port_serves_nothing_else(start_server: StartServer) ->
     [
         (["--rollout-token-file", "token"], "--control-token-file"),
         (["--control-token-file", "nowhere"], "cannot read"),
-        (["--control-token-file", "empty"], "is empty"),
+        (["--control-token-file", "empty"], "it is empty"),
+        (["--rollout-token-file", "token", "--control-token-file", "token"], "are the same"),
         (["--control-token-file", "token", "--listen", "0.0.0.0:0"], "in the clear"),
         (["--tls-cert", "token"], "--tls-key"),
         (["--tls-client-ca", "token"], "needs both"),
