@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import jsonschema
 import kubernetes_validate
 import pytest
+import yaml
 from deploy.chart import CHART, EXAMPLES
 from rollwire_server.command import read_settings
 from rollwire_server.settings import ServerSettings
@@ -96,6 +97,26 @@ def test_wrong_values_are_refused(helm: Helm, values: str, said: str) -> None:
     done = helm.template("cpu", "--set", values)
     assert done.returncode != 0, done.stdout
     assert said in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("release", ["true", "null", "e1", "on", "rollwire"])
+def test_names_that_yaml_takes_for_something_else(helm: Helm, release: str) -> None:
+    done = helm.run(
+        "template", release, str(CHART), "--values", str(CHART / "examples" / "secure.yaml"),
+        "--set-string", "tls.secret=true,tokens.secret=123,image.pullSecrets[0]=yes",
+        "--set-string", "priorityClassName=on,runtimeClassName=off,env.ON=1e3,env.n=y",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for rendered in yaml.safe_load_all(done.stdout):
+        kubernetes_validate.validate(rendered, KUBERNETES[0], strict=True)
+
+
+@pytest.mark.parametrize("release", ["0x1f", "a.b"])
+def test_a_release_whose_service_could_not_be(helm: Helm, release: str) -> None:
+    values = str(CHART / "examples" / "cpu.yaml")
+    done = helm.run("template", release, str(CHART), "--values", values)
+    assert done.returncode != 0
+    assert f"the Service {release}-rollwire" in done.stderr
 
 
 def test_a_model_must_be_named(helm: Helm) -> None:

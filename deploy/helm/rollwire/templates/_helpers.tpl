@@ -8,7 +8,7 @@
 
 {{- define "rollwire.selector" -}}
 app.kubernetes.io/name: rollwire
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "rollwire.labels" -}}
@@ -93,6 +93,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 
 {{- /* What no single value shows to be wrong. */}}
 {{- define "rollwire.check" -}}
+{{- $name := include "rollwire.name" . }}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) }}
+{{- fail (printf "the release would be the Service %s, and the name of one begins with a letter and has no dots" $name) }}
+{{- end }}
 {{- if and .Values.tokens.secret (not .Values.tls.secret) }}
 {{- fail "tokens.secret needs tls.secret: the server refuses tokens that travel in the clear" }}
 {{- end }}
