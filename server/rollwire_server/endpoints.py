@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ROLLOUT_SERVICE: str = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
 WEIGHT_SERVICE: str = weights_pb2.DESCRIPTOR.services_by_name["WeightService"].full_name
-PROBES_AT_ONCE = 1000  # on the port that has none of the API's bounds
+PROBES_AT_ONCE = 1000  # of one client
 FLUSH_SECONDS = 2.0  # for streams to deliver their last messages
 CHANNEL_OPTIONS = [
     ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server on it
@@ -70,8 +70,8 @@ class Endpoints:
         self._health: grpc.aio.Server | None = None
         if settings.health_listen is not None:
             self._health = grpc.aio.server(
+                interceptors=[Reception(PROBES_AT_ONCE, counts)],
                 options=[*CHANNEL_OPTIONS, ("grpc.max_receive_message_length", OTHERS_BYTES)],
-                maximum_concurrent_rpcs=PROBES_AT_ONCE,
             )
             health_pb2_grpc.add_HealthServicer_to_server(self._health_servicer, self._health)
             self.addresses["health_listen"] = _bind(self._health, settings.health_listen, None)

@@ -59,7 +59,10 @@ class Reason(enum.Enum):
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "more StreamRollouts calls of one client than the limit",
     )
-    TOO_MANY_CALLS = grpc.StatusCode.RESOURCE_EXHAUSTED, "more calls of a method than the limit"
+    TOO_MANY_CALLS = (
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "more calls of a method by one client than the limit",
+    )
     STARTING = grpc.StatusCode.UNAVAILABLE, "the engine is loading"
     DRAINING = grpc.StatusCode.UNAVAILABLE, "the server is going down"
     SLEEPING = grpc.StatusCode.UNAVAILABLE, "its memory is given back"

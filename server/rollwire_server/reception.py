@@ -1,4 +1,4 @@
-"""How calls come in: so many of a method at once, and their messages a few at a time.
+"""How calls come in: of one client so many at once, and their messages a few at a time.
 
 gRPC takes in a message whole as soon as somebody asks for it, and keeps what it has of one whose
 rest does not come. So messages are asked for late: when the caller's token has been looked at, and
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-BESIDE_SEQUENCES = 1000  # calls of a method, beyond those that sequences may have
+BESIDE_SEQUENCES = 1000  # calls of a method by one client, beyond those that sequences may have
 MOST_REFLECTIONS = 16  # for people, and each may bring a large message
 MESSAGES_AT_ONCE = (512 << 20) // LARGEST_BYTES  # on their way from one client
 MESSAGE_SECONDS = 30.0  # from the call to the end of its message
@@ -42,14 +42,14 @@ class Reception(grpc.aio.ServerInterceptor):
     """Lets calls in, and gives their handlers parsed messages.
 
     Args:
-        most_calls: Of one method at once.
+        most_calls: Of one method by one client at once.
         counts: Of refusals.
     """
 
     def __init__(self, most_calls: int, counts: Counts) -> None:
         self._most_calls = most_calls
         self._counts = counts
-        self._calls: Counter[str] = Counter()  # under way, by method
+        self._calls: Counter[tuple[str, str]] = Counter()  # under way, by client and method
         self._parsers: dict[str, Parser] = {}  # by method
         self._counting = asyncio.Lock()
         self._arriving: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
@@ -72,7 +72,7 @@ class Reception(grpc.aio.ServerInterceptor):
 
         async def receive(stream: Any, context: Context) -> Any:
             try:
-                with self._counted(service, name):
+                with self._counted(service, name, client_of(context)):
                     if handler.request_streaming:
                         request = stream
                     else:
@@ -95,20 +95,22 @@ class Reception(grpc.aio.ServerInterceptor):
         )
 
     @contextlib.contextmanager
-    def _counted(self, service: str, name: str) -> Iterator[None]:
-        method = f"{service}/{name}"
+    def _counted(self, service: str, name: str, client: str) -> Iterator[None]:
+        key = client, f"{service}/{name}"
         most = MOST_REFLECTIONS if service == reflection.SERVICE_NAME else self._most_calls
-        if self._calls[method] >= most:
+        if self._calls[key] >= most:
             raise ServiceError(
                 Reason.TOO_MANY_CALLS,
-                f"{self._calls[method]} calls of {name} are under way on this server, the most "
-                "there may be: try again, or use another server",
+                f"{self._calls[key]} calls of {name} by {client} are under way on this server, "
+                "the most there may be: try again, or use another server",
             )
-        self._calls[method] += 1
+        self._calls[key] += 1
         try:
             yield
         finally:
-            self._calls[method] -= 1
+            self._calls[key] -= 1
+            if not self._calls[key]:
+                del self._calls[key]
 
     async def _message(self, name: str, parser: Parser, context: Context) -> Any:
         client = client_of(context)
