@@ -2,8 +2,9 @@
 
 gRPC takes in a message whole as soon as somebody asks for it, and keeps what it has of one whose
 rest does not come. So messages are asked for late: when the caller's token has been looked at, and
-when not many others of that client are on their way. Over the wire every call is one of streams, so
-that this can be done for those that take one message too.
+when not many others of that client are on their way. It keeps answers too, for as long as nobody
+takes them, so a call with one answer has its turn until then. For all that, every call is served as
+one of streams: over the wire they are the same.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ log = structlog.get_logger()
 
 BESIDE_SEQUENCES = 1000  # calls of a method by one client, beyond those that sequences may have
 MOST_REFLECTIONS = 16  # for people, and each may bring a large message
-MESSAGES_AT_ONCE = (512 << 20) // LARGEST_BYTES  # on their way from one client
+AT_ONCE = (512 << 20) // LARGEST_BYTES  # of one client: messages on their way; turns at a method
+NO_TURN = contextlib.nullcontext()
 MESSAGE_SECONDS = 30.0  # from the call to the end of its message
 
 
@@ -52,7 +54,7 @@ class Reception(grpc.aio.ServerInterceptor):
         self._calls: Counter[tuple[str, str]] = Counter()  # under way, by client and method
         self._parsers: dict[str, Parser] = {}  # by method
         self._counting = asyncio.Lock()
-        self._arriving: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def intercept_service(
         self,
@@ -70,24 +72,29 @@ class Reception(grpc.aio.ServerInterceptor):
             parser = self._parsers[method] = Parser(service, name, parse, self._counting)
         respond = _behaviour(handler)
 
-        async def receive(stream: Any, context: Context) -> Any:
+        one_answer = not handler.response_streaming
+
+        async def serve(request: Any, context: Context) -> None:
+            response = await respond(request, context)
+            if one_answer:
+                await context.write(response)  # returns when the client takes it
+
+        async def receive(stream: Any, context: Context) -> None:
+            client = client_of(context)
             try:
-                with self._counted(service, name, client_of(context)):
+                with self._counted(client, service, name):
                     if handler.request_streaming:
-                        request = stream
-                    else:
-                        request = await self._message(name, parser, context)
-                    return await respond(request, context)
+                        await serve(stream, context)
+                        return
+                    turn = self._turn(f"{client} {method}") if one_answer else NO_TURN
+                    async with turn:
+                        await serve(await self._message(client, name, parser, context), context)
             except ServiceError as error:  # handlers answer theirs
                 self._counts.refusals[error.reason.name.lower()] += 1
                 log.info("refused", rpc=name, reason=error.reason.name, message=error.message)
                 await answer(context, error)
 
-        make: Callable[..., Handler] = (
-            grpc.stream_stream_rpc_method_handler
-            if handler.response_streaming
-            else grpc.stream_unary_rpc_method_handler
-        )
+        make: Callable[..., Handler] = grpc.stream_stream_rpc_method_handler
         return make(
             receive,
             request_deserializer=parser.read_or_tell if handler.request_streaming else None,
@@ -95,7 +102,7 @@ class Reception(grpc.aio.ServerInterceptor):
         )
 
     @contextlib.contextmanager
-    def _counted(self, service: str, name: str, client: str) -> Iterator[None]:
+    def _counted(self, client: str, service: str, name: str) -> Iterator[None]:
         key = client, f"{service}/{name}"
         most = MOST_REFLECTIONS if service == reflection.SERVICE_NAME else self._most_calls
         if self._calls[key] >= most:
@@ -112,10 +119,12 @@ class Reception(grpc.aio.ServerInterceptor):
             if not self._calls[key]:
                 del self._calls[key]
 
-    async def _message(self, name: str, parser: Parser, context: Context) -> Any:
-        client = client_of(context)
-        arriving = self._arriving.setdefault(client, asyncio.Semaphore(MESSAGES_AT_ONCE))
-        async with arriving:  # of this client: nobody waits for another's
+    def _turn(self, whose: str) -> asyncio.Semaphore:
+        """Of those with this name some have it at once, and the rest one after the other."""
+        return self._turns.setdefault(whose, asyncio.Semaphore(AT_ONCE))
+
+    async def _message(self, client: str, name: str, parser: Parser, context: Context) -> Any:
+        async with self._turn(client):
             try:
                 async with asyncio.timeout(MESSAGE_SECONDS):
                     data = await context.read()

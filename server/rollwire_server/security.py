@@ -188,21 +188,17 @@ class Authentication(grpc.aio.ServerInterceptor):
             self._counts.refusals[error.reason.name.lower()] += 1
             rpc = method.rpartition("/")[2] if handler is not None else "unknown"
             log.info("refused", rpc=rpc, reason=error.reason.name)
-            return _refusing(handler, error) if handler is not None else handler
+            return _refusing(error) if handler is not None else handler
         return handler
 
 
-def _refusing(handler: Handler, error: ServiceError) -> Handler:
+def _refusing(error: ServiceError) -> Handler:
     """A handler that only says why not, and asks for no message: gRPC then takes none in."""
 
     async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await answer(context, error)
 
-    make: Callable[..., Handler] = (
-        grpc.stream_stream_rpc_method_handler
-        if handler.response_streaming
-        else grpc.stream_unary_rpc_method_handler
-    )
+    make: Callable[..., Handler] = grpc.stream_stream_rpc_method_handler
     return make(refuse)
 
 

@@ -12,15 +12,15 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given, settings
-from rollwire.v1 import weights_pb2
+from rollwire.v1 import rollout_pb2, weights_pb2
 from rollwire_server import reception
 from rollwire_server.counts import Counts
 from rollwire_server.endpoints import PROBES_AT_ONCE
 from rollwire_server.parsing import LARGEST_BYTES, fields_of, has_at_most
-from rollwire_server.reception import MESSAGES_AT_ONCE, Reception
+from rollwire_server.reception import AT_ONCE, Reception
 from support.calls import connected, generate, reason_of, request, until
 from support.fuzzing import messages
-from support.half_sent import HalfSent
+from support.raw_calls import RawCalls
 from support.servers import resident_bytes
 
 if TYPE_CHECKING:
@@ -33,23 +33,22 @@ if TYPE_CHECKING:
 SYNTHETIC = ("--engine", "synthetic")
 ROLLOUTS = "/rollwire.v1.RolloutService/"
 ELSEWHERE = "127.0.0.2"
-LARGE = LARGEST_BYTES - 100
+LARGE = bytes(LARGEST_BYTES - 100)
 
 
 @contextlib.asynccontextmanager
-async def half_sent(
-    server: ServerProcess, method: str, calls: int, local: str | None = None
-) -> AsyncIterator[HalfSent]:
-    """Calls under way, of which the server has taken in what it takes in."""
-    sending = HalfSent(method, calls, LARGE)
-    task = asyncio.create_task(sending.run(server.address, local))
+async def under_way(
+    server: ServerProcess, calls: RawCalls, local: str | None = None
+) -> AsyncIterator[None]:
+    """Calls of which the server has taken in what it takes in."""
+    task = asyncio.create_task(calls.run(server.address, local))
     try:
         before, quiet_since = -1, time.monotonic()
         while time.monotonic() - quiet_since < 1.0:
-            if sending.sent != before:
-                before, quiet_since = sending.sent, time.monotonic()
+            if calls.sent != before:
+                before, quiet_since = calls.sent, time.monotonic()
             await asyncio.sleep(0.05)
-        yield sending
+        yield
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -64,8 +63,9 @@ async def test_who_has_no_token_sends_nothing(
         (tmp_path / scope).write_text(scope)
         flags += [f"--{scope}-token-file", str(tmp_path / scope)]
     server = start_server(*SYNTHETIC, *flags)
-    async with half_sent(server, ROLLOUTS + method, 10) as sending:
-        assert sending.sent < LARGE  # what goes out before the refusal has come back
+    calls = RawCalls(ROLLOUTS + method, 10, LARGE)
+    async with under_way(server, calls):
+        assert calls.sent < len(LARGE)  # what goes out before the refusal has come back
 
 
 async def test_messages_that_do_not_come_whole_take_little_and_hinder_nobody_else(
@@ -73,11 +73,11 @@ async def test_messages_that_do_not_come_whole_take_little_and_hinder_nobody_els
 ) -> None:
     server = start_server(*SYNTHETIC)
     before = resident_bytes(server.process.pid)
-    method = ROLLOUTS + "GetServerInfo"
-    async with half_sent(server, method, MESSAGES_AT_ONCE * 2, ELSEWHERE) as sending:
-        assert sending.sent > LARGE  # it does get through
+    calls = RawCalls(ROLLOUTS + "GetServerInfo", AT_ONCE * 2, LARGE)
+    async with under_way(server, calls, ELSEWHERE):
+        assert calls.sent > len(LARGE)  # they do get through
         grown = resident_bytes(server.process.pid) - before
-        assert grown < 1.5 * MESSAGES_AT_ONCE * LARGEST_BYTES
+        assert grown < 1.5 * AT_ONCE * LARGEST_BYTES
         async with connected(server.address) as api:
             assert (await generate(api, request((1,), 3))).reason == "LENGTH"
 
@@ -104,6 +104,21 @@ async def receiving(most_calls: int) -> AsyncIterator[grpc.aio.Channel]:
         await server.stop(None)
 
 
+async def test_answers_that_nobody_takes_take_little(start_server: StartServer) -> None:
+    server = start_server(*SYNTHETIC)
+    keys = [rollout_pb2.SequenceKey(request_id="n" * 250)] * 10_000
+    abort = rollout_pb2.AbortRequest(sequences=keys).SerializeToString()
+    before = resident_bytes(server.process.pid)
+    calls = RawCalls(ROLLOUTS + "Abort", 100, abort, whole=True, takes=0)
+    async with under_way(server, calls, ELSEWHERE):
+        assert calls.sent > len(abort)
+        grown = resident_bytes(server.process.pid) - before
+        assert grown < 5 * AT_ONCE * len(abort)
+        async with connected(server.address) as api:
+            assert (await generate(api, request((1,), 3))).reason == "LENGTH"
+            assert await api.abort("unknown") == (0, ["unknown"])
+
+
 async def test_a_message_that_does_not_come_is_waited_for_so_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -113,6 +128,7 @@ async def test_a_message_that_does_not_come_is_waited_for_so_long(
             with pytest.raises(grpc.aio.AioRpcError, match="did not come whole") as caught:
                 await channel.stream_stream("/a/One")(timeout=20).read()
             assert reason_of(caught.value) == "TIMED_OUT"
+        monkeypatch.undo()
         assert await channel.unary_unary("/a/One")(b"", timeout=20) == b""
         assert await channel.stream_stream("/a/Many")(timeout=20).read() == b""
 

@@ -1,4 +1,4 @@
-"""HTTP/2 by hand: calls whose message never comes whole."""
+"""HTTP/2 by hand: callers that never send the end of a message, or never take an answer."""
 
 from __future__ import annotations
 
@@ -8,35 +8,39 @@ from dataclasses import dataclass, field
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RESET, SETTINGS, PING, WINDOW = 0, 1, 3, 4, 6, 8
-ACKNOWLEDGED, END_HEADERS = 1, 4
+ACKNOWLEDGED, END_STREAM, END_HEADERS = 1, 1, 4
+FIRST_WINDOW = 4  # the name of a setting: of every stream
 FRAME_BYTES = 16384
-FIRST_WINDOW = 65535
+USUAL_WINDOW = 65535
 
 
 @dataclass
 class _Call:
-    left: int  # bytes of its message, of which the last is never sent
-    window: int = 0
-    begun: bool = False
+    unsent: memoryview
+    window: int
 
 
 @dataclass
-class HalfSent:
-    """Calls of one method over one connection, whose messages all but come.
+class RawCalls:
+    """Calls of one method over one connection.
 
     Args:
         method: Its path.
         calls: How many.
-        size: Of each one's message.
+        message: Of each.
+        whole: Whether its last byte is sent too.
+        takes: Bytes of each answer, before the server has to wait.
     """
 
     method: str
     calls: int
-    size: int
-    sent: int = 0
-    _calls: dict[int, _Call] = field(default_factory=dict)
-    _window: int = FIRST_WINDOW
-    _first_window: int = FIRST_WINDOW
+    message: bytes
+    whole: bool = False
+    takes: int = USUAL_WINDOW
+    sent: int = field(default=0, init=False)
+    _calls: dict[int, _Call] = field(default_factory=dict, init=False)
+    _window: int = field(default=USUAL_WINDOW, init=False)
+    _first_window: int = field(default=USUAL_WINDOW, init=False)
 
     async def run(self, address: str, local: str | None = None) -> None:
         """Sends as much as the server takes in; until it hangs up, or for ever.
@@ -48,12 +52,15 @@ class HalfSent:
         host, _, port = address.rpartition(":")
         source = (local, 0) if local else None
         reader, writer = await asyncio.open_connection(host, int(port), local_addr=source)
+        framed = struct.pack(">BI", 0, len(self.message)) + self.message
+        data = memoryview(framed if self.whole else framed[:-1])
         try:
-            writer.write(PREFACE + _frame(SETTINGS, 0, 0, b""))
+            settings = struct.pack(">HI", FIRST_WINDOW, self.takes)
+            writer.write(PREFACE + _frame(SETTINGS, 0, 0, settings))
             for i in range(self.calls):
                 stream = 1 + 2 * i
                 writer.write(_frame(HEADERS, END_HEADERS, stream, _headers(self.method)))
-                self._calls[stream] = _Call(self.size - 1, self._first_window)
+                self._calls[stream] = _Call(data, self._first_window)
             while True:
                 self._send(writer)
                 await writer.drain()
@@ -68,12 +75,10 @@ class HalfSent:
 
     def _send(self, writer: asyncio.StreamWriter) -> None:
         for stream, call in self._calls.items():
-            while (room := min(FRAME_BYTES, self._window, call.window)) > 5 and call.left > 5:
-                head = b"" if call.begun else struct.pack(">BI", 0, self.size)
-                data = head + bytes(min(room - len(head), call.left))
-                writer.write(_frame(DATA, 0, stream, data))
-                call.begun = True
-                call.left -= len(data) - len(head)
+            while call.unsent and (room := min(FRAME_BYTES, self._window, call.window)) > 0:
+                data, call.unsent = call.unsent[:room], call.unsent[room:]
+                ends = END_STREAM if self.whole and not call.unsent else 0
+                writer.write(_frame(DATA, ends, stream, data))
                 self._window -= len(data)
                 call.window -= len(data)
                 self.sent += len(data)
@@ -90,19 +95,19 @@ class HalfSent:
         elif kind == SETTINGS and not flags & ACKNOWLEDGED:
             for at in range(0, len(said), 6):
                 name, value = struct.unpack(">HI", said[at : at + 6])
-                if name == 4:  # the first window of every stream
+                if name == FIRST_WINDOW:
                     for call in self._calls.values():
                         call.window += value - self._first_window
                     self._first_window = value
             writer.write(_frame(SETTINGS, ACKNOWLEDGED, 0, b""))
         elif kind == PING and not flags & ACKNOWLEDGED:
             writer.write(_frame(PING, ACKNOWLEDGED, 0, said))
-        elif kind in (HEADERS, RESET):  # it is over
+        elif kind == RESET:  # it is over
             self._calls.pop(stream, None)
 
 
-def _frame(kind: int, flags: int, stream: int, data: bytes) -> bytes:
-    return len(data).to_bytes(3) + bytes([kind, flags]) + stream.to_bytes(4) + data
+def _frame(kind: int, flags: int, stream: int, data: bytes | memoryview) -> bytes:
+    return b"".join((len(data).to_bytes(3), bytes([kind, flags]), stream.to_bytes(4), data))
 
 
 def _headers(method: str) -> bytes:
