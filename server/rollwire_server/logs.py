@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 OWN = ("rollwire_server", "rollwire_transport")
 MOST_CHARACTERS = 256
+REFUSALS_A_SECOND = 20
 
 _CALLERS_FAULTS = {"DecodeError", "ExecuteBatchError"}  # of which one has no public class
 
@@ -31,6 +33,7 @@ def configure(style: str, level: str) -> None:
     """
     text = sys.stderr.isatty() if style == "auto" else style == "text"
     first: list[Processor] = [
+        Sparing(),
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -66,12 +69,38 @@ def bind(**names: Any) -> None:
     )
 
 
-def _is_no_callers_fault(record: logging.LogRecord) -> bool:
-    """Whether gRPC tells of more than a message that could not be read, or an answer that found its
-    caller gone.
+class Sparing:
+    """Lets so many lines of refused calls through: callers make as many as they like.
+
+    Those that are left out are counted as ``unsaid`` in the next one.
     """
-    error = record.exc_info[1] if record.exc_info else None
-    return type(error).__name__ not in _CALLERS_FAULTS
+
+    def __init__(self) -> None:
+        self._since = 0.0
+        self._said = self._unsaid = 0
+
+    def __call__(self, _: WrappedLogger, __: str, event: EventDict) -> EventDict:
+        """Raises structlog.DropEvent for a line that is one too many."""
+        if event["event"] != "refused":
+            return event
+        if (now := time.monotonic()) - self._since >= 1:
+            self._since, self._said = now, 0
+        if self._said >= REFUSALS_A_SECOND:
+            self._unsaid += 1
+            raise structlog.DropEvent
+        self._said += 1
+        if self._unsaid:
+            event["unsaid"], self._unsaid = self._unsaid, 0
+        return event
+
+
+def is_callers_fault(error: BaseException | None) -> bool:
+    """Whether a message could not be read, or an answer found its caller gone."""
+    return type(error).__name__ in _CALLERS_FAULTS
+
+
+def _is_no_callers_fault(record: logging.LogRecord) -> bool:
+    return not is_callers_fault(record.exc_info[1] if record.exc_info else None)
 
 
 def _text() -> list[Processor]:

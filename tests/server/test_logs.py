@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
 import subprocess
 import sys
+import time
 import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+import structlog
 from rollwire.v1 import rollout_pb2
 from rollwire_server import logs
-from support.calls import Api, Generation, Stream, generate, reason_of, request
+from rollwire_server.logs import REFUSALS_A_SECOND
+from rollwire_server.services.answering import answering
+from support.calls import Api, Generation, Stream, connected, generate, reason_of, request
 from support.certificates import Authority
 from support.publishing import Update, no_update, random_weights
 
@@ -227,3 +232,52 @@ def test_an_answer_that_finds_its_caller_gone_is_no_fault_of_the_server() -> Non
     assert not told(ExecuteBatchError())
     assert told(RuntimeError())
     assert logs._is_no_callers_fault(logging.LogRecord("a", 40, "", 0, "", (), None))
+
+
+async def test_who_hangs_up_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    """An answer that finds its caller gone, before the server has heard of that."""
+
+    class ExecuteBatchError(Exception):
+        pass
+
+    class Service:
+        @answering
+        async def call(self, error: Exception, _: Any) -> None:
+            raise error
+
+    for error, told in ((ExecuteBatchError(), False), (RuntimeError(), True)):
+        with pytest.raises(type(error)):
+            await Service().call(error, None)
+        assert ("a bug" in capsys.readouterr().out) is told
+
+
+async def test_refusals_do_not_fill_the_log(start_server: StartServer) -> None:
+    server = start_server("--engine", "synthetic")
+    async with connected(server.address) as api:
+        began = time.monotonic()
+        for _ in range(20):
+            await asyncio.gather(*(refused(generate(api, request(()))) for _ in range(50)))
+        seconds = time.monotonic() - began
+    said = server.log.read_text().count('"event": "refused"')
+    assert 0 < said <= REFUSALS_A_SECOND * (seconds + 2)
+
+
+def test_what_is_left_out_of_the_log_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    sparing = logs.Sparing()
+
+    def said(event: str) -> dict[str, Any] | None:
+        try:
+            return dict(sparing(None, "", {"event": event}))
+        except structlog.DropEvent:
+            return None
+
+    for _ in range(REFUSALS_A_SECOND):
+        assert said("refused") == {"event": "refused"}
+    assert said("refused") is None
+    assert said("refused") is None
+    assert said("state") == {"event": "state"}
+    now += 1.0
+    assert said("refused") == {"event": "refused", "unsaid": 2}
+    assert said("refused") == {"event": "refused"}

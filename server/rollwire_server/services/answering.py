@@ -12,7 +12,7 @@ import grpc
 import structlog
 
 from rollwire_server.errors import ServiceError, answer
-from rollwire_server.logs import bind
+from rollwire_server.logs import bind, is_callers_fault
 from rollwire_server.parsing import check_parsed
 
 if TYPE_CHECKING:
@@ -48,8 +48,9 @@ def answering(handler: Handler[Response]) -> Handler[Response]:
             await answer(context, error)
         except grpc.aio.AbortError:
             raise
-        except Exception:
-            log.exception("a bug: the call failed", rpc=handler.__name__)
+        except Exception as error:
+            if not is_callers_fault(error):
+                log.exception("a bug: the call failed", rpc=handler.__name__)
             raise
 
     return wrapped
