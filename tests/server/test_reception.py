@@ -75,7 +75,7 @@ async def test_messages_that_do_not_come_whole_take_little_and_hinder_nobody_els
     before = resident_bytes(server.process.pid)
     calls = RawCalls(ROLLOUTS + "GetServerInfo", AT_ONCE * 2, LARGE)
     async with under_way(server, calls, ELSEWHERE):
-        assert calls.sent > len(LARGE)  # they do get through
+        assert len(LARGE) < calls.sent < 1.2 * AT_ONCE * len(LARGE)
         grown = resident_bytes(server.process.pid) - before
         assert grown < 1.5 * AT_ONCE * LARGEST_BYTES
         async with connected(server.address) as api:
@@ -108,12 +108,9 @@ async def test_answers_that_nobody_takes_take_little(start_server: StartServer) 
     server = start_server(*SYNTHETIC)
     keys = [rollout_pb2.SequenceKey(request_id="n" * 250)] * 10_000
     abort = rollout_pb2.AbortRequest(sequences=keys).SerializeToString()
-    before = resident_bytes(server.process.pid)
     calls = RawCalls(ROLLOUTS + "Abort", 100, abort, whole=True, takes=0)
     async with under_way(server, calls, ELSEWHERE):
-        assert calls.sent > len(abort)
-        grown = resident_bytes(server.process.pid) - before
-        assert grown < 5 * AT_ONCE * len(abort)
+        assert len(abort) < calls.sent < 2 * AT_ONCE * len(abort)  # the others wait their turn
         async with connected(server.address) as api:
             assert (await generate(api, request((1,), 3))).reason == "LENGTH"
             assert await api.abort("unknown") == (0, ["unknown"])
