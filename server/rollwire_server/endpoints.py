@@ -63,7 +63,7 @@ class Endpoints:
         most_calls = settings.max_running + settings.max_waiting + BESIDE_SEQUENCES
         self.api = grpc.aio.server(
             interceptors=[Authentication(access, counts), Reception(most_calls, counts)],
-            options=[*CHANNEL_OPTIONS, ("grpc.max_receive_message_length", LARGEST_BYTES)],
+            options=_options(most_calls, LARGEST_BYTES),
         )
         self.addresses = {"listen": _bind(self.api, settings.listen, server_credentials(settings))}
         health_pb2_grpc.add_HealthServicer_to_server(self._health_servicer, self.api)
@@ -71,7 +71,7 @@ class Endpoints:
         if settings.health_listen is not None:
             self._health = grpc.aio.server(
                 interceptors=[Reception(PROBES_AT_ONCE, counts)],
-                options=[*CHANNEL_OPTIONS, ("grpc.max_receive_message_length", OTHERS_BYTES)],
+                options=_options(PROBES_AT_ONCE, OTHERS_BYTES),
             )
             health_pb2_grpc.add_HealthServicer_to_server(self._health_servicer, self._health)
             self.addresses["health_listen"] = _bind(self._health, settings.health_listen, None)
@@ -129,6 +129,15 @@ def transfers_listen(settings: ServerSettings) -> transport.Listening:
         reasons = "; ".join(backend.reason for backend in backends)
         raise EndpointError(f"--transport-listen is {told}, which none can be kept to: {reasons}")
     return listening
+
+
+def _options(most_calls: int, most_bytes: int) -> list[tuple[str, int]]:
+    return [
+        *CHANNEL_OPTIONS,
+        # Of one connection. Without it, calls that are given up as soon as they are made pile up.
+        ("grpc.max_concurrent_streams", most_calls),
+        ("grpc.max_receive_message_length", most_bytes),
+    ]
 
 
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:

@@ -20,7 +20,7 @@ from rollwire_server.parsing import LARGEST_BYTES, fields_of, has_at_most
 from rollwire_server.reception import AT_ONCE, Reception
 from support.calls import connected, generate, reason_of, request, until
 from support.fuzzing import messages
-from support.raw_calls import RawCalls
+from support.raw_calls import RawCalls, give_up
 from support.servers import resident_bytes
 
 if TYPE_CHECKING:
@@ -166,6 +166,20 @@ async def test_calls_of_a_method_are_counted() -> None:
                 return await call.code() is grpc.StatusCode.OK
 
             await until(is_open, 20)
+
+
+@pytest.mark.parametrize("port", ["listen", "health_listen"])
+async def test_calls_that_are_given_up_at_once_take_nothing(
+    start_server: StartServer, port: str
+) -> None:
+    """Each would be some twelve kilobytes, for as long as the server is behind with them."""
+    server = start_server(*SYNTHETIC, "--health-listen", "127.0.0.1:0")
+    address = json.loads(server.ready_file.read_text())[port]
+    before = resident_bytes(server.process.pid)
+    await give_up(address, "/grpc.health.v1.Health/Check", 40_000)
+    assert resident_bytes(server.process.pid) - before < 120 << 20
+    async with connected(server.address) as api:
+        assert (await generate(api, request((1,), 3))).reason == "LENGTH"
 
 
 def health_of(server: ServerProcess) -> str:

@@ -106,6 +106,30 @@ class RawCalls:
             self._calls.pop(stream, None)
 
 
+async def give_up(address: str, method: str, calls: int) -> None:
+    """Makes calls and gives each up at once, in bursts; returns when all are sent, or when the
+    server hangs up.
+    """
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    taking = asyncio.create_task(reader.read())  # so that the server never waits for us
+    cancelled = (8).to_bytes(4)
+    try:
+        writer.write(PREFACE + _frame(SETTINGS, 0, 0, b""))
+        for stream in range(1, 2 * calls, 2):
+            writer.write(_frame(HEADERS, END_HEADERS, stream, _headers(method)))
+            writer.write(_frame(RESET, 0, stream, cancelled))
+            if stream % 200 == 1:
+                await writer.drain()
+        await writer.drain()
+    except ConnectionError:
+        pass
+    finally:
+        taking.cancel()
+        writer.close()
+        await asyncio.gather(taking, return_exceptions=True)
+
+
 def _frame(kind: int, flags: int, stream: int, data: bytes | memoryview) -> bytes:
     return b"".join((len(data).to_bytes(3), bytes([kind, flags]), stream.to_bytes(4), data))
 
