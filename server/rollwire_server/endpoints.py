@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import grpc
 import rollwire_transport as transport
 from google.rpc import error_details_pb2  # noqa: F401  reflection then shows error details
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from rollwire.v1 import rollout_pb2, weights_pb2
 
+from rollwire_server.health import Health
 from rollwire_server.parsing import LARGEST_BYTES, OTHERS_BYTES
 from rollwire_server.reception import BESIDE_SEQUENCES, Reception
 from rollwire_server.scraping import MetricsPage
@@ -59,21 +60,21 @@ class Endpoints:
     def __init__(self, settings: ServerSettings, access: Access, counts: Counts) -> None:
         self._settings = settings
         self._page: MetricsPage | None = None
-        self._health_servicer = health.aio.HealthServicer()
+        self._answers = Health()
         most_calls = settings.max_running + settings.max_waiting + BESIDE_SEQUENCES
         self.api = grpc.aio.server(
             interceptors=[Authentication(access, counts), Reception(most_calls, counts)],
             options=_options(most_calls, LARGEST_BYTES),
         )
         self.addresses = {"listen": _bind(self.api, settings.listen, server_credentials(settings))}
-        health_pb2_grpc.add_HealthServicer_to_server(self._health_servicer, self.api)
+        health_pb2_grpc.add_HealthServicer_to_server(self._answers, self.api)
         self._health: grpc.aio.Server | None = None
         if settings.health_listen is not None:
             self._health = grpc.aio.server(
                 interceptors=[Reception(PROBES_AT_ONCE, counts)],
                 options=_options(PROBES_AT_ONCE, OTHERS_BYTES),
             )
-            health_pb2_grpc.add_HealthServicer_to_server(self._health_servicer, self._health)
+            health_pb2_grpc.add_HealthServicer_to_server(self._answers, self._health)
             self.addresses["health_listen"] = _bind(self._health, settings.health_listen, None)
         if settings.reflection:
             services = (ROLLOUT_SERVICE, WEIGHT_SERVICE, health.SERVICE_NAME)
@@ -91,11 +92,9 @@ class Endpoints:
         if self._health is not None:
             await self._health.start()
 
-    async def ready(self, *, is_so: bool) -> None:
+    def ready(self, *, is_so: bool) -> None:
         """What the health service says of the rollout service; "" is alive in any case."""
-        answers = health_pb2.HealthCheckResponse
-        status = answers.SERVING if is_so else answers.NOT_SERVING
-        await self._health_servicer.set(ROLLOUT_SERVICE, status)
+        self._answers.tell(ROLLOUT_SERVICE, serving=is_so)
 
     async def stop(self) -> None:
         """Closes everything; streams have a moment to deliver their last messages."""

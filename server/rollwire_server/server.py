@@ -107,8 +107,8 @@ class RolloutServer:
                 background = [
                     tasks.create_task(self._lifecycle.run(), name="lifecycle"),
                     tasks.create_task(self._rollouts.run(), name="rollouts"),
-                    tasks.create_task(self._tell_health(endpoints), name="health"),
                 ]
+                self._lifecycle.observe(lambda state: endpoints.ready(is_so=state in READY))
                 try:
                     await endpoints.start(metrics)
                     await self._load(updates)
@@ -209,14 +209,6 @@ class RolloutServer:
         if (path := self._settings.ready_file) is not None:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
-
-    async def _tell_health(self, endpoints: Endpoints) -> None:
-        changed = asyncio.Event()
-        self._lifecycle.observe(lambda _: changed.set())
-        while True:
-            await changed.wait()
-            changed.clear()
-            await endpoints.ready(is_so=self._lifecycle.state in READY)
 
     # Stopping.
 

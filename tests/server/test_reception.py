@@ -205,14 +205,19 @@ async def test_health_takes_names_of_services(start_server: StartServer) -> None
 
 async def test_watchers_of_health_are_counted(start_server: StartServer) -> None:
     server = start_server(*SYNTHETIC, "--health-listen", "127.0.0.1:0")
-    async with grpc.aio.insecure_channel(health_of(server)) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        every = health_pb2.HealthCheckRequest()
-        watching = [health.Watch(every) for _ in range(PROBES_AT_ONCE)]
+    every = health_pb2.HealthCheckRequest()
+    own = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
+    async with (
+        grpc.aio.insecure_channel(health_of(server), options=own) as many,
+        grpc.aio.insecure_channel(health_of(server), options=own) as channel,
+    ):
+        watched = health_pb2_grpc.HealthStub(many).Watch
+        watching = [watched(every, timeout=60) for _ in range(PROBES_AT_ONCE)]
         for call in watching:
-            await asyncio.wait_for(call.read(), 20)
+            await call.read()
+        health = health_pb2_grpc.HealthStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await health.Watch(every).read()
+            await health.Watch(every, timeout=20).read()
         assert reason_of(caught.value) == "TOO_MANY_CALLS"
         await health.Check(every, timeout=20)  # probes are answered all the same
 
