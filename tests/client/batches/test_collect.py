@@ -317,6 +317,14 @@ async def test_what_no_buffer_could_hold_is_refused(prompt: Prompt, error: type)
         assert not server.requests
 
 
+async def test_what_is_no_prompt_is_told_and_taken_for_none() -> None:
+    async with held() as (server, batcher):
+        with pytest.raises(TypeError, match=r"gave \[1, 2\], not a Prompt"):
+            await batcher.collect([[1, 2]], 1)
+        assert not server.requests
+        assert batcher.taken == 0
+
+
 async def test_a_version_that_comes_to_nothing_is_told() -> None:
     """The weights that a sequence needs were there when it was begun, and are gone."""
     async with (
@@ -407,6 +415,7 @@ async def test_versions_rise() -> None:
         ({"sampling": Sampling(seed=1)}, "all samples would share"),
         ({"group_size": 0}, "group_size is 0"),
         ({"refills": -1}, "refills -1"),
+        ({"max_lag": -1}, "max_lag is -1"),
         ({"seed": 2**63}, "seed is"),
         ({"options": {"request_id": "a"}}, "request_id: the batcher's own"),
         ({"options": {"session_id": "a", "max_weight_version": 1}}, "session_id, max_weight"),

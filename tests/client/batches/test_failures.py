@@ -127,8 +127,9 @@ async def test_a_refusal_is_raised_at_once_and_its_group_dropped() -> None:
     refused = fails(grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_EXCEEDED", after=0)
     async with one(refused) as (server, batcher):
         source = prompts()
-        with pytest.raises(InvalidRequestError):
+        with pytest.raises(InvalidRequestError) as caught:
             await batcher.collect(source, 1)
+        assert "prompt '1'" in caught.value.__notes__[0]
         assert len(server.requests) == 1
         batch = await batcher.collect(source, 1)
     assert [group.prompt.id for group in batch.groups] == ["2"]
@@ -198,6 +199,14 @@ async def test_a_reward_that_raises_is_asked_for_again_and_nothing_is_sampled_ag
         batch = await batcher.collect(source, 1)
     assert (batch.finished.rewards, asked) == ((1.0,), ["1", "1"])
     assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("given", [None, "good", float("nan"), [1.0, 2.0]])
+async def test_a_reward_that_is_no_number_is_told(given: object) -> None:
+    async with one(reward=lambda *_: given) as (_, batcher):
+        with pytest.raises(ValueError, match=r"the reward of prompt '1' is .*, no number"):
+            await batcher.collect(prompts(), 1)
+        assert batcher.taken == 1
 
 
 async def test_prompts_that_raise_lose_nothing() -> None:

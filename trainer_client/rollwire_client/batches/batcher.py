@@ -100,6 +100,8 @@ class Batcher:
             raise ValueError(f"seed is {seed}, from -2^63 to 2^63 - 1")
         if group_size < 1 or refills < 0:
             raise ValueError(f"group_size is {group_size}, from 1 on; refills {refills}, from 0")
+        if max_lag is not None and max_lag < 0:
+            raise ValueError(f"max_lag is {max_lag}, from 0 on, or None for no bound")
         self.version: int | None = None
         self.handed_out = 0
         self.dropped = 0

@@ -8,7 +8,15 @@ import math
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from rollwire_client.batches.data import Batch, Decision, DropReason, Group, Part, Progress
+from rollwire_client.batches.data import (
+    Batch,
+    Decision,
+    DropReason,
+    Group,
+    Part,
+    Progress,
+    Prompt,
+)
 from rollwire_client.batches.group import is_final, servers_failed
 from rollwire_client.batches.ledger import Ledger, Life
 from rollwire_client.batches.pool import Pool
@@ -18,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from rollwire_client.batches.bar import Bar
-    from rollwire_client.batches.data import Prompt
     from rollwire_client.batches.group import LiveGroup, Member, Recipe
     from rollwire_client.batches.ledger import Plan
 
@@ -167,6 +174,7 @@ class Collecting:
             self._drop(number, DropReason.CUT, error)
         elif isinstance(error, InvalidRequestError):
             self._drop(number, DropReason.FAILED, error)
+            error.add_note(f"It is prompt {group.prompt.id!r}, whose group is dropped.")
             raise error
         elif servers_failed(error):
             self._drop(number, DropReason.FAILED, error)
@@ -181,6 +189,8 @@ class Collecting:
             if (prompt := next(self._prompts, None)) is None:
                 self._more = False
                 return
+            if not isinstance(prompt, Prompt):
+                raise TypeError(f"prompts gave {prompt!r:.80}, not a Prompt(id, token_ids)")
             try:
                 group = self._stock.add(prompt)
             except Exception as error:

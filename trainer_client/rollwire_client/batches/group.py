@@ -197,7 +197,17 @@ async def _sample(group: LiveGroup, member: Member, recipe: Recipe) -> None:
                     raise _ended_by_others(member.trajectory())
     if member.reward is None and recipe.reward is not None:
         reward = recipe.reward(group.prompt, trajectory)
-        member.reward = float(await reward if inspect.isawaitable(reward) else reward)
+        member.reward = _checked(await reward if inspect.isawaitable(reward) else reward, group)
+
+
+def _checked(reward: object, group: LiveGroup) -> float:
+    try:
+        value = float(reward)  # type: ignore[arg-type]  # whatever has a value: tensors of one
+    except (TypeError, ValueError):
+        value = math.nan
+    if math.isnan(value):
+        raise ValueError(f"the reward of prompt {group.prompt.id!r} is {reward!r:.80}, no number")
+    return value
 
 
 def _ended_by_others(trajectory: Trajectory) -> RolloutFailedError:
