@@ -1,6 +1,7 @@
 """How fast weights move: rollwire's links between processes of this machine, beside the floor.
 
     python benchmarks/transport.py --mib 1024 --bucket-mib 64 --receivers 1 3
+    python benchmarks/transport.py --mib 64 --bucket-mib 1 --busy   what buckets cost beside work
 
 The floor is a plain TCP connection for each receiver, sendall from one buffer and recv_into
 another, in the same run. The links' figures include packing, unpacking, and the digests on both
@@ -52,6 +53,9 @@ def main() -> None:
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--backends", nargs="+", default=["gloo", "ucx"])
     parser.add_argument("--rounds", type=int, default=5, help="the median of these is told")
+    parser.add_argument(
+        "--busy", action="store_true", help="a thread computes beside each receiver"
+    )
     arguments = parser.parse_args()
 
     usable = available_backends()
@@ -72,7 +76,8 @@ def main() -> None:
             manifest = plan(describe_all(weights), bucket_bytes=mib << 20)
             for backend in backends:
                 send = functools.partial(send_weights, backend, manifest, weights)
-                elapsed = run(receivers, arguments.rounds, send, receive_weights)
+                receive = functools.partial(receive_weights, busy=arguments.busy)
+                elapsed = run(receivers, arguments.rounds, send, receive)
                 label = f"{backend}, buckets of {mib} MiB"
                 print(f"{label:28}{receivers:10}{size / elapsed / 1e9:8.2f}{floor / elapsed:10.0%}")
 
@@ -188,8 +193,10 @@ def send_weights(
     return elapsed
 
 
-def receive_weights(pipe: Connection, rank: int) -> None:
+def receive_weights(pipe: Connection, rank: int, *, busy: bool) -> None:
     """The other end of ``send_weights``, in a process of its own."""
+    if busy:
+        threading.Thread(target=compute, daemon=True).start()
     destination: dict[str, Tensor] = {}
     while (order := pipe.recv()) is not None:
         backend, manifest, epoch, world_size, rendezvous = order
@@ -211,6 +218,12 @@ def receive_weights(pipe: Connection, rank: int) -> None:
         receiver.receive(link, first_bucket=0, bucket_timeout=TIMEOUT)
         pipe.send(receiver.digest)
         link.close()  # which may wait for the sender to end the group
+
+
+def compute() -> None:
+    """Keeps the interpreter for as long as it may, as an engine does between its steps."""
+    while True:
+        sum(i for i in range(1000))
 
 
 if __name__ == "__main__":

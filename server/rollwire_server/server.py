@@ -8,7 +8,6 @@ import gc
 import json
 import os
 import signal
-import sys
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 READY = {State.SERVING, State.PAUSED}
-SWITCH_SECONDS = 0.0005
 
 
 class StartError(Exception):
@@ -169,9 +167,6 @@ class RolloutServer:
         log.info("loading", model=self._settings.model)
         weights = await self._engine.start(self._server_id, self._rollouts)
         await updates.served.loaded(weights)
-        # A thread that receives weights needs the interpreter some times a bucket. Beside an engine
-        # that samples it waits up to 5 ms each time, which Python's default gives the others.
-        sys.setswitchinterval(SWITCH_SECONDS)
         gc.collect()
         gc.freeze()  # else a full collection walks over all of torch: a quarter of a second
         self._lifecycle.attach(self._engine)

@@ -14,6 +14,7 @@ from rollwire_transport.digest import bucket_digest, span_sums
 from rollwire_transport.errors import TransportError, TransportTimeout
 from rollwire_transport.header import WORDS, check_digest, read_header
 from rollwire_transport.ledger import Ledger
+from rollwire_transport.switching import promptly
 from rollwire_transport.tensors import as_bytes, describe
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class Receiver:
             TransportError: The sender, or a relay before this end, failed.
         """
         try:
-            with link.lane():
+            with promptly(), link.lane():
                 self._receive(link, first_bucket, bucket_timeout)
             link.finish(bucket_timeout)
         except BaseException:

@@ -18,6 +18,7 @@ from rollwire_transport.digest import span_sums
 from rollwire_transport.errors import SourceError
 from rollwire_transport.header import write_header
 from rollwire_transport.ledger import Ledger
+from rollwire_transport.switching import promptly
 from rollwire_transport.tensors import DTYPES, as_bytes, describe, nbytes, whole
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Sender:
         if not 0 <= first_bucket <= len(buckets):
             raise ValueError(f"first_bucket is {first_bucket}, there are {len(buckets)} buckets")
         try:
-            with link.lane():
+            with promptly(), link.lane():
                 self._send(link, source, first_bucket, bucket_timeout, progress or (lambda _: None))
             link.finish(bucket_timeout)
         except BaseException as error:
