@@ -23,7 +23,7 @@ class RoutingReplay(enum.Enum):
     AS_SAMPLED = "as_sampled"
     """That of the pass that sampled the token after it; of the prompt, the first token."""
     LAST_PASS = "last_pass"  # noqa: S105 - no password
-    """That of the newest pass that has them all."""
+    """That of the newest pass that has them all, and as many as any pass before it."""
 
 
 @dataclass(frozen=True, slots=True)
