@@ -103,6 +103,19 @@ def test_experts_are_told_by_the_weights_that_chose_them() -> None:
     assert told(step, asked.key) == [(0, 21, 5)]
 
 
+@pytest.mark.parametrize("recalled", [True, False])
+def test_experts_of_what_ended_before_its_first_token_are_not_told(*, recalled: bool) -> None:
+    asked = spec((1, 2, 3), 20, routed_experts=True)
+    sequences = sequences_of(asked)
+    (request,) = send_all(sequences)
+    if recalled:  # by a commit, while its prompt was computed
+        sequences.recall(started=False)
+    ended = replace(chunk(request.rid, ended="abort"), routed_experts=routing(3))
+    step, _ = sequences.take([ended], TAG)
+    assert not any(extras.routed_experts for extras in step.extras.values())
+    assert [end.reason for end in step.ends] == ([] if recalled else [EndReason.FAILED])
+
+
 def test_experts_of_what_nobody_waits_for_are_not_told() -> None:
     asked = spec((1, 2, 3), 20, routed_experts=True)
     sequences = sequences_of(asked)

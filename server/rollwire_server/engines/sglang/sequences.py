@@ -262,7 +262,9 @@ class Sequences:
 def _by_weights(
     rows: RoutedExperts, known: int, passes: list[tuple[int, WeightTag]]
 ) -> Iterator[RoutedExperts]:
-    """The first ``known`` rows, cut where weights changed."""
+    """The first ``known`` rows, cut where weights changed; none of what has no token."""
+    if not passes:
+        return
     count = min(known, rows.num_tokens)
     width = rows.num_layers * rows.top_k * rows.bytes_per_expert
     ends = [*(start for start, _ in passes[1:]), count]
