@@ -66,12 +66,10 @@ class Ending:
 
     Attributes:
         tokens: Whose keys and values are there.
-        known: Input tokens of which the experts can be told.
     """
 
     key: int
     tokens: int
-    known: int
     passes: list[tuple[int, WeightTag]]
 
 
@@ -205,7 +203,7 @@ class Sequences:
             return
         del self.ending[chunk.rid]
         if chunk.routed_experts is not None and ending.key in self._live:
-            told = _by_weights(chunk.routed_experts, ending.known, ending.passes)
+            told = _by_weights(chunk.routed_experts, ending.tokens - 1, ending.passes)
             step.extras.setdefault(ending.key, Extras()).routed_experts += told
 
     def _take_back(self, sequence: Sequence) -> str | None:
@@ -213,8 +211,7 @@ class Sequences:
         if rid is None or self._sent.pop(rid, None) is None:
             return None
         tokens = sequence.length if sequence.started else 0
-        known = max(0, tokens - 1)
-        self.ending[rid] = Ending(sequence.spec.key, tokens, known, sequence.passes)
+        self.ending[rid] = Ending(sequence.spec.key, tokens, sequence.passes)
         return rid
 
     def _append(self, step: Step, sequence: Sequence, chunk: Chunk) -> End | None:
