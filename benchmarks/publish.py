@@ -17,16 +17,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
 import random
 import statistics
 import time
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from arrivals import FIRST_SECONDS, Arrivals
+from bare import bare_broadcast, host
 from common import add_shape, checkpoint, machine, parse, print_table, servers
 from rollwire_client import Fleet, KvPolicy, Publisher, Sampling, Timeouts
 
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-FLOOR_BYTES = 64 << 20
 POLICIES = {policy.name.lower(): policy for policy in (KvPolicy.KEEP, KvPolicy.RECOMPUTE)}
 HEADER = ["", "seconds", "staged s", "paused ms", "gap ms", "lost ms", "GB/s"]
 
@@ -78,8 +75,9 @@ def main() -> None:
     devices = [options.device, *options.servers]
     with checkpoint(options, options.device) as folder:
         size = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
-        (folder / "store").unlink(missing_ok=True)
-        mp.spawn(floor, (devices, size, f"{folder}/store"), len(devices))
+        seconds = bare_broadcast(devices, size)
+        rate = f"{seconds:.3f} s, {size / seconds / 1e9:.1f} GB/s"
+        print(f"bare broadcast of {size / 1e9:.2f} GB: {rate}")
         commands = [_flags(device, folder, options) for device in options.servers]
         hosts = [host(devices, rank) for rank in range(1, len(devices))]
         with servers(commands, folder, hosts) as at:
@@ -92,38 +90,6 @@ def main() -> None:
         f"streams on each after prompts of {options.prompt} tokens"
     )
     print_table([HEADER, *rows])
-
-
-def host(devices: list[str], rank: int) -> dict[str, str]:
-    """Where a GPU is shared, NCCL takes members for hosts."""
-    return {} if len(set(devices)) == len(devices) else {"NCCL_HOSTID": f"rank {rank}"}
-
-
-def floor(rank: int, devices: list[str], size: int, store: str) -> None:
-    """A bare broadcast, warm, by one process a device."""
-    os.environ.update(host(devices, rank))
-    device = torch.device(devices[rank])
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=len(devices)
-    )
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    piece = torch.empty(min(size, FLOOR_BYTES), dtype=torch.uint8, device=device)
-    dist.broadcast(piece, 0)
-    times = []
-    for _ in range(2):
-        dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
-        began = time.perf_counter()
-        for _ in range(-(-size // piece.numel())):
-            dist.broadcast(piece, 0)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - began)
-    if rank == 0:
-        rate = size / min(times) / 1e9
-        print(f"bare broadcast of {size / 1e9:.2f} GB: {min(times):.3f} s, {rate:.1f} GB/s")
-    dist.destroy_process_group()
 
 
 def _flags(device: str, folder: Path, options: argparse.Namespace) -> list[str]:

@@ -2,10 +2,11 @@
 
     python benchmarks/transport.py --mib 1024 --bucket-mib 64 --receivers 1 3
     python benchmarks/transport.py --mib 64 --bucket-mib 1 --busy   what buckets cost beside work
+    python benchmarks/transport.py --mib 14000 --devices cuda:0 cuda:1 --backends nccl ucx
 
 The floor is a plain TCP connection for each receiver, sendall from one buffer and recv_into
-another, in the same run. The links' figures include packing, unpacking, and the digests on both
-ends. Those that this machine lacks are left out.
+another, in the same run; between GPUs a bare broadcast over NCCL. The links' figures include
+packing, unpacking, and the digests on both ends. Those that this machine lacks are left out.
 GB/s counts the weights once, however many receive them.
 """
 
@@ -23,6 +24,7 @@ import time
 from typing import TYPE_CHECKING
 
 import torch
+from bare import bare_broadcast, host
 from common import machine
 from rollwire_transport import (
     Receiver,
@@ -50,50 +52,61 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="How fast weights move on this machine.")
     parser.add_argument("--mib", type=int, default=512, help="size of the weights")
     parser.add_argument("--bucket-mib", type=int, nargs="+", default=[64])
-    parser.add_argument("--receivers", type=int, nargs="+", default=[1, 3])
+    parser.add_argument("--receivers", type=int, nargs="+", help="default: 1 3; with devices, all")
+    parser.add_argument(
+        "--devices", nargs="+", help="of the sender and each receiver; default: the CPU for all"
+    )
     parser.add_argument("--backends", nargs="+", default=["gloo", "ucx"])
     parser.add_argument("--rounds", type=int, default=5, help="the median of these is told")
     parser.add_argument(
         "--busy", action="store_true", help="a thread computes beside each receiver"
     )
     arguments = parser.parse_args()
+    devices = arguments.devices or ["cpu"]
+    counts = arguments.receivers or ([len(devices) - 1] if arguments.devices else [1, 3])
 
     usable = available_backends()
     backends = [name for name in arguments.backends if usable[name].ok]
-    weights = make_weights(arguments.mib << 20)
+    weights = make_weights(arguments.mib << 20, torch.device(devices[0]))
     size = sum(t.nbytes for t in weights.values())
-    print(machine_line())
+    print(machine_line(devices[0]))
     print(f"{size / 1e9:.2f} GB of bf16 in {len(weights)} tensors, torch {torch.__version__}")
     print(f"{'':28}{'receivers':>10}{'GB/s':>8}{'of floor':>10}")
 
     seconds = [digest_seconds(weights) for _ in range(arguments.rounds)]
     print(f"{'digest':28}{'':>10}{size / statistics.median(seconds) / 1e9:8.2f}")
-    for receivers in arguments.receivers:
-        floor = run(receivers, arguments.rounds, functools.partial(send_raw, size), receive_raw)
-        rate = size / floor / 1e9
-        print(f"{'plain TCP':28}{receivers:10}{rate:8.2f}{1:10.0%}")
+    for receivers in counts:
+        places = [*devices[: receivers + 1], *devices[-1:] * receivers][: receivers + 1]
+        if places[-1] == "cpu":
+            bare, send = "plain TCP", functools.partial(send_raw, size)
+            floor = run(places, arguments.rounds, send, receive_raw)
+        else:
+            bare, floor = "bare NCCL broadcast", bare_broadcast(places, size)
+        print(f"{bare:28}{receivers:10}{size / floor / 1e9:8.2f}{1:10.0%}", flush=True)
         for mib in arguments.bucket_mib:
             manifest = plan(describe_all(weights), bucket_bytes=mib << 20)
             for backend in backends:
                 send = functools.partial(send_weights, backend, manifest, weights)
                 receive = functools.partial(receive_weights, busy=arguments.busy)
-                elapsed = run(receivers, arguments.rounds, send, receive)
-                label = f"{backend}, buckets of {mib} MiB"
-                print(f"{label:28}{receivers:10}{size / elapsed / 1e9:8.2f}{floor / elapsed:10.0%}")
+                elapsed = run(places, arguments.rounds, send, receive)
+                row = f"{receivers:10}{size / elapsed / 1e9:8.2f}{floor / elapsed:10.0%}"
+                print(f"{f'{backend}, buckets of {mib} MiB':28}{row}", flush=True)
 
 
-def machine_line() -> str:
+def machine_line(device: str) -> str:
     """What the figures are from."""
-    return f"{machine('cpu')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    return f"{machine(device)}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
 
 
-def make_weights(size: int) -> dict[str, Tensor]:
+def make_weights(size: int, device: torch.device) -> dict[str, Tensor]:
     """Tensors of at most 32 MiB that add up to ``size`` bytes."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     weights: dict[str, Tensor] = {}
     while size > 0:
         count = min(size, 32 << 20) // 2
-        bits = torch.randint(-(2**15), 2**15, (count,), dtype=torch.int16, generator=generator)
+        bits = torch.randint(
+            -(2**15), 2**15, (count,), dtype=torch.int16, device=device, generator=generator
+        )
         weights[f"layer.{len(weights)}"] = bits.view(torch.bfloat16)
         size -= count * 2
     return weights
@@ -109,20 +122,26 @@ def digest_seconds(weights: dict[str, Tensor]) -> float:
 
 
 def run(
-    receivers: int,
+    places: list[str],
     rounds: int,
     send: Callable[[list[Connection]], float],
-    receive: Callable[[Connection, int], None],
+    receive: Callable[[Connection, int, torch.device], None],
 ) -> float:
-    """The median seconds of ``send`` to ``receivers`` processes that run ``receive``."""
+    """The median seconds of ``send`` to processes that run ``receive``, one on each device after
+    the first.
+    """
     context = multiprocessing.get_context("spawn")
-    pipes = [context.Pipe() for _ in range(receivers)]
+    pipes = [context.Pipe() for _ in places[1:]]
     processes = [
-        context.Process(target=receive, args=(theirs, rank))
-        for rank, (_, theirs) in enumerate(pipes, start=1)
+        context.Process(target=receive, args=(theirs, rank, torch.device(place)))
+        for rank, ((_, theirs), place) in enumerate(zip(pipes, places[1:], strict=True), start=1)
     ]
-    for process in processes:
+    before = dict(os.environ)
+    for rank, process in enumerate(processes, start=1):
+        os.environ.update(host(places, rank))
         process.start()
+    os.environ.clear()
+    os.environ.update(before)
     ours = [pipe for pipe, _ in pipes]
     try:
         seconds = [send(ours) for _ in range(rounds + 1)][1:]  # the first one warms up
@@ -161,7 +180,7 @@ def send_raw(size: int, pipes: list[Connection]) -> float:
     return elapsed
 
 
-def receive_raw(pipe: Connection, rank: int) -> None:  # noqa: ARG001 - as receive_weights
+def receive_raw(pipe: Connection, *_: object) -> None:
     """The other end of ``send_raw``, in a process of its own."""
     while (order := pipe.recv()) is not None:
         address, size = order
@@ -178,7 +197,8 @@ def send_weights(
 ) -> float:
     """Sends the weights in a group of their own, and compares the digests."""
     epoch, world_size = secrets.token_hex(), len(pipes) + 1
-    meeting = open_meeting(backend, epoch=epoch, world_size=world_size)
+    device = next(iter(weights.values())).device
+    meeting = open_meeting(backend, epoch=epoch, world_size=world_size, device=device)
     for pipe in pipes:
         pipe.send((backend, manifest, epoch, world_size, meeting.rendezvous))
     link = meeting.form(TIMEOUT)
@@ -193,7 +213,7 @@ def send_weights(
     return elapsed
 
 
-def receive_weights(pipe: Connection, rank: int, *, busy: bool) -> None:
+def receive_weights(pipe: Connection, rank: int, device: torch.device, *, busy: bool) -> None:
     """The other end of ``send_weights``, in a process of its own."""
     if busy:
         threading.Thread(target=compute, daemon=True).start()
@@ -202,7 +222,7 @@ def receive_weights(pipe: Connection, rank: int, *, busy: bool) -> None:
         backend, manifest, epoch, world_size, rendezvous = order
         if not destination:
             destination = {
-                spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
+                spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
                 for spec in manifest.tensors
             }
         receiver = Receiver(manifest, destination)
@@ -213,6 +233,7 @@ def receive_weights(pipe: Connection, rank: int, *, busy: bool) -> None:
             world_size=world_size,
             rendezvous=rendezvous,
             timeout=TIMEOUT,
+            device=device,
         )
         pipe.send("ready")
         receiver.receive(link, first_bucket=0, bucket_timeout=TIMEOUT)

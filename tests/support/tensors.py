@@ -13,9 +13,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from rollwire_transport import Manifest
 
-if TYPE_CHECKING:
-    from rollwire_transport import Manifest
-
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple) | st.just((300,))
 
 

@@ -12,11 +12,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rollwire_transport import Span, TensorSpec, describe, sum_digests, tensor_digest
 from rollwire_transport.digest import (
-    _implementation,
     _sum_words,
     bucket_digest,
+    bucket_sums,
     digest_of_sum,
-    span_sums,
+    summing,
+    tensor_sums,
 )
 from support.tensors import content, random_tensor, tensors
 from torch import Tensor
@@ -49,6 +50,11 @@ def reference_digest(spec: TensorSpec, data: bytes) -> int:
     return reference_mix(reference_sum(data) + int.from_bytes(salt, "little"))
 
 
+def span_sums(data: Tensor, spans: list[Span]) -> list[int]:
+    _, *sums = bucket_sums(data, 0, spans).tolist()
+    return [total % MODULUS for total in sums]
+
+
 @settings(deadline=None)
 @given(tensors())
 def test_the_digest_is_the_one_that_is_written_down(tensor: Tensor) -> None:
@@ -70,15 +76,42 @@ def test_every_implementation_gives_the_same_sum(size: int, offset: int, seed: i
     assert on_cpu == int(_sum_words(words, offset * 8)) % MODULUS  # what other devices run
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-@pytest.mark.parametrize("size", [0, 1, 7, 8192, 8193, 3_000_001])
-@pytest.mark.parametrize("first", [0, 5, 2**33])
-def test_a_gpu_gives_the_same_sum(size: int, first: int) -> None:
-    words = random_tensor(torch.int64, (size,), size).cuda()
-    (expected,) = span_sums(words.cpu().view(torch.uint8), [Span(0, first * 8, 0, words.nbytes)])
-    for sum_words in {_sum_words, _implementation("cuda")}:
-        assert int(sum_words(words, first)) % MODULUS == expected
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+def test_a_bucket_has_the_same_digest_and_sums_on_any_device(device: str) -> None:
+    lengths = [1, 7, 8, 65535, 65536, 65537, 131_072 + 3, 64, 3_000_001]
+    data = random_tensor(torch.uint8, (4_000_000,), 1)
+    spans, offset = [], 0
+    for number, length in enumerate(lengths):
+        spans.append(Span(number, 2 ** (6 + 4 * number), offset, length))
+        offset += -(-length // 64) * 64
+    expected = [
+        reference_sum(content(data[s.bucket_offset :][: s.length]), s.tensor_offset // 8)
+        for s in spans
+    ]
+    digest, *sums = (number % MODULUS for number in bucket_sums(data.to(device), 5, spans).tolist())
+    assert sums == expected
+    assert digest == bucket_digest(5, expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+def test_sums_are_of_what_is_there_when_they_are_asked_for(device: str) -> None:
+    shapes = [(300, 70), (0,), (), (1, 1), (65536,)]
+    held = [random_tensor(torch.bfloat16, shape, 1).to(device) for shape in shapes]
+    held.append(random_tensor(torch.uint8, (100_003,), 1).to(device)[3:])  # not aligned
+    for aligned in (held[:-1], held):
+        sums = summing(aligned)
+        for seed in (2, 3):
+            for tensor in aligned:
+                tensor.copy_(random_tensor(tensor.dtype, tuple(tensor.shape), seed))
+            expected = [reference_sum(content(tensor.cpu())) for tensor in aligned]
+            assert [total % MODULUS for total in sums().tolist()] == expected
+            assert sums().tolist() == tensor_sums(aligned).tolist()
 
 
 def test_threads_share_a_large_tensor() -> None:
@@ -101,7 +134,7 @@ def test_a_view_that_is_not_aligned_has_the_same_digest() -> None:
 
 
 @settings(deadline=None)
-@given(st.integers(0, 1000), st.lists(st.integers(1, 5), max_size=4), st.integers(0, 2**32))
+@given(st.integers(1, 1000), st.lists(st.integers(1, 5), max_size=4), st.integers(0, 2**32))
 def test_the_sums_of_spans_add_up_to_the_tensors(size: int, cuts: list[int], seed: int) -> None:
     data = random_tensor(torch.uint8, (size,), seed)
     bounds = sorted({0, *(c for c in itertools.accumulate(c * 64 for c in cuts) if c < size), size})

@@ -53,6 +53,7 @@ from rollwire_transport.tensors import as_bytes, describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from types import ModuleType
 
     from numpy.typing import NDArray
 
@@ -94,12 +95,28 @@ def tensor_sums(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of each tensor, int64 on their device, without waiting for it: ``digest_of_sum``
     makes digests of them later. All are dense and on one device.
     """
-    sum_words = _implementation(tensors[0].device.type)
-    sums = []
-    for tensor in tensors:
-        data = as_bytes(tensor.resolve_conj().resolve_neg().contiguous())
-        sums.append(_span_sum(data, Span(0, 0, 0, data.numel()), sum_words))
-    return torch.stack(sums)
+    return summing(tensors)()
+
+
+def summing(tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
+    """What gives the sums of tensors, as ``tensor_sums``, of what is in them when it is called.
+
+    They stay where they are; on a GPU each call is one launch then, however many they are.
+    """
+    kernels = _kernels(tensors[0].device.type)
+    if kernels is None or not all(t.is_contiguous() and t.data_ptr() % 8 == 0 for t in tensors):
+        return lambda: torch.stack([_tensor_sum(tensor) for tensor in tensors])
+    base = as_bytes(tensors[0])
+    begin = base.data_ptr()
+    runs = [kernels.Run(t.data_ptr() - begin, t.nbytes, 0) for t in tensors]
+    held, table = list(tensors), kernels.Runs(base, runs)
+
+    def sums() -> Tensor:
+        assert held  # noqa: S101 - whose memory the table names
+        both: Tensor = table.sums(digest=False)
+        return both[1:]
+
+    return sums
 
 
 def sum_digests(digests: Iterable[int]) -> int:
@@ -119,41 +136,58 @@ def digest_of_sum(spec: TensorSpec, total: int) -> int:
 
 
 def bucket_digest(index: int, sums: Sequence[int]) -> int:
-    """The digest of a bucket from the sums of its spans."""
+    """The digest of a bucket from the sums of its spans, which may be negative (see above)."""
     value = mix(index + 1)
     for total in sums:
-        value = mix((value ^ total) + _GOLDEN)
+        value = mix((value ^ total & _MASK) + _GOLDEN)
     return value
 
 
-def span_sums(data: Tensor, spans: Sequence[Span]) -> list[int]:
-    """The sum of each span of ``data``, the bytes of a bucket: a contiguous uint8 tensor."""
-    sum_words = _implementation(data.device.type)
-    sums = [_span_sum(data, span, sum_words) for span in spans]
-    if not sums:
-        return []
-    # One wait for the device, not one a span.
-    return [total & _MASK for total in torch.stack(sums).tolist()]
+def bucket_sums(data: Tensor, index: int, spans: Sequence[Span]) -> Tensor:
+    """The digest of a bucket, and the sum of each of its spans.
+
+    Args:
+        data: Its bytes: uint8, contiguous, its begin aligned as that of any allocation.
+        index: In the manifest.
+        spans: One or more.
+
+    Returns:
+        int64, shape (1 + spans,), on the bucket's device, without waiting for it. As Python reads
+        them, numbers from 2^63 on are negative.
+    """
+    if (kernels := _kernels(data.device.type)) is not None:
+        runs = [kernels.Run(s.bucket_offset, s.length, s.tensor_offset // 8) for s in spans]
+        on_device: Tensor = kernels.Runs(data, runs, index).sums(digest=True)
+        return on_device
+    sums = torch.stack([_span_sum(data, span) for span in spans])
+    digest = bucket_digest(index, sums.tolist())
+    return torch.cat([sums.new_tensor([_signed(digest)]), sums])
 
 
 @functools.cache
-def _implementation(device_type: str) -> Callable[[Tensor, int], Tensor]:
-    """How words are summed on a kind of device; all give the same."""
-    if device_type == "cpu":
-        return _sum_words_cpu
-    if device_type == "cuda":
-        try:  # Triton comes with torch for CUDA, but wants a C compiler
-            from rollwire_transport.digest_triton import sum_words
+def _kernels(device_type: str) -> ModuleType | None:
+    """Those for a kind of device, if there are any."""
+    if device_type != "cuda":
+        return None
+    try:  # Triton comes with torch for CUDA, but wants a C compiler
+        from rollwire_transport import digest_triton
 
-            sum_words(torch.zeros(1, dtype=torch.int64, device=device_type), 0)
-        except Exception as error:  # whatever it is, torch alone does it too
-            logger.warning("digests are slower without Triton: %s: %s", type(error).__name__, error)
-        else:
-            return sum_words
-    return _sum_words
+        some = torch.zeros(8, dtype=torch.uint8, device=device_type)
+        digest_triton.Runs(some, [digest_triton.Run(0, 8, 0)]).sums(digest=True)
+    except Exception as error:  # whatever it is, torch alone does it too
+        logger.warning("digests are slower without Triton: %s: %s", type(error).__name__, error)
+        return None
+    return digest_triton
 
 
-def _span_sum(data: Tensor, span: Span, sum_words: Callable[[Tensor, int], Tensor]) -> Tensor:
+def _tensor_sum(tensor: Tensor) -> Tensor:
+    data = as_bytes(tensor.resolve_conj().resolve_neg().contiguous())
+    return _span_sum(data, Span(0, 0, 0, data.numel()))
+
+
+def _span_sum(data: Tensor, span: Span) -> Tensor:
+    """An int64 scalar on the data's device."""
+    sum_words = _sum_words_cpu if data.device.type == "cpu" else _sum_words
     piece = data[span.bucket_offset : span.bucket_offset + span.length]
     if piece.data_ptr() % 8 or piece.storage_offset() % 8:  # never so in a bucket
         piece = piece.clone()

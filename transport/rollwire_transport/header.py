@@ -6,28 +6,36 @@ the bucket's index in the manifest; its real size in bytes; its digest (see ``di
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from rollwire_transport.errors import DigestMismatch, TransportError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
 
 WORDS = 4
 MAGIC = int.from_bytes(b"rollwb\x00\x01", "little")
 
 
-def write_header(index: int, size: int, digest: int, device: torch.device) -> Tensor:
-    """A header as a tensor of shape (4,)."""
-    signed = digest - (1 << 64) if digest >> 63 else digest
-    return torch.tensor([MAGIC, index, size, signed], dtype=torch.int64, device=device)
+def write_headers(first: int, sizes: Sequence[int], device: torch.device) -> Tensor:
+    """The headers of buckets that follow each other: shape (buckets, 4), their digests left to
+    fill in, in the last column.
+    """
+    words = [[MAGIC, index, size, 0] for index, size in enumerate(sizes, start=first)]
+    return torch.tensor(words, dtype=torch.int64, device=device).view(-1, WORDS)
 
 
-def read_header(header: Tensor, index: int, size: int, peer: str | None) -> int:
-    """The digest that a header tells, after a look at the rest of it.
+def read_header(header: Sequence[int], index: int, size: int, peer: str | None) -> int:
+    """The digest that a header's words tell, as int64, after a look at the rest of them.
 
     Raises:
         TransportError: It is no header, or that of another bucket.
     """
-    magic, its_index, its_size, digest = header.tolist()
+    magic, its_index, its_size, digest = header
     if magic != MAGIC:
         raise TransportError(
             f"bucket {index} came with something that is no header of this format: both ends must "
@@ -40,17 +48,18 @@ def read_header(header: Tensor, index: int, size: int, peer: str | None) -> int:
             f"{index} with {size}: both ends must hold the same manifest and first bucket",
             peer,
         )
-    return int(digest) & (1 << 64) - 1
+    return digest
 
 
 def check_digest(index: int, told: int, computed: int, peer: str | None) -> None:
-    """Compares a bucket's digests.
+    """Compares a bucket's digests, both as int64.
 
     Raises:
         DigestMismatch: They differ.
     """
     if told != computed:
         raise DigestMismatch(
-            f"bucket {index} was sent with digest {told:016x} and arrived with {computed:016x}",
+            f"bucket {index} was sent with digest {told % (1 << 64):016x} and arrived with "
+            f"{computed % (1 << 64):016x}",
             peer,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollwire_transport.digest import bucket_digest, digest_of_sum, sum_digests
+from rollwire_transport.digest import digest_of_sum, sum_digests
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,10 +19,9 @@ class Ledger:
         self._manifest = manifest
         self._sums: dict[int, tuple[int, ...]] = {}
 
-    def enter(self, index: int, sums: Sequence[int]) -> int:
-        """Notes the span sums of a bucket; returns the bucket's digest."""
+    def enter(self, index: int, sums: Sequence[int]) -> None:
+        """Notes the span sums of a bucket."""
         self._sums[index] = tuple(sums)
-        return bucket_digest(index, sums)
 
     def digests(self) -> dict[str, int]:
         """The digest of each tensor, aliases left out.

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from rollwire_transport.checks import ManifestError, validate
-from rollwire_transport.digest import bucket_digest, span_sums
+from rollwire_transport.digest import bucket_sums
 from rollwire_transport.errors import TransportError, TransportTimeout
 from rollwire_transport.header import WORDS, check_digest, read_header
+from rollwire_transport.host_copy import HostCopy
 from rollwire_transport.ledger import Ledger
 from rollwire_transport.switching import promptly
 from rollwire_transport.tensors import as_bytes, describe
@@ -115,38 +116,70 @@ class Receiver:
             slot.header.zero_()
             in_flight.append((slot, link.receive(slot.header, payload)))
 
+        arrived: deque[_Arrival] = deque()
+
+        def look() -> None:
+            try:
+                self._enter(arrived.popleft(), link.upstream)
+            except TransportError:
+                arrived.clear()
+                raise
+
         for offset, slot in enumerate(slots):
             post(first_bucket + offset, slot)
-        for index in range(first_bucket, len(buckets)):
-            slot, transfer = in_flight.popleft()
-            self._wait(index, slot, transfer, bucket_timeout, link.upstream)
-            self._take(index, slot, link.upstream)
-            if index + len(slots) < len(buckets):
-                post(index + len(slots), slot)
+        try:
+            for index in range(first_bucket, len(buckets)):
+                slot, transfer = in_flight.popleft()
+                self._wait(index, slot, transfer, bucket_timeout, link.upstream)
+                arrived.append(self._take(index, slot))
+                if index + len(slots) < len(buckets):
+                    post(index + len(slots), slot)
+                if len(arrived) > 1:  # while a device is at one, the one before is looked at
+                    look()
+        finally:
+            while arrived:
+                look()
 
     def _wait(self, index: int, slot: _Slot, transfer: Transfer, timeout: float, peer: str) -> None:
         try:
             transfer.wait(timeout)
         except TransportTimeout:
             # A bucket of another size never comes in its place, but its header does.
-            if slot.header.any():
-                read_header(slot.header, index, self._manifest.buckets[index].size, peer)
+            if any(header := slot.header.tolist()):
+                read_header(header, index, self._manifest.buckets[index].size, peer)
             raise
 
-    def _take(self, index: int, slot: _Slot, peer: str) -> None:
+    def _take(self, index: int, slot: _Slot) -> _Arrival:
+        """Unpacks a bucket, which nobody has looked at yet; a device is only told to."""
         bucket = self._manifest.buckets[index]
         payload = slot.buffer[: bucket.size]
-        told = read_header(slot.header, index, bucket.size, peer)
-        sums = span_sums(payload, bucket.spans)
-        check_digest(index, told, bucket_digest(index, sums), peer)
+        sums = bucket_sums(payload, index, bucket.spans)
         for span in bucket.spans:
             piece = payload[span.bucket_offset : span.bucket_offset + span.length]
             target = self._targets[span.tensor]
-            target[span.tensor_offset : span.tensor_offset + span.length].copy_(piece)
+            there = target[span.tensor_offset : span.tensor_offset + span.length]
+            there.copy_(piece, non_blocking=True)
+        return _Arrival(index, HostCopy(torch.cat([slot.header, sums])))
+
+    def _enter(self, arrival: _Arrival, peer: str) -> None:
+        """Notes a bucket if it is what was sent."""
+        index, size = arrival.index, self._manifest.buckets[arrival.index].size
+        numbers = arrival.numbers.read()
+        told = read_header(numbers[:WORDS], index, size, peer)
+        digest, *sums = numbers[WORDS:]
+        check_digest(index, told, digest, peer)
         self._ledger.enter(index, sums)
         if index == self._next_bucket:
-            self._received_bytes += bucket.size
+            self._received_bytes += size
             self._next_bucket += 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A bucket that was unpacked; its header, digest and sums are on their way."""
+
+    index: int
+    numbers: HostCopy
 
 
 @dataclass(frozen=True, slots=True)

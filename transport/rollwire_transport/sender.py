@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from rollwire_transport.checks import ManifestError, validate
-from rollwire_transport.digest import span_sums
+from rollwire_transport.digest import bucket_sums
 from rollwire_transport.errors import SourceError
-from rollwire_transport.header import write_header
+from rollwire_transport.header import write_headers
+from rollwire_transport.host_copy import HostCopy
 from rollwire_transport.ledger import Ledger
 from rollwire_transport.switching import promptly
 from rollwire_transport.tensors import DTYPES, as_bytes, describe, nbytes, whole
@@ -127,7 +128,9 @@ class Sender:
         progress: Callable[[int], None],
     ) -> None:
         buckets = self._manifest.buckets
-        largest = max((b.size for b in buckets[first_bucket:]), default=0)
+        sizes = [bucket.size for bucket in buckets[first_bucket:]]
+        largest = max(sizes, default=0)
+        headers = write_headers(first_bucket, sizes, link.device)
         sent = sum(b.size for b in buckets[:first_bucket])
         reader = _Reader(self._manifest, source, asking=self._ask)
         in_flight: deque[_Flight] = deque()
@@ -135,12 +138,17 @@ class Sender:
         def land() -> Tensor:
             nonlocal sent
             flight = in_flight.popleft()
+            # A device may have been told only to gather and to copy so far.
+            self.packing = flight.packing
+            _, *sums = flight.sums.read()
+            self.packing = None
+            self._ledger.enter(flight.index, sums)
             flight.transfer.wait(bucket_timeout)
-            sent += flight.size
+            sent += buckets[flight.index].size
             progress(sent)
             return flight.buffer
 
-        for index in range(first_bucket, len(buckets)):
+        for index, header in enumerate(headers, start=first_bucket):
             bucket = buckets[index]
             if len(in_flight) < _BUFFERS:
                 buffer = torch.empty(largest, dtype=torch.uint8, device=link.device)
@@ -149,11 +157,11 @@ class Sender:
             payload = buffer[: bucket.size]
             self.packing = Packing(reader.tensor_of(bucket.spans[0]), time.monotonic())
             reader.pack(bucket, payload)
-            # A device has only been told to gather and to copy so far: this waits for it.
-            digest = self._ledger.enter(index, span_sums(payload, bucket.spans))
-            header = write_header(index, bucket.size, digest, link.device)
+            sums = bucket_sums(payload, index, bucket.spans)
+            header[-1:].copy_(sums[:1])
+            transfer, packing = link.send(header, payload), self.packing
             self.packing = None
-            in_flight.append(_Flight(link.send(header, payload), buffer, bucket.size))
+            in_flight.append(_Flight(index, buffer, packing, HostCopy(sums), transfer))
         while in_flight:
             land()
 
@@ -165,9 +173,13 @@ class Sender:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    transfer: Transfer
+    """A bucket under way."""
+
+    index: int
     buffer: Tensor
-    size: int
+    packing: Packing
+    sums: HostCopy
+    transfer: Transfer
 
 
 class _Reader:
@@ -236,6 +248,8 @@ class _Reader:
         if (got.dtype, got.shape) != (spec.dtype, spec.shape):
             raise self._other(_words(got))
         self._tensor = tensor.detach().resolve_conj().resolve_neg()
+        if tensor.is_cuda:  # let go of before the device has read it: its memory is kept so long
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def _other(self, given: str) -> ManifestError:
         wanted = _words(self._specs[self._index])

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 import torch
 from rollwire_transport import describe
-from rollwire_transport.digest import digest_of_sum, tensor_sums
+from rollwire_transport.digest import digest_of_sum, summing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from rollwire_transport import TensorSpec
     from torch import Tensor, nn
-
-logger = logging.getLogger(__name__)
 
 
 class Fingerprints:
@@ -57,41 +54,32 @@ class _Part:
     """The tensors of one device."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.specs = [describe(name, tensor) for name, tensor in tensors.items()]
-        self._tensors = list(tensors.values())
+        as_they_lie = {name: _as_it_lies(tensor) for name, tensor in tensors.items()}
+        self.specs = [describe(name, tensor) for name, tensor in as_they_lie.items()]
+        self._summed = summing(list(as_they_lie.values()))
 
     def sums(self) -> Tensor:
         """The sum of each."""
-        return tensor_sums(self._tensors)
+        return self._summed()
 
 
 class _OnDevice(_Part):
-    """Recorded once as a graph: hundreds of launches would take longer than what they do."""
+    """Computed on a stream of its own, and known once what was asked of the device is done."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(tensors)
-        self._device = self._tensors[0].device
+        self._device = next(iter(tensors.values())).device
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._graph: torch.cuda.CUDAGraph | None = None
-        with torch.cuda.stream(self._stream):
-            tensor_sums(self._tensors)  # compiles
-            torch.cuda.synchronize(self._device)
-            graph = torch.cuda.CUDAGraph()
-            try:
-                with torch.cuda.graph(
-                    graph, stream=self._stream, capture_error_mode="thread_local"
-                ):
-                    self._sums = tensor_sums(self._tensors)
-                self._graph = graph
-            except RuntimeError as error:
-                logger.warning("fingerprints are launched one by one: %s", error)
+        self.sums()  # compiles
         torch.cuda.synchronize(self._device)
 
     def sums(self) -> Tensor:
-        """See ``_Part``; known once what was begun beside is done."""
+        """See ``_Part``."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            if self._graph is None:
-                return super().sums()
-            self._graph.replay()
-            return self._sums.clone()
+            return super().sums()
+
+
+def _as_it_lies(tensor: Tensor) -> Tensor:
+    """With its dimensions in the order of its memory, which it is compared in."""
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
