@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64, help="on each server")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=3000)
-    parser.add_argument("--bucket-mib", type=int, default=64)
+    parser.add_argument("--bucket-mib", type=int, help="default: the transport's")
     parser.add_argument("--publishes", type=int, default=5, help="over each backend and policy")
     parser.add_argument("--window", type=float, default=2.0, help="seconds around a publish")
     options = parse(parser)
@@ -138,7 +138,7 @@ async def measure(
                         fleet,
                         backend=backend,
                         kv_policy=POLICIES[policy],
-                        bucket_bytes=options.bucket_mib << 20,
+                        bucket_bytes=options.bucket_mib and options.bucket_mib << 20,
                     )
                     results = []
                     for _ in range(options.publishes):

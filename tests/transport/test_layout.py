@@ -25,6 +25,15 @@ specs = st.lists(
 bucket_bytes = st.integers(1, 40).map(lambda n: n * 64)
 
 
+@pytest.mark.parametrize(
+    ("mib", "bucket_mib"), [(1, 1), (200, 64), (4096, 64), (9600, 150), (15_000, 235), (10**6, 256)]
+)
+def test_buckets_grow_with_the_update(mib: int, bucket_mib: int) -> None:
+    whole = TensorSpec("w", "uint8", (mib << 20,))
+    manifest = plan([whole, TensorSpec("tied", "uint8", (mib << 20,), "w")])
+    assert max(bucket.size for bucket in manifest.buckets) >> 20 == pytest.approx(bucket_mib, abs=1)
+
+
 @settings(deadline=None)
 @given(specs, bucket_bytes)
 def test_a_plan_is_valid_fits_its_own_schema_and_is_always_the_same(

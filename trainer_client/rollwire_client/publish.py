@@ -88,11 +88,7 @@ class Publish:
         self._timeouts = timeouts
         self._expected_digest = expected_digest
         try:
-            self._manifest = transport.plan(
-                specs,
-                bucket_bytes=bucket_bytes or transport.DEFAULT_BUCKET_BYTES,
-                partial=partial,
-            )
+            self._manifest = transport.plan(specs, bucket_bytes=bucket_bytes, partial=partial)
         except transport.ManifestError as error:
             raise SchemaMismatchError(f"the tensors cannot be sent: {error}") from error
         self.total_bytes = sum(bucket.size for bucket in self._manifest.buckets)

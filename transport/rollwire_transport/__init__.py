@@ -12,7 +12,7 @@ members that are left form another and go on from the lowest bucket that one of 
 from rollwire_transport.checks import MAX_DIMENSIONS, ManifestError, compare, validate
 from rollwire_transport.digest import sum_digests, tensor_digest
 from rollwire_transport.errors import DigestMismatch, SourceError, TransportError, TransportTimeout
-from rollwire_transport.layout import DEFAULT_BUCKET_BYTES, plan
+from rollwire_transport.layout import plan
 from rollwire_transport.links import (
     Availability,
     Link,
@@ -29,7 +29,6 @@ from rollwire_transport.sender import Packing, Sender
 from rollwire_transport.tensors import describe, describe_all, whole
 
 __all__ = [
-    "DEFAULT_BUCKET_BYTES",
     "MAX_DIMENSIONS",
     "Availability",
     "Bucket",

@@ -103,18 +103,17 @@ def summing(tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
 
     They stay where they are; on a GPU each call is one launch then, however many they are.
     """
-    kernels = _kernels(tensors[0].device.type)
-    if kernels is None or not all(t.is_contiguous() and t.data_ptr() % 8 == 0 for t in tensors):
+    gpu = kernels(tensors[0].device.type)
+    if gpu is None or not all(t.is_contiguous() and t.data_ptr() % 8 == 0 for t in tensors):
         return lambda: torch.stack([_tensor_sum(tensor) for tensor in tensors])
-    base = as_bytes(tensors[0])
-    begin = base.data_ptr()
-    runs = [kernels.Run(t.data_ptr() - begin, t.nbytes, 0) for t in tensors]
-    held, table = list(tensors), kernels.Runs(base, runs)
+    held = [as_bytes(tensor) for tensor in tensors]
+    runs = [gpu.Run(t.data_ptr() - held[0].data_ptr(), t.numel(), 0) for t in held]
+    sets = gpu.Sets([runs], [0], held[0].device)
 
     def sums() -> Tensor:
-        assert held  # noqa: S101 - whose memory the table names
-        both: Tensor = table.sums(digest=False)
-        return both[1:]
+        out = torch.zeros(4 + len(held), dtype=torch.int64, device=held[0].device)
+        sets.sum(0, held[0], out, digest=False)
+        return out[4:]
 
     return sums
 
@@ -136,44 +135,25 @@ def digest_of_sum(spec: TensorSpec, total: int) -> int:
 
 
 def bucket_digest(index: int, sums: Sequence[int]) -> int:
-    """The digest of a bucket from the sums of its spans, which may be negative (see above)."""
+    """The digest of a bucket from the sums of its spans, both as int64."""
     value = mix(index + 1)
     for total in sums:
         value = mix((value ^ total & _MASK) + _GOLDEN)
-    return value
-
-
-def bucket_sums(data: Tensor, index: int, spans: Sequence[Span]) -> Tensor:
-    """The digest of a bucket, and the sum of each of its spans.
-
-    Args:
-        data: Its bytes: uint8, contiguous, its begin aligned as that of any allocation.
-        index: In the manifest.
-        spans: One or more.
-
-    Returns:
-        int64, shape (1 + spans,), on the bucket's device, without waiting for it. As Python reads
-        them, numbers from 2^63 on are negative.
-    """
-    if (kernels := _kernels(data.device.type)) is not None:
-        runs = [kernels.Run(s.bucket_offset, s.length, s.tensor_offset // 8) for s in spans]
-        on_device: Tensor = kernels.Runs(data, runs, index).sums(digest=True)
-        return on_device
-    sums = torch.stack([_span_sum(data, span) for span in spans])
-    digest = bucket_digest(index, sums.tolist())
-    return torch.cat([sums.new_tensor([_signed(digest)]), sums])
+    return _signed(value)
 
 
 @functools.cache
-def _kernels(device_type: str) -> ModuleType | None:
-    """Those for a kind of device, if there are any."""
+def kernels(device_type: str) -> ModuleType | None:
+    """The module with those for a kind of device, if there are any."""
     if device_type != "cuda":
         return None
     try:  # Triton comes with torch for CUDA, but wants a C compiler
         from rollwire_transport import digest_triton
 
-        some = torch.zeros(8, dtype=torch.uint8, device=device_type)
-        digest_triton.Runs(some, [digest_triton.Run(0, 8, 0)]).sums(digest=True)
+        some = torch.zeros(40, dtype=torch.uint8, device=device_type)
+        sets = digest_triton.Sets([[digest_triton.Run(0, 8, 0)]], [0], some.device)
+        for digest in (False, True):  # compiles
+            sets.sum(0, some, some.view(torch.int64), digest=digest)
     except Exception as error:  # whatever it is, torch alone does it too
         logger.warning("digests are slower without Triton: %s: %s", type(error).__name__, error)
         return None
@@ -182,11 +162,11 @@ def _kernels(device_type: str) -> ModuleType | None:
 
 def _tensor_sum(tensor: Tensor) -> Tensor:
     data = as_bytes(tensor.resolve_conj().resolve_neg().contiguous())
-    return _span_sum(data, Span(0, 0, 0, data.numel()))
+    return span_sum(data, Span(0, 0, 0, data.numel()))
 
 
-def _span_sum(data: Tensor, span: Span) -> Tensor:
-    """An int64 scalar on the data's device."""
+def span_sum(data: Tensor, span: Span) -> Tensor:
+    """The sum of a span of a bucket's bytes, an int64 scalar on their device."""
     sum_words = _sum_words_cpu if data.device.type == "cpu" else _sum_words
     piece = data[span.bucket_offset : span.bucket_offset + span.length]
     if piece.data_ptr() % 8 or piece.storage_offset() % 8:  # never so in a bucket

@@ -1,4 +1,5 @@
-"""The sums of runs of bytes (see ``digest``) in one pass over a GPU's memory, and one launch.
+"""The sums of runs of bytes, and the digests of buckets (see ``digest``), in one pass over a GPU's
+memory and one launch.
 
 torch alone writes and reads each word anew at every step of the mixing, some fifteen times, and
 starts each of these steps for each run.
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
 
 # A program's share: enough words to be worth its start, few enough to keep every SM busy with the
 # smallest bucket.
-_BLOCK, _ROUNDS, _WARPS = 1024, 8, 4
+_BLOCK, _ROUNDS, _WARPS = 512, 8, 4
 _CHUNK_BYTES = _BLOCK * _ROUNDS * 8
+
+_META, _ROW = 5, 4  # words of a set's entry and of a run's
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,47 +44,58 @@ class Run:
     first: int
 
 
-class Runs:
-    """Runs on one GPU, whose sums can be had again and again.
+class Sets:
+    """Sets of runs on one GPU. Of one set, one sum at a time.
 
     Args:
-        base: uint8 there; ``offset`` counts from its address.
-        runs: One or more, whose memory has to stay.
-        index: That of the bucket whose runs they are, for its digest.
+        sets: One or more runs each.
+        indices: Those of the buckets whose runs they are, for their digests.
+        device: The GPU.
     """
 
-    def __init__(self, base: Tensor, runs: Sequence[Run], index: int = 0) -> None:
-        self._base = base
-        self._count = len(runs)
-        rows = np.array([(r.offset, r.length, r.first, 0) for r in runs], dtype=np.int64)
+    def __init__(
+        self, sets: Sequence[Sequence[Run]], indices: Sequence[int], device: torch.device
+    ) -> None:
+        self._device = device
+        counts = np.array([len(runs) for runs in sets])
+        begins = np.cumsum(counts) - counts
+        rows = np.array([(r.offset, r.length, r.first, 0) for s in sets for r in s], dtype=np.int64)
         chunks = -(-rows[:, 1] // _CHUNK_BYTES)
-        rows[:, 3] = np.cumsum(chunks) - chunks
-        owners = np.repeat(np.arange(len(runs), dtype=np.int64), chunks)
-        self._chunks = len(owners)
-        table = np.concatenate([[index + 1, len(runs)], rows.ravel(), owners])
-        self._table = _upload(torch.from_numpy(table), base.device)
+        before = np.cumsum(chunks) - chunks  # chunks of all runs before this one
+        rows[:, 3] = before - np.repeat(before[begins], counts)
+        owners = np.repeat(np.arange(len(rows)) - np.repeat(begins, counts), chunks)
+        rows_at = len(sets) * _META + begins * _ROW
+        owners_at = len(sets) * _META + rows.size + before[begins]
+        metas = [np.array(indices) + 1, counts, rows_at, owners_at, np.zeros_like(counts)]
+        table = np.concatenate([np.column_stack(metas).ravel(), rows.ravel(), owners])
+        self._table = upload(torch.from_numpy(table.astype(np.int64)), device)
+        self._programs = np.add.reduceat(chunks, begins).tolist()
 
-    def sums(self, *, digest: bool) -> Tensor:
-        """The digest of the bucket, if it is wanted, and the sum of each run: int64, shape
-        (1 + runs,), on their device, without waiting for it.
+    def sum(self, number: int, base: Tensor, out: Tensor, *, digest: bool) -> None:
+        """Adds the sum of each run of a set to ``out``, without waiting for it.
+
+        Args:
+            number: Which set.
+            base: uint8; offsets count from its address.
+            out: int64, shape (4 + runs,), contiguous: the sums from the fifth word on; the fourth
+                is the digest of the bucket.
+            digest: Whether that is wanted.
         """
-        device = self._table.device
-        sums = torch.zeros(1 + self._count, dtype=torch.int64, device=device)
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            if self._chunks:
-                _sum_chunks[(self._chunks,)](
-                    self._base, self._table, sums, _BLOCK, _ROUNDS, num_warps=_WARPS
-                )
-            if digest:
-                _fold[(1,)](self._table, sums, num_warps=1)
-        return sums
+        if not (programs := self._programs[number]):
+            return
+        on_gpu = self._device.type == "cuda"
+        with torch.cuda.device(self._device) if on_gpu else contextlib.nullcontext():
+            _sum_chunks[(programs,)](
+                base, self._table, number * _META, out, digest, _BLOCK, _ROUNDS, num_warps=_WARPS
+            )
 
 
-def _upload(table: Tensor, device: torch.device) -> Tensor:
+def upload(numbers: Tensor, device: torch.device) -> Tensor:
+    """A tensor from the host, on a device without waiting for it."""
     if device.type != "cuda":
-        return table
+        return numbers
     # Pinned, or else the copy would wait for all that was asked of the stream before.
-    return table.pin_memory().to(device, non_blocking=True)
+    return numbers.pin_memory().to(device, non_blocking=True)
 
 
 @triton.jit
@@ -91,13 +105,17 @@ def _mix(x):  # type: ignore[no-untyped-def]
     return x ^ (x >> 31)
 
 
-# The table: the bucket's index + 1; the number of runs; for each its offset, length, first index
-# and first chunk; for each chunk its run.
-@triton.jit  # type: ignore[untyped-decorator]
-def _sum_chunks(base, table, sums, block: tl.constexpr, rounds: tl.constexpr):  # type: ignore[no-untyped-def]
+# The table: for each set the bucket's index + 1, the number of runs, where its rows and the owners
+# of its chunks are, and how many programs are done; for each run its offset, length, first index,
+# and first chunk in its set; for each chunk its run in its set.
+@triton.jit(do_not_specialize=["at"])  # type: ignore[untyped-decorator]
+def _sum_chunks(  # type: ignore[no-untyped-def]
+    base, table, at, out, digest: tl.constexpr, block: tl.constexpr, rounds: tl.constexpr
+):
+    meta = table + at
     chunk = tl.program_id(0).to(tl.int64)
-    run = tl.load(table + 2 + 4 * tl.load(table + 1) + chunk)
-    row = table + 2 + 4 * run
+    run = tl.load(table + tl.load(meta + 3) + chunk)
+    row = table + tl.load(meta + 2) + 4 * run
     before = (chunk - tl.load(row + 3)) * (block * rounds)  # of the run's words
     left = tl.load(row + 1) - 8 * before
     words = (base + tl.load(row) + 8 * before).to(tl.pointer_type(tl.int64))
@@ -119,13 +137,13 @@ def _sum_chunks(base, table, sums, block: tl.constexpr, rounds: tl.constexpr):  
             words += block
             left -= 8 * block
             keys += (block * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    tl.atomic_add(sums + 1 + run, tl.sum(total.to(tl.int64, bitcast=True), 0), sem="relaxed")
-
-
-@triton.jit
-def _fold(table, sums):  # type: ignore[no-untyped-def]
-    value = _mix(tl.load(table).to(tl.uint64, bitcast=True))
-    for j in range(tl.load(table + 1)):
-        total = tl.load(sums + 1 + j).to(tl.uint64, bitcast=True)
-        value = _mix((value ^ total) + 0x9E3779B97F4A7C15)
-    tl.store(sums, value.to(tl.int64, bitcast=True))
+    tl.atomic_add(out + 4 + run, tl.sum(total.to(tl.int64, bitcast=True), 0), sem="relaxed")
+    if digest:
+        done = tl.atomic_add(meta + 4, 1, sem="acq_rel")
+        if done == tl.num_programs(0) - 1:  # all sums are there
+            tl.store(meta + 4, 0)
+            value = _mix(tl.load(meta).to(tl.uint64, bitcast=True))
+            for j in range(tl.load(meta + 1)):
+                total_j = tl.load(out + 4 + j, volatile=True).to(tl.uint64, bitcast=True)
+                value = _mix((value ^ total_j) + 0x9E3779B97F4A7C15)
+            tl.store(out + 3, value.to(tl.int64, bitcast=True))

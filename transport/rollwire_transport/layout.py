@@ -11,16 +11,20 @@ from rollwire_transport.tensors import nbytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-DEFAULT_BUCKET_BYTES = 64 << 20
+# Each end holds a few buckets. Between GPUs, what one costs beside its bytes wants them large.
+_SMALLEST, _LARGEST = 64 << 20, 256 << 20
+_BUCKETS = 64
 
 
 def plan(
     tensors: Sequence[TensorSpec],
     *,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     partial: bool = False,
 ) -> Manifest:
     """Lays tensors into buckets of ``bucket_bytes`` in their order, the last one shorter.
+
+    By default buckets are a 64th of the whole, but no less than 64 MiB and no more than 256 MiB.
 
     A tensor that does not fit in what is left of a bucket goes on in the next; small ones share
     one. Aliases come last among the manifest's tensors, and travel in no bucket; nor do empty
@@ -30,9 +34,12 @@ def plan(
         ManifestError: No manifest of these tensors is valid.
         ValueError: ``bucket_bytes`` is not a positive multiple of 64.
     """
-    if bucket_bytes <= 0 or bucket_bytes % ALIGNMENT:
+    if bucket_bytes is not None and (bucket_bytes <= 0 or bucket_bytes % ALIGNMENT):
         raise ValueError(f"bucket_bytes must be a positive multiple of {ALIGNMENT}")
     check_tensors(tensors)
+    if bucket_bytes is None:
+        share = sum(nbytes(t) for t in tensors if t.alias_of is None) // _BUCKETS
+        bucket_bytes = min(max(-(-share // ALIGNMENT) * ALIGNMENT, _SMALLEST), _LARGEST)
     ordered = sorted(tensors, key=lambda t: t.alias_of is not None)
     buckets: list[Bucket] = []
     spans: list[Span] = []

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from rollwire_transport.checks import ManifestError, validate
-from rollwire_transport.digest import bucket_sums
 from rollwire_transport.errors import TransportError, TransportTimeout
-from rollwire_transport.header import WORDS, check_digest, read_header
 from rollwire_transport.host_copy import HostCopy
 from rollwire_transport.ledger import Ledger
+from rollwire_transport.sealing import HEADER, MAGIC, Sealer, check_header
 from rollwire_transport.switching import promptly
 from rollwire_transport.tensors import as_bytes, describe
 
@@ -107,6 +106,7 @@ class Receiver:
             )
         buckets = self._manifest.buckets
         largest = max((b.size for b in buckets[first_bucket:]), default=0)
+        sealer = Sealer(buckets[first_bucket:], first_bucket, link.device)
         # Not kept for the next group: an aborted link may still write into what it was given.
         slots = [_Slot.make(largest, link.device) for _ in buckets[first_bucket:][:_BUFFERS]]
         in_flight: deque[tuple[_Slot, Transfer]] = deque()
@@ -131,7 +131,7 @@ class Receiver:
             for index in range(first_bucket, len(buckets)):
                 slot, transfer = in_flight.popleft()
                 self._wait(index, slot, transfer, bucket_timeout, link.upstream)
-                arrived.append(self._take(index, slot))
+                arrived.append(self._take(index, slot, sealer))
                 if index + len(slots) < len(buckets):
                     post(index + len(slots), slot)
                 if len(arrived) > 1:  # while a device is at one, the one before is looked at
@@ -146,40 +146,39 @@ class Receiver:
         except TransportTimeout:
             # A bucket of another size never comes in its place, but its header does.
             if any(header := slot.header.tolist()):
-                read_header(header, index, self._manifest.buckets[index].size, peer)
+                size = self._manifest.buckets[index].size
+                check_header(header, (MAGIC, index, size, header[-1]), peer)
             raise
 
-    def _take(self, index: int, slot: _Slot) -> _Arrival:
+    def _take(self, index: int, slot: _Slot, sealer: Sealer) -> _Arrival:
         """Unpacks a bucket, which nobody has looked at yet; a device is only told to."""
         bucket = self._manifest.buckets[index]
         payload = slot.buffer[: bucket.size]
-        sums = bucket_sums(payload, index, bucket.spans)
+        record = sealer.seal(index, payload)
         for span in bucket.spans:
             piece = payload[span.bucket_offset : span.bucket_offset + span.length]
             target = self._targets[span.tensor]
             there = target[span.tensor_offset : span.tensor_offset + span.length]
             there.copy_(piece, non_blocking=True)
-        return _Arrival(index, HostCopy(torch.cat([slot.header, sums])))
+        return _Arrival(index, HostCopy(torch.cat([slot.header, record])))
 
     def _enter(self, arrival: _Arrival, peer: str) -> None:
         """Notes a bucket if it is what was sent."""
-        index, size = arrival.index, self._manifest.buckets[arrival.index].size
-        numbers = arrival.numbers.read()
-        told = read_header(numbers[:WORDS], index, size, peer)
-        digest, *sums = numbers[WORDS:]
-        check_digest(index, told, digest, peer)
-        self._ledger.enter(index, sums)
+        index, numbers = arrival.index, arrival.header_and_record.read()
+        header, record = numbers[:HEADER], numbers[HEADER:]
+        check_header(header, record[:HEADER], peer)
+        self._ledger.enter(index, record[HEADER:])
         if index == self._next_bucket:
-            self._received_bytes += size
+            self._received_bytes += self._manifest.buckets[index].size
             self._next_bucket += 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """A bucket that was unpacked; its header, digest and sums are on their way."""
+    """A bucket that was unpacked: what came with it, and what should have."""
 
     index: int
-    numbers: HostCopy
+    header_and_record: HostCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +189,7 @@ class _Slot:
     @classmethod
     def make(cls, size: int, device: torch.device) -> _Slot:
         return cls(
-            torch.zeros(WORDS, dtype=torch.int64, device=device),
+            torch.zeros(HEADER, dtype=torch.int64, device=device),
             torch.empty(size, dtype=torch.uint8, device=device),
         )
 

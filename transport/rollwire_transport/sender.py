@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from rollwire_transport.checks import ManifestError, validate
-from rollwire_transport.digest import bucket_sums
 from rollwire_transport.errors import SourceError
-from rollwire_transport.header import write_headers
 from rollwire_transport.host_copy import HostCopy
 from rollwire_transport.ledger import Ledger
+from rollwire_transport.sealing import HEADER, Sealer
 from rollwire_transport.switching import promptly
 from rollwire_transport.tensors import DTYPES, as_bytes, describe, nbytes, whole
 
@@ -128,9 +127,8 @@ class Sender:
         progress: Callable[[int], None],
     ) -> None:
         buckets = self._manifest.buckets
-        sizes = [bucket.size for bucket in buckets[first_bucket:]]
-        largest = max(sizes, default=0)
-        headers = write_headers(first_bucket, sizes, link.device)
+        largest = max((b.size for b in buckets[first_bucket:]), default=0)
+        sealer = Sealer(buckets[first_bucket:], first_bucket, link.device)
         sent = sum(b.size for b in buckets[:first_bucket])
         reader = _Reader(self._manifest, source, asking=self._ask)
         in_flight: deque[_Flight] = deque()
@@ -138,32 +136,37 @@ class Sender:
         def land() -> Tensor:
             nonlocal sent
             flight = in_flight.popleft()
-            # A device may have been told only to gather and to copy so far.
-            self.packing = flight.packing
-            _, *sums = flight.sums.read()
-            self.packing = None
-            self._ledger.enter(flight.index, sums)
+            self._note(flight)
             flight.transfer.wait(bucket_timeout)
             sent += buckets[flight.index].size
             progress(sent)
             return flight.buffer
 
-        for index, header in enumerate(headers, start=first_bucket):
-            bucket = buckets[index]
-            if len(in_flight) < _BUFFERS:
-                buffer = torch.empty(largest, dtype=torch.uint8, device=link.device)
-            else:
-                buffer = land()
-            payload = buffer[: bucket.size]
-            self.packing = Packing(reader.tensor_of(bucket.spans[0]), time.monotonic())
-            reader.pack(bucket, payload)
-            sums = bucket_sums(payload, index, bucket.spans)
-            header[-1:].copy_(sums[:1])
-            transfer, packing = link.send(header, payload), self.packing
-            self.packing = None
-            in_flight.append(_Flight(index, buffer, packing, HostCopy(sums), transfer))
-        while in_flight:
-            land()
+        try:
+            for index in range(first_bucket, len(buckets)):
+                bucket = buckets[index]
+                if len(in_flight) < _BUFFERS:
+                    buffer = torch.empty(largest, dtype=torch.uint8, device=link.device)
+                else:
+                    buffer = land()
+                payload = buffer[: bucket.size]
+                self.packing = Packing(reader.tensor_of(bucket.spans[0]), time.monotonic())
+                reader.pack(bucket, payload)
+                record = sealer.seal(index, payload)
+                transfer, packing = link.send(record[:HEADER], payload), self.packing
+                self.packing = None
+                in_flight.append(_Flight(index, buffer, packing, HostCopy(record), transfer))
+            while in_flight:
+                land()
+        finally:
+            for flight in in_flight:  # which a receiver may have
+                self._note(flight)
+
+    def _note(self, flight: _Flight) -> None:
+        """Enters a bucket; waits for its packing, which a device may only have been told of."""
+        self.packing = flight.packing
+        self._ledger.enter(flight.index, flight.record.read()[HEADER:])
+        self.packing = None
 
     def _ask(self, tensor: str) -> None:
         """Notes what the source is asked for."""
@@ -178,7 +181,7 @@ class _Flight:
     index: int
     buffer: Tensor
     packing: Packing
-    sums: HostCopy
+    record: HostCopy
     transfer: Transfer
 
 
@@ -244,9 +247,8 @@ class _Reader:
         with _told(spec.name):
             tensor = whole(given)
             del given
-        got = describe(spec.name, tensor)
-        if (got.dtype, got.shape) != (spec.dtype, spec.shape):
-            raise self._other(_words(got))
+        if tensor.dtype is not DTYPES[spec.dtype] or tensor.shape != spec.shape:
+            raise self._other(_words(describe(spec.name, tensor)))
         self._tensor = tensor.detach().resolve_conj().resolve_neg()
         if tensor.is_cuda:  # let go of before the device has read it: its memory is kept so long
             tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -254,7 +254,7 @@ class _NcclLink(Link):
     def _post(self, tensors: tuple[Tensor, ...], deadline: float) -> _NcclTransfer:
         stream = self._streams.broadcasts
         runs = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
-        with self._errors(), torch.cuda.device(self.device):
+        with self._errors():  # where the device is the current one: in a lane, or ``stand``
             stream.wait_stream(torch.cuda.current_stream(self.device))
             transfer = _NcclTransfer(self, tensors)
             self._under_way.append(transfer)
