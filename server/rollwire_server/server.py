@@ -167,6 +167,7 @@ class RolloutServer:
         log.info("loading", model=self._settings.model)
         weights = await self._engine.start(self._server_id, self._rollouts)
         await updates.served.loaded(weights)
+        await asyncio.to_thread(transport.prepare, self._engine.describe().device)
         gc.collect()
         gc.freeze()  # else a full collection walks over all of torch: a quarter of a second
         self._lifecycle.attach(self._engine)

@@ -58,7 +58,8 @@ class Publisher:
         id: Names the trainer. Default: host name and process id.
         term: Counts the lives of the trainer: a higher one takes over from a lower one, which is
             refused from then on. Default: the time, in milliseconds.
-        backend: Of the transport. Default: the first that this machine and all servers can use.
+        backend: Of the transport. Default: the first that this machine and all servers can use of
+            gloo, ucx and nccl; of ucx, nccl and gloo if the tensors lie on a GPU.
         host: Under which the servers reach this machine. Default: the local address of the route
             to them.
         kv_policy: What a commit does with keys and values of sequences that are under way.

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 # A server that is alive but fails in the transport may have been the victim of another once.
 _STRIKES = 2
 
+_CLOSE_SECONDS = 10.0
+
 
 class _GroupFailed(Exception):  # noqa: N818 - what happened to a group, not shown to anybody
     """A group failed; ``culprit`` is the server to blame, where it is known."""
@@ -57,7 +59,8 @@ class Transfer:
         manifest: The layout.
         source: Gives a fresh iterator of (name, tensor).
         device: Where the tensors lie; None is the CPU.
-        backend: Of the transport.
+        backends: Of the transport: the first, or, where members share a GPU and it cannot serve
+            that, the next.
         host: Under which the servers reach this machine.
         timeouts: How long to wait.
         progress: Called with the bytes that every server of the group has, from another thread.
@@ -69,7 +72,7 @@ class Transfer:
         source: Source,
         *,
         device: torch.device | None,
-        backend: str,
+        backends: Sequence[str],
         host: str,
         timeouts: PublishTimeouts,
         progress: Callable[[int], None],
@@ -77,11 +80,12 @@ class Transfer:
         self._sender = transport.Sender(manifest)
         self._source = source
         self._device = device
-        self._backend = backend
+        self._backends = list(backends)
         self._host = host
         self._timeouts = timeouts
         self._progress = progress
         self._link: transport.Link | None = None
+        self._closing: list[asyncio.Future[None]] = []
         self._strikes: Counter[Recipient] = Counter()
         self._given_up: SourceError | None = None
 
@@ -90,8 +94,18 @@ class Transfer:
         """Of what was sent, once all was."""
         return self._sender.digest
 
+    async def close(self) -> None:
+        """Gives everything back, which a backend may take a moment for; also when cancelled."""
+        closing, self._closing = self._closing, []
+        try:
+            await asyncio.shield(asyncio.gather(*closing))
+        except asyncio.CancelledError:
+            if closing:
+                await asyncio.wait(closing, timeout=_CLOSE_SECONDS)
+            raise
+
     async def run(self, recipients: Sequence[Recipient]) -> None:
-        """Returns when every recipient is staged or out.
+        """Returns when every recipient is staged or out; ``close`` it in the end.
 
         Raises:
             SchemaMismatchError: The source gives something else than the manifest says.
@@ -102,8 +116,14 @@ class Transfer:
             try:
                 await self._watched(group)
             except _GroupFailed as failed:
+                shared = isinstance(failed.__cause__, transport.SharedDevice)
+                if shared and len(self._backends) > 1:
+                    backend = self._backends.pop(0)
+                    logger.info("%s, not %s: %s", self._backends[0], backend, failed)
+                    continue
                 if self._given_up is not None:
                     raise self._given_up from failed
+                await self.close()
                 logger.warning("a transport group of %d failed: %s", len(group), failed)
                 self._blame(group, failed)
                 # How far they came is worth a moment, but not needed: joining the next group
@@ -130,8 +150,8 @@ class Transfer:
         finally:
             await end([work, *deaths])
             if self._link is not None:
-                # Beside the event loop: a backend may take a moment to give back what it held.
-                await in_thread(self._link.close)
+                # Beside what comes next: a backend may take half a second.
+                self._closing.append(in_thread(self._link.close))
                 self._link = None
 
     async def _exchange(self, group: list[Recipient]) -> None:
@@ -196,7 +216,7 @@ class Transfer:
         epoch = secrets.token_hex(16)
         try:
             meeting = transport.open_meeting(
-                self._backend,
+                self._backends[0],
                 epoch=epoch,
                 world_size=len(group) + 1,
                 host=self._host,
@@ -216,7 +236,7 @@ class Transfer:
                 recipient.join(
                     weights_pb2.JoinTransportRequest(
                         epoch=epoch,
-                        backend=self._backend,
+                        backend=self._backends[0],
                         ranks=[rank],
                         world_size=len(group) + 1,
                         rendezvous=meeting.rendezvous,

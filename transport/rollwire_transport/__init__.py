@@ -10,8 +10,14 @@ members that are left form another and go on from the lowest bucket that one of 
 """
 
 from rollwire_transport.checks import MAX_DIMENSIONS, ManifestError, compare, validate
-from rollwire_transport.digest import sum_digests, tensor_digest
-from rollwire_transport.errors import DigestMismatch, SourceError, TransportError, TransportTimeout
+from rollwire_transport.digest import prepare, sum_digests, tensor_digest
+from rollwire_transport.errors import (
+    DigestMismatch,
+    SharedDevice,
+    SourceError,
+    TransportError,
+    TransportTimeout,
+)
 from rollwire_transport.layout import plan
 from rollwire_transport.links import (
     Availability,
@@ -42,6 +48,7 @@ __all__ = [
     "Packing",
     "Receiver",
     "Sender",
+    "SharedDevice",
     "SourceError",
     "Span",
     "TensorSpec",
@@ -55,6 +62,7 @@ __all__ = [
     "join",
     "open_meeting",
     "plan",
+    "prepare",
     "sum_digests",
     "tensor_digest",
     "validate",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # A program's share: enough words to be worth its start, few enough to keep every SM busy with the
 # smallest bucket.
-_BLOCK, _ROUNDS, _WARPS = 512, 8, 4
+_BLOCK, _ROUNDS, _WARPS = 1024, 16, 4
 _CHUNK_BYTES = _BLOCK * _ROUNDS * 8
 
 _META, _ROW = 5, 4  # words of a set's entry and of a run's
@@ -68,7 +68,7 @@ class Sets:
         owners_at = len(sets) * _META + rows.size + before[begins]
         metas = [np.array(indices) + 1, counts, rows_at, owners_at, np.zeros_like(counts)]
         table = np.concatenate([np.column_stack(metas).ravel(), rows.ravel(), owners])
-        self._table = upload(torch.from_numpy(table.astype(np.int64)), device)
+        self._table = torch.from_numpy(table.astype(np.int64)).to(device)
         self._programs = np.add.reduceat(chunks, begins).tolist()
 
     def sum(self, number: int, base: Tensor, out: Tensor, *, digest: bool) -> None:
@@ -88,14 +88,6 @@ class Sets:
             _sum_chunks[(programs,)](
                 base, self._table, number * _META, out, digest, _BLOCK, _ROUNDS, num_warps=_WARPS
             )
-
-
-def upload(numbers: Tensor, device: torch.device) -> Tensor:
-    """A tensor from the host, on a device without waiting for it."""
-    if device.type != "cuda":
-        return numbers
-    # Pinned, or else the copy would wait for all that was asked of the stream before.
-    return numbers.pin_memory().to(device, non_blocking=True)
 
 
 @triton.jit

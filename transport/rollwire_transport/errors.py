@@ -2,6 +2,7 @@
 
 TransportError
 ├── TransportTimeout   a deadline ran out
+├── SharedDevice       two members are on one GPU, and the backend wants one for each
 └── DigestMismatch     the bytes that came are not those that were sent
 
 A layout that cannot be used is a ``ManifestError`` (see ``checks``): found before any byte moves.
@@ -25,6 +26,10 @@ class TransportError(Exception):
 
 class TransportTimeout(TransportError):  # noqa: N818 - named for what happened
     """A member did not do its part before the deadline."""
+
+
+class SharedDevice(TransportError):  # noqa: N818 - named for what happened
+    """Two members are on one GPU, which the backend cannot serve; another one may."""
 
 
 class DigestMismatch(TransportError):  # noqa: N818 - named for what happened

@@ -23,7 +23,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rollwire_transport.errors import TransportError, TransportTimeout
+from rollwire_transport.errors import SharedDevice, TransportError, TransportTimeout
 from rollwire_transport.links import addresses
 
 if TYPE_CHECKING:
@@ -372,11 +372,11 @@ def _refuse_shared_cards(card: bytes, members: Mapping[int, _Member]) -> None:
         if owner != rank:
             for other in members.values():
                 _tell(other.connection, _VERDICT.pack(_Verdict.SAME_CARD, rank))
-            raise TransportError(_shared(rank), f"rank {rank}")
+            raise SharedDevice(_shared(rank), f"rank {rank}")
 
 
 def _shared(rank: int) -> str:
-    return f"rank {rank} is on the GPU of another member, and each needs its own: use gloo"
+    return f"rank {rank} is on the GPU of another member, and each needs its own: use ucx, or gloo"
 
 
 def _refuse(caller: socket.socket, verdict: _Verdict, number: int = 0) -> None:
@@ -391,8 +391,9 @@ def _expect(wanted: _Verdict, verdict: int, number: int, rank: int, world_size: 
         _Verdict.NO_SUCH_EPOCH: "no group of this epoch meets there",
         _Verdict.OTHER_SIZE: f"the group has {number} members, this one was told of {world_size}",
         _Verdict.RANK_TAKEN: f"rank {rank} has joined this group already",
-        _Verdict.SAME_CARD: _shared(number),
     }
+    if verdict == _Verdict.SAME_CARD:
+        raise SharedDevice(_shared(number), "rank 0")
     peer = f"rank {rank}" if verdict == _Verdict.RANK_TAKEN else "rank 0"
     raise TransportError(texts.get(verdict, "what answers there is no meeting"), peer)
 
