@@ -7,6 +7,7 @@ are cut out, and the rest form a new one and go on from the lowest bucket that o
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import secrets
 import time
@@ -173,15 +174,15 @@ class Transfer:
 
     async def _send(self, link: transport.Link, first_bucket: int) -> None:
         """Sends beside the event loop, in a thread that is given up if the source hangs."""
-        sending = in_thread(
-            lambda: self._sender.send(
-                link,
-                self._source,
-                first_bucket=first_bucket,
-                bucket_timeout=self._timeouts.bucket,
-                progress=self._progress,
-            )
+        send = functools.partial(
+            self._sender.send,
+            link,
+            self._source,
+            first_bucket=first_bucket,
+            bucket_timeout=self._timeouts.bucket,
+            progress=self._progress,
         )
+        sending = in_thread(transport.beside(self._device, send))
         overdue = asyncio.create_task(self._overdue())
         either: list[asyncio.Future[Any]] = [sending, overdue]
         try:

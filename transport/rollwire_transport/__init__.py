@@ -9,6 +9,7 @@ schema, ``join``s, and a ``Receiver`` puts what comes into its tensors. When a g
 members that are left form another and go on from the lowest bucket that one of them misses.
 """
 
+from rollwire_transport.beside import beside
 from rollwire_transport.checks import MAX_DIMENSIONS, ManifestError, compare, validate
 from rollwire_transport.digest import prepare, sum_digests, tensor_digest
 from rollwire_transport.errors import (
@@ -56,6 +57,7 @@ __all__ = [
     "TransportError",
     "TransportTimeout",
     "available_backends",
+    "beside",
     "compare",
     "describe",
     "describe_all",

@@ -43,7 +43,11 @@ class Follower:
             PublishError: Rank 0 could not publish.
             SourceError: This rank could not do its part, or rank 0 is gone or silent.
         """
-        working = in_thread(self._work)
+        from rollwire_transport import beside
+
+        from rollwire_client.schema import device_of
+
+        working = in_thread(beside(device_of(self._tensors), self._work))
         try:
             verdict, why = await self._obey(call)
         except BaseException:

@@ -111,8 +111,10 @@ def _note(group: ProcessGroup, text: str) -> str:
     import torch
     import torch.distributed as dist
 
-    on_cpu = "cpu:" in dist.get_backend_config(group)
-    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+    if "cpu:" in dist.get_backend_config(group):
+        device = torch.device("cpu")
+    else:
+        device = group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
     note = torch.tensor(list(text.encode().ljust(_NOTE_BYTES, b"\0")), dtype=torch.uint8)
     note = note.to(device)
     dist.broadcast(note, group=group, group_src=0)

@@ -38,7 +38,8 @@ class Ranks:
 
     Sharded tensors are gathered one at a time while they are sent, so that no process holds more of
     another's than one tensor. Until ``publish`` returns no process may use the groups of its
-    tensors for anything else.
+    tensors for anything else; others it may, also on the same GPU: gathers have a stream of their
+    own there.
 
     The processes keep TCP connections with rank 0, over which they say only who does what next.
     One that dies or fails ends the publish on all of them: servers keep what they serve. A gather
