@@ -7,6 +7,9 @@ import itertools
 FIRST_SECONDS = 180
 FIRST_TOKENS = 20
 
+# After a commit, until decoding is as it was: long prefixes are computed again for seconds.
+SETTLE_SECONDS = {"keep": 1.0, "recompute": 10.0}
+
 
 class Arrivals:
     """When tokens of all streams came, and how many."""
@@ -23,10 +26,12 @@ class Arrivals:
         return sum(count for _, count in self.all) >= FIRST_TOKENS * streams
 
     def lost(self, began: float, end: float, window: float) -> float:
-        """Seconds of undisturbed decoding that the tokens missing between two moments take; what is
-        undisturbed, the ``window`` before tells.
+        """Seconds of undisturbed decoding that the tokens missing between two moments take. What is
+        undisturbed, the ``window`` before and that after tell: the longer sequences are, the slower
+        they grow, whatever else happens.
         """
-        rate = self.tokens(began - window, began) / window
+        around = self.tokens(began - window, began) + self.tokens(end, end + window)
+        rate = around / (2 * window)
         return (end - began) - self.tokens(began, end) / rate
 
     def longest_gap(self, start: float, end: float) -> float:

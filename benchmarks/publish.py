@@ -23,7 +23,7 @@ import time
 from typing import TYPE_CHECKING
 
 import torch
-from arrivals import FIRST_SECONDS, Arrivals
+from arrivals import FIRST_SECONDS, SETTLE_SECONDS, Arrivals
 from bare import bare_broadcast, host
 from common import add_shape, checkpoint, machine, parse, print_table, servers
 from rollwire_client import Fleet, KvPolicy, Publisher, Sampling, Timeouts
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=3000)
     parser.add_argument("--bucket-mib", type=int, help="default: the transport's")
     parser.add_argument("--publishes", type=int, default=5, help="over each backend and policy")
-    parser.add_argument("--window", type=float, default=2.0, help="seconds around a publish")
+    parser.add_argument("--window", type=float, default=2.0, help="seconds before and after")
     options = parse(parser)
     options.prompts = Prompts(options.prompt, options.vocab)
     devices = [options.device, *options.servers]
@@ -144,7 +144,9 @@ async def measure(
                     for _ in range(options.publishes):
                         version += 1
                         results.append(
-                            await one_publish(publisher, version, tensors, arrivals, options)
+                            await one_publish(
+                                publisher, policy, version, tensors, arrivals, options
+                            )
                         )
                         check(streams)
                     rows += _rows(f"{backend} {policy}", results)
@@ -166,6 +168,7 @@ def check(streams: list[asyncio.Task[None]]) -> None:
 
 async def one_publish(
     publisher: Publisher,
+    policy: str,
     version: int,
     tensors: dict[str, Tensor],
     arrivals: Arrivals,
@@ -178,13 +181,15 @@ async def one_publish(
     committed = time.perf_counter()
     if report.failed:
         raise SystemExit(f"a server did not commit: {report.failed[0].error}")
+    await asyncio.sleep(SETTLE_SECONDS[policy])
+    settled = time.perf_counter()
     await asyncio.sleep(options.window)
     return (
         committed - began,
         max(server.staging_seconds for server in report.servers),
         max(server.paused_seconds for server in report.servers) * 1e3,
         arrivals.longest_gap(began, committed) * 1e3,
-        arrivals.lost(began, time.perf_counter(), options.window) * 1e3,
+        arrivals.lost(began, settled, options.window) * 1e3,
         report.bytes / (committed - began) / 1e9,
     )
 

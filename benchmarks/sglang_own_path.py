@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from arrivals import FIRST_SECONDS, Arrivals
+from arrivals import FIRST_SECONDS, SETTLE_SECONDS, Arrivals
 from sglang_alone import alone, answer
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ def _measure(sglang: Connection, specs: list[Spec], ranks: int, options: Namespa
         _one(
             sglang,
             f"{way} {MODES[policy]} {turn}",
+            policy,
             partial(update, MODES[policy]),
             arrivals,
             options,
@@ -99,6 +100,7 @@ def _measure(sglang: Connection, specs: list[Spec], ranks: int, options: Namespa
 def _one(
     sglang: Connection,
     name: str,
+    policy: str,
     update: Callable[[], tuple[float, float]],
     arrivals: Arrivals,
     options: Namespace,
@@ -106,8 +108,9 @@ def _one(
     time.sleep(options.window)
     asked = time.perf_counter()
     began, ended = update()
-    time.sleep(options.window)
+    time.sleep(SETTLE_SECONDS[policy])
     end = time.perf_counter()
+    time.sleep(options.window)
     arrivals.all += _ask(sglang, "arrivals")
     gap, lost = arrivals.longest_gap(began, ended), arrivals.lost(asked, end, options.window)
     return f"SGLang's own {name}", ended - asked, gap, lost
