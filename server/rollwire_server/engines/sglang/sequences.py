@@ -125,11 +125,10 @@ class Sequences:
         sequence.revision, sequence.started, sequence.passes = revision, False, []
         del self._unsent[spec.key]
         self._sent[sequence.rid] = sequence
-        room = min(sampling.max_new_tokens, self.context_length - len(spec.prompt))
         return Request(
             rid=sequence.rid,
             input_ids=[*spec.prompt, *sequence.tokens],
-            max_new_tokens=room - len(sequence.tokens),
+            max_new_tokens=self._limit(spec) - len(sequence.tokens),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -206,6 +205,10 @@ class Sequences:
             told = _by_weights(chunk.routed_experts, ending.tokens - 1, ending.passes)
             step.extras.setdefault(ending.key, Extras()).routed_experts += told
 
+    def _limit(self, spec: SequenceSpec) -> int:
+        """Output tokens that a sequence may have."""
+        return min(spec.sampling.max_new_tokens, self.context_length - len(spec.prompt))
+
     def _take_back(self, sequence: Sequence) -> str | None:
         rid, sequence.rid = sequence.rid, None
         if rid is None or self._sent.pop(rid, None) is None:
@@ -219,7 +222,7 @@ class Sequences:
         spec, sampling = sequence.spec, sequence.spec.sampling
         if chunk.token_ids:
             self._tell(step, sequence, chunk)
-        limit = min(sampling.max_new_tokens, self.context_length - len(spec.prompt))
+        limit = self._limit(spec)
         for token, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True):
             if not math.isfinite(logprob):  # SGLang samples something all the same
                 message = f"NaN or infinity in the logits after {sequence.length} tokens"

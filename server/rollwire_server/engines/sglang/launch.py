@@ -1,0 +1,152 @@
+"""SGLang's engine, as it is started and ended: by a thread that lives as long as its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from functools import partial
+from multiprocessing import resource_tracker
+from typing import TYPE_CHECKING, Any
+
+from rollwire_server.engines.base import EngineError
+
+from . import processes
+from .caller import Caller
+from .messages import Facts
+from .outputs import manager_class
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .config import SglangConfig
+    from .outputs import Listener
+
+LOADER = "rollwire_server.engines.sglang.loader.load"
+
+
+class Launcher:
+    """Starts one SGLang and ends it.
+
+    The scheduler's children die with the thread that started them (PR_SET_PDEATHSIG): it lives on.
+    """
+
+    def __init__(self, config: SglangConfig, listener: Listener) -> None:
+        self._config = config
+        self._listener = listener
+        self._caller = Caller("rollwire-sglang")
+        self._engine: Any = None
+
+    async def start(self) -> Any:
+        """SGLang's engine; raises EngineError with one line when it does not start."""
+        with _own_logging(), _own_environment():
+            self._engine = await asyncio.wrap_future(self._caller.call(self._launch))
+        return self._engine
+
+    async def stop(self) -> None:
+        """Ends its processes. Idempotent, also before ``start`` and after a failed one."""
+        if self._caller.runs:
+            await asyncio.wrap_future(self._caller.call(self._shut_down))
+        self._caller.stop()
+        self._engine = None
+
+    def facts(self) -> Facts:
+        """What the engine that was started is."""
+        engine, manager = self._engine, self._engine.tokenizer_manager
+        args = engine.server_args
+        told = engine._scheduler_init_result.scheduler_infos[0]
+        model = manager.model_config
+        unsupported = {"min_new_tokens"}  # needs a tokenizer
+        if args.enable_deterministic_inference:
+            unsupported.add("min_p")  # its sampler has no min-p with seeds
+        return Facts(
+            vocab_size=model.vocab_size,
+            # One more output token would end it before its time; longer inputs are refused.
+            context_length=min(manager.context_len, told["max_req_input_len"]),
+            eos_token_ids=tuple(sorted(model.hf_eos_token_id or ())),
+            dtype=model.dtype,
+            kv_tokens=told["max_total_num_tokens"],
+            deterministic=bool(args.enable_deterministic_inference) and not self._config.on_cpu,
+            logprobs_before_temperature=_is_set("SGLANG_RETURN_ORIGINAL_LOGPROB"),
+            can_release_memory=bool(args.enable_memory_saver),
+            keeps_weights_on_release=bool(args.enable_weights_cpu_backup),
+            unsupported_sampling=frozenset(unsupported),
+            processes=list(engine.get_all_child_pids()),
+            ranks=args.tp_size * args.pp_size,
+            routed_experts=bool(args.enable_return_routed_experts) and not self._config.on_cpu,
+        )
+
+    def _launch(self) -> Any:
+        """On the launcher's thread; its import takes seconds too."""
+        # SGLang's processes inherit the mask: Ctrl-C reaches them too, and is the server's to
+        # answer. The resource tracker's start would unblock it, so that comes first.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        if self._config.on_cpu:
+            os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+        try:
+            from sglang.srt.entrypoints.engine import Engine, init_tokenizer_manager
+        except ModuleNotFoundError as error:
+            raise EngineError(f"needs {error.name}: install SGLang beside rollwire") from error
+        manager = partial(manager_class(), self._listener)
+
+        class OurEngine(Engine):  # type: ignore[misc]  # no types
+            run_scheduler_process_func = staticmethod(processes.run_scheduler)
+            run_detokenizer_process_func = staticmethod(processes.run_detokenizer)
+            init_tokenizer_manager_func = staticmethod(
+                lambda *args, **kwargs: init_tokenizer_manager(
+                    *args, **{**kwargs, "TokenizerManagerClass": manager}
+                )
+            )
+
+        arguments = self._config.server_args(LOADER)
+        try:
+            engine = OurEngine(**{k: v for k, v in arguments.items() if v is not None})
+        except Exception as error:
+            line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise EngineError(f"SGLang did not start: {line}") from error
+        # It would end this process; deaths are seen by the bridge, and told.
+        watchdog = engine.tokenizer_manager._subprocess_watchdog
+        if watchdog is not None:
+            watchdog.stop()
+        return engine
+
+    def _shut_down(self) -> None:
+        if self._engine is not None:
+            self._engine.shutdown()
+            return
+        from sglang.srt.utils import kill_process_tree  # what a failed start left
+
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+@contextlib.contextmanager
+def _own_logging() -> Iterator[None]:
+    """Undoes that SGLang sets up logging for the whole process, by its import and its start."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
+@contextlib.contextmanager
+def _own_environment() -> Iterator[None]:
+    """Undoes what SGLang sets of NCCL, once its processes have it: ``NCCL_CUMEM_ENABLE`` has to be
+    the same at both ends of a transfer.
+    """
+    before = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name.startswith("NCCL_")]:
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("1", "true", "yes", "y")
