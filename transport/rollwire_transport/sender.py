@@ -131,12 +131,20 @@ class Sender:
         sealer = Sealer(buckets[first_bucket:], first_bucket, link.device)
         sent = sum(b.size for b in buckets[:first_bucket])
         reader = _Reader(self._manifest, source, asking=self._ask)
+        packed: deque[_Packed] = deque()  # whose sums are not entered yet
         in_flight: deque[_Flight] = deque()
+
+        def note() -> None:
+            bucket = packed.popleft()
+            # A device may have been told only to gather and to copy so far.
+            self.packing = bucket.packing
+            self._ledger.enter(bucket.index, bucket.record.read()[HEADER:])
+            self.packing = None
 
         def land() -> Tensor:
             nonlocal sent
             flight = in_flight.popleft()
-            self._note(flight)
+            note()
             flight.transfer.wait(bucket_timeout)
             sent += buckets[flight.index].size
             progress(sent)
@@ -153,20 +161,15 @@ class Sender:
                 self.packing = Packing(reader.tensor_of(bucket.spans[0]), time.monotonic())
                 reader.pack(bucket, payload)
                 record = sealer.seal(index, payload)
-                transfer, packing = link.send(record[:HEADER], payload), self.packing
+                packed.append(_Packed(index, self.packing, HostCopy(record)))
+                transfer = link.send(record[:HEADER], payload)
                 self.packing = None
-                in_flight.append(_Flight(index, buffer, packing, HostCopy(record), transfer))
+                in_flight.append(_Flight(index, buffer, transfer))
             while in_flight:
                 land()
         finally:
-            for flight in in_flight:  # which a receiver may have
-                self._note(flight)
-
-    def _note(self, flight: _Flight) -> None:
-        """Enters a bucket; waits for its packing, which a device may only have been told of."""
-        self.packing = flight.packing
-        self._ledger.enter(flight.index, flight.record.read()[HEADER:])
-        self.packing = None
+            while packed:  # a receiver may have it
+                note()
 
     def _ask(self, tensor: str) -> None:
         """Notes what the source is asked for."""
@@ -175,13 +178,20 @@ class Sender:
 
 
 @dataclass(frozen=True, slots=True)
+class _Packed:
+    """A bucket that is on its way into its buffer, or there."""
+
+    index: int
+    packing: Packing
+    record: HostCopy
+
+
+@dataclass(frozen=True, slots=True)
 class _Flight:
-    """A bucket under way."""
+    """A bucket under way to the receivers."""
 
     index: int
     buffer: Tensor
-    packing: Packing
-    record: HostCopy
     transfer: Transfer
 
 
