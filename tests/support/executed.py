@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
+
+
+def children(parent: int) -> dict[int, str]:
+    """A process's own processes: their ids and command lines."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if int((path / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                found[int(path.name)] = (path / "cmdline").read_text()
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
 
 
 class ExecutedCommand(subprocess.Popen[bytes]):

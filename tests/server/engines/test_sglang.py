@@ -16,7 +16,7 @@ import torch
 from rollwire_server.engines.embedded.builtin import build
 from support.calls import Generation, connected, generate, reason_of, request, until
 from support.contract import flags
-from support.executed import ExecutedCommand
+from support.executed import ExecutedCommand, children
 from support.publishing import publish, status
 from support.reference import changed, logits, logprobs, of_tokens, with_tensors
 from support.servers import EXECUTED_START_SECONDS, servers
@@ -32,18 +32,6 @@ pytestmark = pytest.mark.timeout(600)
 
 LONG = 3000
 NOTICED_SECONDS = 60
-
-
-def children(parent: int) -> dict[int, str]:
-    """A process's own processes: their ids and command lines."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if int((path / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
-                found[int(path.name)] = (path / "cmdline").read_text()
-        except OSError:  # it has ended meanwhile
-            continue
-    return found
 
 
 def running(*, of: int) -> list[int]:

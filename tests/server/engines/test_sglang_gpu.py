@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from rollwire.v1 import rollout_pb2
 from rollwire_server.engines.embedded.builtin import build
+from rollwire_server.engines.sglang import page_lock
 from rollwire_server.engines.sglang.fingerprint import Fingerprints
-from rollwire_transport import describe, tensor_digest
-from support.calls import Generation, connected, generate, request
+from rollwire_server.engines.sglang.page_lock import CudaPages, PageLock, pages_of
+from rollwire_server.engines.sglang.shared_memory import allocate, opened
+from rollwire_transport import TensorSpec, describe, tensor_digest
+from support.calls import Generation, connected, generate, request, until
 from support.contract import flags
+from support.executed import children
 from support.publishing import TERMS, Update, next_version, publish, status
 from support.reference import changed, logprobs, with_tensors
 from support.servers import servers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from support.calls import Api
     from support.servers import ServerProcess
@@ -43,21 +47,22 @@ ARGUMENTS = [
 NEAR = 1e-2  # fp32, of which Triton's attention multiplies in tf32; policies are ten times apart
 
 
-def on_gpu(folder: Path, *more: str) -> list[str]:
+def on_gpu(folder: Path, *more: str, staging: str = "device") -> list[str]:
     arguments = [f"--engine-arg={text}" for text in [*ARGUMENTS, *more]]
-    return ["--engine", "sglang", *flags("sglang", folder), "--staging", "device", *arguments]
+    return ["--engine", "sglang", *flags("sglang", folder), "--staging", staging, *arguments]
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[(1, "device"), (2, "device"), (1, "host"), (2, "host")])
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
-    """On one device, and on two by tensor parallelism."""
-    if torch.cuda.device_count() < request.param:
-        pytest.skip(f"needs {request.param} CUDA devices")
+    """On one device, and on two by tensor parallelism; updates wait there or in host memory."""
+    devices, staging = request.param
+    if torch.cuda.device_count() < devices:
+        pytest.skip(f"needs {devices} CUDA devices")
     folder = tmp_path_factory.mktemp("sglang")
     with servers(folder) as start:
-        yield start(*on_gpu(folder, f"tp-size={request.param}"))
+        yield start(*on_gpu(folder, f"tp-size={devices}", staging=staging))
 
 
 def test_fingerprints_are_digests_of_what_was_there_when_they_began() -> None:
@@ -85,7 +90,7 @@ async def sleep(api: Api, weights: str) -> int:
     return (await api.rollouts.Sleep(asked, timeout=60)).freed_bytes
 
 
-async def test_a_policy_that_was_staged_on_the_device_samples(server: ServerProcess) -> None:
+async def test_a_policy_that_was_staged_samples(server: ServerProcess) -> None:
     base = build("builtin:tiny")
     prompt = tuple(range(40, 60))
     async with connected(server.address) as api:
@@ -120,6 +125,94 @@ async def test_updates_that_are_committed_or_discarded_leave_memory_level(
             await publish(api, tensors)
         assert free_bytes() > before - (64 << 20)
         assert (await status(api, verify=True)).intact
+
+
+async def test_host_memory_of_updates_is_page_locked_and_let_go_of(
+    server: ServerProcess, request: pytest.FixtureRequest
+) -> None:
+    """By SGLang's processes: once an update is committed, or discarded."""
+    devices, staging = request.node.callspec.params["server"]
+    schedulers = [pid for pid, name in children(server.process.pid).items() if "scheduler" in name]
+    assert len(schedulers) == devices
+    tensors = changed(build("builtin:tiny"), by=0.1)
+
+    async def let_go() -> bool:
+        return not any(maps_staging(pid) for pid in schedulers)
+
+    async with connected(server.address) as api:
+        await publish(api, tensors)
+        await until(let_go, 60)
+        dropped = Update(api, tensors, await next_version(api), term=next(TERMS))
+        await dropped.stage()
+        assert [maps_staging(pid) for pid in schedulers] == [staging == "host"] * devices
+        await dropped.discard()
+        await until(let_go, 60)
+    assert "cannot be page-locked" not in server.log.read_text()
+
+
+def maps_staging(pid: int) -> bool:
+    return "rollwire-staging" in Path(f"/proc/{pid}/maps").read_text()
+
+
+async def test_pages_are_locked_in_pieces_copied_across_them_and_unlocked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(page_lock, "PIECE", 1 << 20)
+    size = (10 << 20) + 512
+    staged = allocate([TensorSpec("all", "uint8", (size,))])
+    (memory,) = opened(staged.layout)
+    memory.copy_(torch.arange(size) % 251)
+    pages = pages_of(torch.device("cuda"))
+    assert pages is not None
+    lock = PageLock(memory, pages)
+
+    async def locked() -> bool:
+        return lock.missing == 0
+
+    await until(locked, 60)
+    assert memory.is_pinned()
+    assert memory[-1:].is_pinned()
+    for begin, end in [(0, size), (1, size - 1), ((1 << 20) - 3, (3 << 20) + 5)]:
+        assert torch.equal(memory[begin:end].cuda().cpu(), memory[begin:end])
+    lock.release()
+
+    async def unlocked() -> bool:
+        return not any(memory[i:].is_pinned() for i in range(0, size, 1 << 20))
+
+    await until(unlocked, 60)
+    assert torch.equal(memory.cuda().cpu(), memory)
+
+
+async def test_what_is_locked_in_part_is_known_and_all_else_is_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(page_lock, "PIECE", 1 << 20)
+    staged = allocate([TensorSpec("all", "uint8", (8 << 20,))])
+    (memory,) = opened(staged.layout)
+
+    class Limited(CudaPages):
+        """Of which only three pieces can be locked."""
+
+        def lock(self, address: int, nbytes: int) -> None:
+            refused = address >= memory.data_ptr() + (3 << 20)  # for being locked already
+            super().lock(memory.data_ptr() if refused else address, nbytes)
+
+    lock = PageLock(memory, Limited(torch.device("cuda")))
+
+    async def refused() -> bool:
+        return lock.error is not None
+
+    await until(refused, 60)
+    lock.stop()
+    assert lock.locked == 3 << 20
+    assert (lock.error or "").startswith("cudaHostRegister: ")
+    inside, outside = memory[: 3 << 20], memory[3 << 20 :]
+    assert (inside.is_pinned(), outside.is_pinned()) == (True, False)
+    assert lock.cuts(memory)
+    for tensor in (inside, outside, memory.clone()):
+        assert not lock.cuts(tensor)
+        assert torch.equal(tensor.cuda().cpu(), tensor)
+    lock.release()
 
 
 @pytest.mark.parametrize("kept", ["KEEP", "HOST_BACKUP"])

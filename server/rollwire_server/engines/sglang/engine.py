@@ -247,7 +247,7 @@ class SglangEngine:
             return True
 
     async def _listen(self) -> None:
-        """Notices a scheduler that does not answer any more."""
+        """Notices a scheduler that does not answer any more; lets go of discarded updates."""
         while True:
             await asyncio.sleep(self._config.unresponsive_seconds / 4)
             async with self._commands:  # whose deadlines notice it too
@@ -255,6 +255,9 @@ class SglangEngine:
                     await self._bridge.echo()
                 except EngineError:
                     return
+                if not self._asleep:
+                    with contextlib.suppress(EngineError):  # tried again at the next
+                        await self._started().let_go_of_discarded()
 
     # Weights.
 

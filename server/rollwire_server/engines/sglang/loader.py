@@ -15,8 +15,9 @@ import torch
 
 from .checkpoint import read_tensors
 from .fingerprint import Fingerprints
+from .page_lock import PageLock, pages_of
 from .recipe import NoRecipeError, copies, learn
-from .shared_memory import Layout, views
+from .shared_memory import Layout, opened, views
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .recipe import Recipe
 
 WARM_UP_PIECES = 8
+CPU = torch.device("cpu")
 
 
 def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -59,6 +61,7 @@ class Loader:
         self._recipe: Recipe | None = None
         self._opened: dict[str, Tensor] = {}
         self._copies: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._locks: list[PageLock] = []
         self._fingerprints = Fingerprints(model)
         self._committed = self._fingerprints.begin()
 
@@ -96,19 +99,46 @@ class Loader:
 
     def _open(self, staged: dict[str, Any]) -> None:
         self._close()
-        self._opened = views(Layout.read(staged), _rank())
+        layout = Layout.read(staged)
+        memories = opened(layout, _rank())
+        self._opened = views(layout, memories)
         if self._recipe is not None:
             self._copies = copies(self._recipe, self._opened)
+        device = next((parameter.device for parameter in self._model.parameters()), CPU)
+        if (pages := pages_of(device)) is not None:
+            self._locks = [PageLock(memory, pages) for memory in memories if not memory.is_cuda]
 
     def _close(self) -> None:
         self._opened, self._copies = {}, ([], [])
+        for lock in self._locks:
+            lock.release()
+        self._locks = []
+
+    def _end_locking(self) -> dict[str, Any]:
+        """Ends the locking of pages, however far it is; returns how far that is."""
+        for lock in self._locks:
+            lock.stop()
+        cut = {
+            name: tensor.clone()
+            for name, tensor in self._opened.items()
+            if any(lock.cuts(tensor) for lock in self._locks)
+        }
+        if cut:
+            self._opened = {**self._opened, **cut}
+            if self._recipe is not None:
+                self._copies = copies(self._recipe, self._opened)
+        return {
+            "unlocked_bytes": sum(lock.missing for lock in self._locks),
+            "lock_error": next((lock.error for lock in self._locks if lock.error), None),
+        }
 
     def _put(self) -> dict[str, Any]:
         began = time.perf_counter()
+        locks = self._end_locking()
         if self._recipe is None:
             self._change(self._opened.items())
             self._close()
-            return {"copied_ms": _ms(began), "fingerprint_ms": 0.0}
+            return {"copied_ms": _ms(began), "fingerprint_ms": 0.0, **locks}
         self.touched = True
         targets, sources = self._copies
         if targets:
@@ -117,7 +147,8 @@ class Loader:
         copied = time.perf_counter()
         self._committed = self._fingerprints.begin()
         self._close()
-        return {"copied_ms": round((copied - began) * 1e3, 1), "fingerprint_ms": _ms(copied)}
+        spent = {"copied_ms": round((copied - began) * 1e3, 1), "fingerprint_ms": _ms(copied)}
+        return {**spent, **locks}
 
     def _change(self, tensors: Any) -> None:
         self.touched = True

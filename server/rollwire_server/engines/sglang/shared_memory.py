@@ -76,7 +76,7 @@ def allocate(specs: Sequence[TensorSpec]) -> Staged:
     try:
         os.posix_fallocate(descriptor, 0, size)
         layout = Layout([{"path": f"/proc/{os.getpid()}/fd/{descriptor}", "size": size}], places)
-        staged = Staged(views(layout))
+        staged = Staged(views(layout, opened(layout)))
     except (OSError, RuntimeError) as error:
         os.close(descriptor)
         raise EngineError(
@@ -106,18 +106,29 @@ def allocate_on(
             f"an update of {sum(sizes) >> 20} MiB cannot be staged on {len(devices)} devices: give "
             "SGLang less (--engine-arg mem-fraction-static=…) or start with --staging host"
         ) from error
-    staged = Staged(_views(places, memories))
     parts = [{"ranks": [cuda_memory.share(memory) for _ in range(ranks)]} for memory in memories]
-    staged.layout = Layout(parts, places)
+    layout = Layout(parts, places)
+    staged = Staged(views(layout, memories))
+    staged.layout = layout
     return staged
 
 
-def views(layout: Layout, rank: int = 0) -> dict[str, Tensor]:
-    """The tensors of a layout, in the same memory in every process; ``rank`` is this one's.
+def opened(layout: Layout, rank: int = 0) -> list[Tensor]:
+    """The memory of each part, as uint8, the same in every process; ``rank`` is this one's.
 
-    Raises OSError or RuntimeError when the memory is gone.
+    Raises OSError or RuntimeError when it is gone.
     """
-    return _views(layout.places, [_open(part, rank) for part in layout.parts])
+    return [_open(part, rank) for part in layout.parts]
+
+
+def views(layout: Layout, memories: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The tensors of a layout, in the memory of its parts."""
+    return {
+        place.name: memories[place.part][place.offset : place.offset + place.nbytes]
+        .view(getattr(torch, place.dtype))
+        .view(place.shape)
+        for place in layout.places
+    }
 
 
 def _open(part: dict[str, Any], rank: int) -> Tensor:
@@ -127,15 +138,6 @@ def _open(part: dict[str, Any], rank: int) -> Tensor:
     if os.stat(path).st_size != size:  # noqa: PTH116  torch would make a new one
         raise OSError(f"{path} is not the memory that was staged")
     return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-
-
-def _views(places: Sequence[Place], memories: Sequence[Tensor]) -> dict[str, Tensor]:
-    return {
-        place.name: memories[place.part][place.offset : place.offset + place.nbytes]
-        .view(getattr(torch, place.dtype))
-        .view(place.shape)
-        for place in places
-    }
 
 
 def _arrange(specs: Sequence[TensorSpec], *, parts: int) -> tuple[list[Place], list[int]]:

@@ -56,6 +56,7 @@ class Weights:
         self._digesting: asyncio.Task[None] | None = None
         self._on_devices: Sequence[torch.device] = ()
         self._opened: weakref.ref[Staged] | None = None
+        self._warned = False
         self.specs: list[TensorSpec] = []
         self.whole = True
 
@@ -97,17 +98,24 @@ class Weights:
     async def stage(self, specs: Sequence[TensorSpec]) -> Staged:
         """Memory for an update; on devices, that of the one before is taken again.
 
-        The processes open a device's now, which a commit need not wait for; the host's only then:
-        they would keep that of an update which is discarded.
+        The processes open it now, which a commit need not wait for.
         """
-        if not self._on_devices:
-            return await asyncio.to_thread(allocate, specs)
-        await self._settle()
+        if self._on_devices:
+            await self._settle()
         await self._let_go()
-        ranks = self._facts.ranks
-        staged = await asyncio.to_thread(allocate_on, self._on_devices, specs, ranks=ranks)
+        staged = await asyncio.to_thread(self._allocate, specs)
         await self._open(staged)
         return staged
+
+    async def let_go_of_discarded(self) -> None:
+        """Has the processes close what was staged, if nobody waits for it any more."""
+        if self._opened is not None and self._opened() is None:
+            await self._let_go()
+
+    def _allocate(self, specs: Sequence[TensorSpec]) -> Staged:
+        if self._on_devices:
+            return allocate_on(self._on_devices, specs, ranks=self._facts.ranks)
+        return allocate(specs)
 
     async def _open(self, staged: Staged) -> None:
         if self._opened is None or self._opened() is not staged:
@@ -119,7 +127,8 @@ class Weights:
         if self._opened is not None:
             await self._run("close")
             self._opened = None
-        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+        if self._on_devices:
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
     async def close(self) -> None:
         """Ends what is still computed of the last update."""
@@ -148,6 +157,7 @@ class Weights:
                 "process %d put weights in place in %.1f ms, and began their fingerprint in %.1f",
                 *(rank, answer["copied_ms"], answer["fingerprint_ms"]),
             )
+            self._tell_of_locks(rank, answer["unlocked_bytes"], answer["lock_error"])
         self._opened = None
         # The commit need not wait for it; it keeps the staged memory until it is over.
         self._digesting = asyncio.create_task(self._digest(staged), name="sglang digests")
@@ -165,6 +175,23 @@ class Weights:
         if changed:
             raise EngineError(f"the serving weights have changed: {', '.join(sorted(changed)[:3])}")
         return dict(self._digests)
+
+    def _tell_of_locks(self, rank: int, unlocked: int, error: str | None) -> None:
+        if error is None and unlocked:
+            logger.info(
+                "the commit came before %d MiB were page-locked in process %d, and copied them as "
+                "they were",
+                *(unlocked >> 20, rank),
+            )
+        if error is not None and not self._warned:
+            self._warned = True
+            logger.warning(
+                "staged updates cannot be page-locked (%s; %d MiB were not), so commits copy them "
+                "at a fraction of a device's speed, and no token is sampled meanwhile: raise the "
+                "limit of locked memory (ulimit -l unlimited; of a container LimitMEMLOCK=infinity "
+                "of its runtime, or --ulimit memlock=-1), or leave room for --staging device",
+                *(error, unlocked >> 20),
+            )
 
     def _sent(self) -> list[TensorSpec]:
         return [spec for spec in self.specs if spec.alias_of is None]
