@@ -23,6 +23,11 @@ def children(parent: int) -> dict[int, str]:
     return found
 
 
+def maps(pid: int, text: str) -> bool:
+    """Whether a line of the list of what a process has in its memory has this text."""
+    return text in Path(f"/proc/{pid}/maps").read_text()
+
+
 class ExecutedCommand(subprocess.Popen[bytes]):
     """``rollwire-server`` with flags, started by this environment's interpreter."""
 

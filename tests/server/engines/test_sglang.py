@@ -16,8 +16,8 @@ import torch
 from rollwire_server.engines.embedded.builtin import build
 from support.calls import Generation, connected, generate, reason_of, request, until
 from support.contract import flags
-from support.executed import ExecutedCommand, children
-from support.publishing import publish, status
+from support.executed import ExecutedCommand, children, maps
+from support.publishing import TERMS, Update, next_version, publish, status
 from support.reference import changed, logits, logprobs, of_tokens, with_tensors
 from support.servers import EXECUTED_START_SECONDS, servers
 
@@ -159,6 +159,25 @@ class TestServers:
             await publish(api, good)
             assert (await generate(api, request((1, 2), 5))).reason == "LENGTH"
             await api.idle()
+
+    async def test_processes_let_go_of_updates_that_are_committed_or_discarded(
+        self, server: ServerProcess
+    ) -> None:
+        """Also when no other follows: they would keep its memory."""
+        tensors, pid = changed(build("builtin:tiny"), by=0.1), scheduler(server)
+
+        async def let_go() -> bool:
+            return not maps(pid, "rollwire-staging")
+
+        async with connected(server.address) as api:
+            await publish(api, tensors)
+            await until(let_go, NOTICED_SECONDS)
+            dropped = Update(api, tensors, await next_version(api), term=next(TERMS))
+            await dropped.stage()
+            assert not await let_go()
+            await dropped.discard()
+            await until(let_go, NOTICED_SECONDS)
+            await publish(api, tensors)
 
     async def test_an_interrupt_from_the_terminal_is_the_servers_to_answer(
         self, server: ServerProcess

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,13 +16,14 @@ from rollwire_server.engines.sglang.shared_memory import allocate, opened
 from rollwire_transport import TensorSpec, describe, tensor_digest
 from support.calls import Generation, connected, generate, request, until
 from support.contract import flags
-from support.executed import children
+from support.executed import children, maps
 from support.publishing import TERMS, Update, next_version, publish, status
 from support.reference import changed, logprobs, with_tensors
 from support.servers import servers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from support.calls import Api
     from support.servers import ServerProcess
@@ -44,6 +44,7 @@ ARGUMENTS = [
     "max-total-tokens=16384",
     "mem-fraction-static=0.3",
 ]
+STAGING = "rollwire-staging"
 NEAR = 1e-2  # fp32, of which Triton's attention multiplies in tf32; policies are ten times apart
 
 
@@ -137,21 +138,17 @@ async def test_host_memory_of_updates_is_page_locked_and_let_go_of(
     tensors = changed(build("builtin:tiny"), by=0.1)
 
     async def let_go() -> bool:
-        return not any(maps_staging(pid) for pid in schedulers)
+        return not any(maps(pid, STAGING) for pid in schedulers)
 
     async with connected(server.address) as api:
         await publish(api, tensors)
         await until(let_go, 60)
         dropped = Update(api, tensors, await next_version(api), term=next(TERMS))
         await dropped.stage()
-        assert [maps_staging(pid) for pid in schedulers] == [staging == "host"] * devices
+        assert [maps(pid, STAGING) for pid in schedulers] == [staging == "host"] * devices
         await dropped.discard()
         await until(let_go, 60)
     assert "cannot be page-locked" not in server.log.read_text()
-
-
-def maps_staging(pid: int) -> bool:
-    return "rollwire-staging" in Path(f"/proc/{pid}/maps").read_text()
 
 
 async def test_pages_are_locked_in_pieces_copied_across_them_and_unlocked(

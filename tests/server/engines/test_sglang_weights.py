@@ -2,119 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import json
-import logging
-import os
 import subprocess
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from rollwire_server.engines.base import EngineError, TornWeightsError
-from rollwire_server.engines.sglang import loader, page_lock
+from rollwire_server.engines.sglang import loader
 from rollwire_server.engines.sglang.checkpoint import describe_checkpoint
-from rollwire_server.engines.sglang.messages import Facts
-from rollwire_server.engines.sglang.page_lock import PageLock
 from rollwire_server.engines.sglang.recipe import NoRecipeError, copies, learn
 from rollwire_server.engines.sglang.shared_memory import allocate, opened, views
-from rollwire_server.engines.sglang.weights import Weights
 from rollwire_transport import TensorSpec
-from safetensors.torch import save_file
-from support.calls import until
 from support.contract import flags
+from support.sglang_weights import Copying, Fragile, weights_of
 from torch import nn
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
     from rollwire_server.engines.sglang.shared_memory import Staged
+    from rollwire_server.engines.sglang.weights import Weights
     from torch import Tensor
-
-
-class Copying(nn.Module):
-    """A model that fuses "good" and "late", and does no more than that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fused = nn.Parameter(torch.zeros(4, 2))
-
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        for name, tensor in tensors:
-            (self.fused.data[2:] if name == "late" else self.fused.data[:2]).copy_(tensor)
-
-
-class Fragile(Copying):
-    """One that computes what it loads, and fails at one tensor, as it may."""
-
-    fails_at = "bad"
-
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        for name, tensor in tensors:
-            if name == self.fails_at:
-                raise KeyError(name)
-            super().load_weights([(name, tensor * 1)])
-
-
-FACTS = Facts(
-    vocab_size=4, context_length=8, eos_token_ids=(), dtype=torch.float32, kv_tokens=8,
-    deterministic=False, logprobs_before_temperature=False, can_release_memory=False,
-    keeps_weights_on_release=False, unsupported_sampling=frozenset(), processes=[], ranks=1,
-    routed_experts=False,
-)  # fmt: skip
-
-
-class Pages:
-    """In the place of CUDA, which is not there: locks pages up to a limit, as a container may."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.held: dict[int, int] = {}
-        self.refused = threading.Event()
-
-    def lock(self, address: int, nbytes: int) -> None:
-        if sum(self.held.values()) + nbytes > self.limit:
-            self.refused.set()
-            raise RuntimeError("cudaHostRegister: out of memory")
-        self.held[address] = nbytes
-
-    def unlock(self, address: int) -> None:
-        del self.held[address]
-
-    async def are(self, nbytes: int) -> None:
-        """Returns when so many bytes are locked."""
-
-        async def held() -> bool:
-            return sum([*self.held.values()]) == nbytes
-
-        await until(held, 60)
-
-
-class Copied(Fragile):
-    """One that refuses what CUDA would: a tensor of which a part is locked."""
-
-    pages = Pages(0)
-
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        for name, tensor in tensors:
-            touched = range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
-            held = [i for i in touched if any(a <= i < a + n for a, n in self.pages.held.items())]
-            if held and len(held) != len(touched):
-                raise RuntimeError("invalid argument")
-            super().load_weights([(name, tensor)])
-
-
-class Beside:
-    """In the place of the bridge: obeys in this process, as a scheduler process would."""
-
-    def __init__(self, model: Copying) -> None:
-        self.model = model
-
-    async def update(self, command: str) -> None:
-        loader.load(self.model, [(command, torch.empty(0))])
 
 
 class TestWeights:
@@ -126,14 +36,8 @@ class TestWeights:
 
     @pytest.fixture
     async def weights(self, model: Copying, tmp_path: Path) -> AsyncIterator[Weights]:
-        (tmp_path / "config.json").write_text("{}")
-        save_file(
-            {"good": torch.zeros(2, 2), "late": torch.zeros(2, 2)}, tmp_path / "m.safetensors"
-        )
-        weights = Weights(Beside(model), FACTS, tmp_path, torch.device("cpu"))  # type: ignore[arg-type]
-        await weights.read()
-        yield weights
-        await weights.close()
+        async with weights_of(model, tmp_path) as weights:
+            yield weights
 
     def staged(self, value: float, *names: str) -> Staged:
         staged = allocate([TensorSpec(name, "float32", (2, 2)) for name in names])
@@ -189,90 +93,6 @@ class TestWeights:
         assert not isinstance(caught.value, TornWeightsError)
         assert weights.whole
         assert await weights.digests() == before
-
-    @pytest.mark.parametrize("model", [Copying(), Copied()])
-    @pytest.mark.parametrize("limit", [512, 264, 8, 0])
-    async def test_an_update_that_cannot_be_page_locked_gets_in_place_and_that_is_told_once(
-        self,
-        weights: Weights,
-        model: Copying,
-        limit: int,
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
-        """Of 512 bytes; 264 and 8 end within a tensor."""
-        model.pages = pages = Pages(limit)  # type: ignore[attr-defined]
-        monkeypatch.setattr(page_lock, "PIECE", 8)
-        monkeypatch.setattr(loader, "pages_of", lambda device: pages)
-        caplog.set_level(logging.WARNING)
-        for value in (1, 2):
-            staged = await weights.stage([s for s in weights.specs if s.alias_of is None])
-            await pages.are(limit)
-            if limit < 512:
-                assert await asyncio.to_thread(pages.refused.wait, 60)
-            for tensor in staged.values():
-                tensor.fill_(value)
-            await weights.put(staged)
-            assert model.fused.eq(value).all()
-            await pages.are(0)
-            pages.refused.clear()
-        told = [record.getMessage() for record in caplog.records]
-        assert len(told) == (0 if limit == 512 else 1)
-        assert all("out of memory" in line and "ulimit -l" in line for line in told)
-
-    async def test_an_update_that_is_discarded_is_unlocked_and_its_memory_freed(
-        self, weights: Weights, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        pages = Pages(512)
-        monkeypatch.setattr(loader, "pages_of", lambda device: pages)
-        staged = await weights.stage(weights.specs)
-        identity = os.stat(staged.layout.parts[0]["path"]).st_ino  # noqa: PTH116
-        await pages.are(512)
-        assert maps(identity)
-        await weights.let_go_of_discarded()
-        await pages.are(512)  # it may yet be committed
-        del staged
-        gc.collect()
-        await weights.let_go_of_discarded()
-        await pages.are(0)
-
-        async def unmapped() -> bool:
-            return not maps(identity)
-
-        await until(unmapped, 60)
-
-
-def maps(inode: int) -> bool:
-    """Whether this process has a file in its memory."""
-    return f" {inode} " in Path("/proc/self/maps").read_text()
-
-
-def test_a_commit_waits_for_the_pages_under_way_and_no_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(page_lock, "PIECE", 8)
-    second, go = threading.Event(), threading.Event()
-
-    class Slow(Pages):
-        def lock(self, address: int, nbytes: int) -> None:
-            if self.held:
-                second.set()
-                assert go.wait(60)
-            super().lock(address, nbytes)
-
-    memory = torch.zeros(32, dtype=torch.uint8)
-    pages = Slow(1 << 30)
-    lock = PageLock(memory, pages)
-    assert second.wait(60)
-    stopping = threading.Thread(target=lock.stop)
-    stopping.start()
-    assert lock._stop.wait(60)
-    assert stopping.is_alive()
-    go.set()
-    stopping.join(60)
-    assert (lock.locked, lock.missing, lock.error) == (16, 16, None)
-    cut = [lock.cuts(memory[begin:end]) for begin, end in [(0, 16), (16, 32), (15, 17), (0, 32)]]
-    assert cut == [False, False, True, True]
 
 
 class TestLoader:

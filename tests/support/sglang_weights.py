@@ -1,0 +1,74 @@
+"""Models as SGLang loads them, small, and their weights with the loader in this process."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import torch
+from rollwire_server.engines.sglang import loader
+from rollwire_server.engines.sglang.messages import Facts
+from rollwire_server.engines.sglang.weights import Weights
+from safetensors.torch import save_file
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable
+    from pathlib import Path
+
+    from torch import Tensor
+
+
+class Copying(nn.Module):
+    """A model that fuses "good" and "late", and does no more than that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = nn.Parameter(torch.zeros(4, 2))
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            (self.fused.data[2:] if name == "late" else self.fused.data[:2]).copy_(tensor)
+
+
+class Fragile(Copying):
+    """One that computes what it loads, and fails at one tensor, as it may."""
+
+    fails_at = "bad"
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            if name == self.fails_at:
+                raise KeyError(name)
+            super().load_weights([(name, tensor * 1)])
+
+
+FACTS = Facts(
+    vocab_size=4, context_length=8, eos_token_ids=(), dtype=torch.float32, kv_tokens=8,
+    deterministic=False, logprobs_before_temperature=False, can_release_memory=False,
+    keeps_weights_on_release=False, unsupported_sampling=frozenset(), processes=[], ranks=1,
+    routed_experts=False,
+)  # fmt: skip
+
+
+class Beside:
+    """In the place of the bridge: obeys in this process, as a scheduler process would."""
+
+    def __init__(self, model: Copying) -> None:
+        self.model = model
+
+    async def update(self, command: str) -> None:
+        loader.load(self.model, [(command, torch.empty(0))])
+
+
+@contextlib.asynccontextmanager
+async def weights_of(model: Copying, folder: Path) -> AsyncIterator[Weights]:
+    """Those of "good" and "late", which a checkpoint in ``folder`` has as zeros."""
+    (folder / "config.json").write_text("{}")
+    save_file({"good": torch.zeros(2, 2), "late": torch.zeros(2, 2)}, folder / "m.safetensors")
+    weights = Weights(Beside(model), FACTS, folder, torch.device("cpu"))  # type: ignore[arg-type]
+    await weights.read()
+    try:
+        yield weights
+    finally:
+        await weights.close()
