@@ -159,7 +159,8 @@ class Receiver:
             piece = payload[span.bucket_offset : span.bucket_offset + span.length]
             target = self._targets[span.tensor]
             there = target[span.tensor_offset : span.tensor_offset + span.length]
-            there.copy_(piece, non_blocking=True)
+            # What a device copies is there once the record is, which comes after it.
+            there.copy_(piece, non_blocking=piece.is_cuda)
         return _Arrival(index, HostCopy(torch.cat([slot.header, record])))
 
     def _enter(self, arrival: _Arrival, peer: str) -> None:
