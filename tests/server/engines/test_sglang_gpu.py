@@ -53,7 +53,11 @@ def on_gpu(folder: Path, *more: str, staging: str = "device") -> list[str]:
     return ["--engine", "sglang", *flags("sglang", folder), "--staging", staging, *arguments]
 
 
-@pytest.fixture(scope="module", params=[(1, "device"), (2, "device"), (1, "host"), (2, "host")])
+@pytest.fixture(
+    scope="module",
+    params=[(1, "device"), (2, "device"), (1, "host"), (2, "host")],
+    ids=["on-1-device", "on-2-device", "on-1-host", "on-2-host"],
+)
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
