@@ -10,7 +10,15 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from rollwire_transport import Span, TensorSpec, describe, sum_digests, tensor_digest
+from rollwire_transport import (
+    Span,
+    TensorSpec,
+    describe,
+    describe_all,
+    sum_digests,
+    tensor_digest,
+    tensor_digests,
+)
 from rollwire_transport.digest import (
     _sum_words,
     bucket_digest,
@@ -120,6 +128,28 @@ def test_sums_are_of_what_is_there_when_they_are_asked_for(device: str) -> None:
             expected = [reference_sum(content(tensor.cpu())) for tensor in aligned]
             assert [total % MODULUS for total in sums().tolist()] == expected
             assert sums().tolist() == tensor_sums(aligned).tolist()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+def test_the_digests_of_many_tensors_are_those_of_each(device: str) -> None:
+    tensors = {
+        "a": random_tensor(torch.bfloat16, (30, 7), 1),
+        "transposed": random_tensor(torch.float32, (5, 9), 2).t(),
+        "empty": torch.zeros(0, 3),
+    }
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()} | {
+        "on the host": random_tensor(torch.uint8, (11,), 3)
+    }
+    tensors["tied"] = tensors["a"]
+    specs = describe_all(tensors)
+    digests = tensor_digests(specs, tensors)
+    assert digests == {
+        spec.name: tensor_digest(spec, tensors[spec.name])
+        for spec in specs
+        if spec.alias_of is None
+    }
+    with pytest.raises(ValueError, match="float32"):
+        tensor_digests(specs, tensors | {"a": torch.zeros(30, 7)})
 
 
 def test_threads_share_a_large_tensor() -> None:

@@ -11,7 +11,7 @@ members that are left form another and go on from the lowest bucket that one of 
 
 from rollwire_transport.beside import beside
 from rollwire_transport.checks import MAX_DIMENSIONS, ManifestError, compare, validate
-from rollwire_transport.digest import prepare, sum_digests, tensor_digest
+from rollwire_transport.digest import prepare, sum_digests, tensor_digest, tensor_digests
 from rollwire_transport.errors import (
     DigestMismatch,
     SharedDevice,
@@ -67,6 +67,7 @@ __all__ = [
     "prepare",
     "sum_digests",
     "tensor_digest",
+    "tensor_digests",
     "validate",
     "whole",
 ]

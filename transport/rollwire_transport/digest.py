@@ -52,7 +52,7 @@ from rollwire_transport.manifest import Span, TensorSpec
 from rollwire_transport.tensors import as_bytes, describe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import ModuleType
 
     from numpy.typing import NDArray
@@ -86,9 +86,28 @@ def tensor_digest(spec: TensorSpec, tensor: Tensor) -> int:
     Raises:
         ValueError: The tensor is not what the spec says.
     """
-    if (found := describe(spec.name, tensor, spec.alias_of)) != spec:
-        raise ValueError(f"the tensor is {found}, the spec is {spec}")
+    _check(spec, tensor)
     return digest_of_sum(spec, int(tensor_sums([tensor])))
+
+
+def tensor_digests(specs: Iterable[TensorSpec], tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The digest of each tensor that has a spec, aliases left out: those of a GPU are computed by
+    one launch, and waited for once.
+
+    Raises:
+        ValueError: A tensor is not what its spec says.
+    """
+    by_device: dict[torch.device, list[TensorSpec]] = {}
+    for spec in specs:
+        if spec.alias_of is None:
+            _check(spec, tensors[spec.name])
+            by_device.setdefault(tensors[spec.name].device, []).append(spec)
+    digests = {}
+    for there in by_device.values():
+        totals = tensor_sums([tensors[spec.name] for spec in there]).tolist()
+        for spec, total in zip(there, totals, strict=True):
+            digests[spec.name] = digest_of_sum(spec, total)
+    return digests
 
 
 def tensor_sums(tensors: Sequence[Tensor]) -> Tensor:
@@ -163,6 +182,11 @@ def kernels(device_type: str) -> ModuleType | None:
         logger.warning("digests are slower without Triton: %s: %s", type(error).__name__, error)
         return None
     return digest_triton
+
+
+def _check(spec: TensorSpec, tensor: Tensor) -> None:
+    if (found := describe(spec.name, tensor, spec.alias_of)) != spec:
+        raise ValueError(f"the tensor is {found}, the spec is {spec}")
 
 
 def _tensor_sum(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from rollwire_server.engines.sglang import loader, page_lock
+from rollwire_server.engines.sglang import loader
 from rollwire_server.engines.sglang.page_lock import PageLock
 from support.calls import until
 from support.executed import maps
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class Pages:
     """In the place of CUDA, which is not there: locks pages up to a limit, as a container may."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, piece: int | None = 8) -> None:
+        self.piece = piece
         self.limit = limit
         self.held: dict[int, int] = {}
         self.refused = threading.Event()
@@ -77,7 +78,6 @@ async def test_an_update_that_cannot_be_page_locked_gets_in_place_and_that_is_to
     pages = Pages(limit)
     if isinstance(model, Copied):
         model.pages = pages
-    monkeypatch.setattr(page_lock, "PIECE", 8)
     monkeypatch.setattr(loader, "pages_of", lambda device: pages)
     caplog.set_level(logging.WARNING, "rollwire_server.engines.sglang.weights")
     async with weights_of(model, tmp_path) as weights:
@@ -121,10 +121,25 @@ async def test_an_update_that_is_discarded_is_unlocked_and_its_memory_freed(
         await until(unmapped, 60)
 
 
-def test_a_commit_waits_for_the_pages_under_way_and_no_more(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("limit", [512, 511])
+async def test_where_copies_cannot_go_across_pieces_all_is_locked_or_nothing(
+    tmp_path: Path, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_lock, "PIECE", 8)
+    pages = Pages(limit, piece=None)
+    monkeypatch.setattr(loader, "pages_of", lambda device: pages)
+    model = Copying()
+    async with weights_of(model, tmp_path) as weights:
+        staged = await weights.stage(weights.specs)
+        await pages.are(512 if limit == 512 else 0)
+        assert len(pages.held) == (limit == 512)
+        for tensor in staged.values():
+            tensor.fill_(3)
+        await weights.put(staged)
+        assert model.fused.eq(3).all()
+        await pages.are(0)
+
+
+def test_a_commit_waits_for_the_pages_under_way_and_no_more() -> None:
     second, go = threading.Event(), threading.Event()
 
     class Slow(Pages):

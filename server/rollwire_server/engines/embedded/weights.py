@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from rollwire_transport import describe_all, tensor_digest
+from rollwire_transport import describe_all, tensor_digests
 
 from rollwire_server.engines.base import EngineError, SleepingWeights, TornWeightsError
 
@@ -50,11 +50,8 @@ class Weights:
 
     def digests(self) -> dict[str, int]:
         """The digest of each tensor, aliases left out, of the memory that serves."""
-        return {
-            spec.name: tensor_digest(spec, self._target(spec.name))
-            for spec in self._specs
-            if spec.alias_of is None
-        }
+        sent = [spec for spec in self._specs if spec.alias_of is None]
+        return tensor_digests(sent, {spec.name: self._target(spec.name) for spec in sent})
 
     def stage(self, manifest: Manifest) -> dict[str, Tensor]:
         """Memory beside the serving weights for what a manifest sends."""

@@ -8,6 +8,8 @@ locked in pieces of milliseconds, and after each the driver is left alone for as
 
 from __future__ import annotations
 
+import functools
+import mmap
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,6 +28,10 @@ STOP_SECONDS = 30.0
 class Pages(Protocol):
     """Locks and unlocks pages of this process; raises RuntimeError where that fails."""
 
+    @property
+    def piece(self) -> int | None:
+        """Bytes to lock by one call; None if it has to be all."""
+
     def lock(self, address: int, nbytes: int) -> None:
         """Pages from ``address`` on."""
 
@@ -38,6 +44,18 @@ class CudaPages:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+
+    @property
+    def piece(self) -> int | None:
+        """See ``Pages``: whether a copy may go across two pieces, CUDA does not promise."""
+        return PIECE if _copies_across_pieces(self) else None
+
+    def copies(self, memory: Tensor) -> bool:
+        """Whether memory reaches the device."""
+        try:
+            return torch.equal(memory.to(self._device).cpu(), memory)
+        except RuntimeError:
+            return False
 
     def lock(self, address: int, nbytes: int) -> None:
         """See ``Pages``."""
@@ -68,6 +86,7 @@ class PageLock:
         self.error: str | None = None
         self._memory = memory
         self._pages = pages
+        self._piece = memory.nbytes
         self._stop = threading.Event()
         self._locking = threading.Thread(target=self._lock, name="rollwire-page-lock", daemon=True)
         self._locking.start()
@@ -86,7 +105,7 @@ class PageLock:
         self._stop.set()
         self._locking.join(STOP_SECONDS)
         if self._locking.is_alive():
-            raise TimeoutError(f"CUDA has not locked {PIECE >> 20} MiB in {STOP_SECONDS:g} s")
+            raise TimeoutError(f"CUDA has not locked {self._piece >> 20} MiB in {STOP_SECONDS:g} s")
 
     def cuts(self, tensor: Tensor) -> bool:
         """Whether a tensor of this memory is locked in part."""
@@ -100,8 +119,9 @@ class PageLock:
 
     def _lock(self) -> None:
         total = self._memory.nbytes
+        self._piece = self._pages.piece or total
         while self.locked < total and not self._stop.is_set():
-            piece = min(PIECE, total - self.locked)
+            piece = min(self._piece, total - self.locked)
             began = time.monotonic()
             try:
                 self._pages.lock(self._memory.data_ptr() + self.locked, piece)
@@ -113,12 +133,31 @@ class PageLock:
 
     def _unlock(self) -> None:
         self._locking.join()
-        for begin in range(0, self.locked, PIECE):
+        for begin in range(0, self.locked, self._piece):
             began = time.monotonic()
             self._pages.unlock(self._memory.data_ptr() + begin)
             time.sleep(time.monotonic() - began)
 
 
+@functools.cache
+def _copies_across_pieces(pages: CudaPages) -> bool:
+    half = mmap.PAGESIZE
+    memory = torch.frombuffer(mmap.mmap(-1, 2 * half), dtype=torch.uint8)
+    memory.copy_(torch.arange(2 * half) % 251)
+    locked = []
+    try:
+        for begin in (memory.data_ptr(), memory.data_ptr() + half):
+            pages.lock(begin, half)
+            locked.append(begin)
+        return pages.copies(memory)
+    except RuntimeError:
+        return False
+    finally:
+        for begin in locked:
+            pages.unlock(begin)
+
+
+@functools.cache
 def pages_of(device: torch.device) -> Pages | None:
     """How to lock pages for copies to ``device``; None where that is of no use."""
     return CudaPages(device) if device.type == "cuda" else None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rollwire_transport import sum_digests, tensor_digest
+from rollwire_transport import sum_digests, tensor_digests
 from rollwire_transport.tensors import nbytes
 
 from rollwire_server.engines.base import EngineError, TornWeightsError
@@ -207,12 +207,9 @@ class Weights:
             self._digesting = None
 
     async def _digest(self, staged: Staged) -> None:
-        specs = {spec.name: spec for spec in self.specs}
-
-        def compute() -> dict[str, int]:
-            return {name: tensor_digest(specs[name], tensor) for name, tensor in staged.items()}
-
-        self._digests = {**self._digests, **await asyncio.to_thread(compute)}
+        specs = [spec for spec in self._sent() if spec.name in staged]
+        digests = await asyncio.to_thread(tensor_digests, specs, staged)
+        self._digests = {**self._digests, **digests}
 
     async def _replace(self, do: str, **more: Any) -> list[dict[str, Any]]:
         before, self.whole = self.whole, False
