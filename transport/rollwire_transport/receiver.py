@@ -18,13 +18,13 @@ from rollwire_transport.switching import promptly
 from rollwire_transport.tensors import as_bytes, describe
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from rollwire_transport.links.base import Link, Transfer
-    from rollwire_transport.manifest import Manifest
+    from rollwire_transport.manifest import Bucket, Manifest
 
-# One bucket is verified and unpacked while two are under way.
-_BUFFERS = 3
+# One bucket is unpacked, and the one before looked at, while two are under way.
+_BUFFERS = 4
 
 
 class Receiver:
@@ -105,67 +105,61 @@ class Receiver:
                 link.upstream,
             )
         buckets = self._manifest.buckets
-        largest = max((b.size for b in buckets[first_bucket:]), default=0)
         sealer = Sealer(buckets[first_bucket:], first_bucket, link.device)
-        # Not kept for the next group: an aborted link may still write into what it was given.
-        slots = [_Slot.make(largest, link.device) for _ in buckets[first_bucket:][:_BUFFERS]]
+        slots = _Slots(buckets, first_bucket, link.device)
         in_flight: deque[tuple[_Slot, Transfer]] = deque()
-
-        def post(index: int, slot: _Slot) -> None:
-            payload = slot.buffer[: buckets[index].size]
-            slot.header.zero_()
-            in_flight.append((slot, link.receive(slot.header, payload)))
-
         arrived: deque[_Arrival] = deque()
 
+        def post() -> None:
+            while (slot := slots.take()) is not None:
+                in_flight.append((slot, link.receive(slot.header, slot.payload)))
+
         def look() -> None:
+            arrival = arrived.popleft()
             try:
-                self._enter(arrived.popleft(), link.upstream)
+                self._enter(arrival, link.upstream)
             except TransportError:
                 arrived.clear()
                 raise
+            slots.give_back(arrival.slot)
 
-        for offset, slot in enumerate(slots):
-            post(first_bucket + offset, slot)
+        post()
         try:
-            for index in range(first_bucket, len(buckets)):
+            while in_flight:
                 slot, transfer = in_flight.popleft()
-                self._wait(index, slot, transfer, bucket_timeout, link.upstream)
-                arrived.append(self._take(index, slot, sealer))
-                if index + len(slots) < len(buckets):
-                    post(index + len(slots), slot)
+                self._wait(slot, transfer, bucket_timeout, link.upstream)
+                arrived.append(self._take(slot, sealer))
                 if len(arrived) > 1:  # while a device is at one, the one before is looked at
                     look()
+                    post()
         finally:
             while arrived:
                 look()
 
-    def _wait(self, index: int, slot: _Slot, transfer: Transfer, timeout: float, peer: str) -> None:
+    def _wait(self, slot: _Slot, transfer: Transfer, timeout: float, peer: str) -> None:
         try:
             transfer.wait(timeout)
         except TransportTimeout:
             # A bucket of another size never comes in its place, but its header does.
             if any(header := slot.header.tolist()):
-                size = self._manifest.buckets[index].size
-                check_header(header, (MAGIC, index, size, header[-1]), peer)
+                expected = (MAGIC, slot.index, slot.payload.numel(), header[-1])
+                check_header(header, expected, peer)
             raise
 
-    def _take(self, index: int, slot: _Slot, sealer: Sealer) -> _Arrival:
+    def _take(self, slot: _Slot, sealer: Sealer) -> _Arrival:
         """Unpacks a bucket, which nobody has looked at yet; a device is only told to."""
-        bucket = self._manifest.buckets[index]
-        payload = slot.buffer[: bucket.size]
-        record = sealer.seal(index, payload)
-        for span in bucket.spans:
-            piece = payload[span.bucket_offset : span.bucket_offset + span.length]
+        record = sealer.seal(slot.index, slot.payload)
+        for span in self._manifest.buckets[slot.index].spans:
+            piece = slot.payload[span.bucket_offset : span.bucket_offset + span.length]
             target = self._targets[span.tensor]
             there = target[span.tensor_offset : span.tensor_offset + span.length]
             # What a device copies is there once the record is, which comes after it.
             there.copy_(piece, non_blocking=piece.is_cuda)
-        return _Arrival(index, HostCopy(torch.cat([slot.header, record])))
+        return _Arrival(slot, HostCopy(torch.cat([slot.header, record])))
 
     def _enter(self, arrival: _Arrival, peer: str) -> None:
-        """Notes a bucket if it is what was sent."""
-        index, numbers = arrival.index, arrival.header_and_record.read()
+        """Notes a bucket if it is what was sent; a device is done with it then."""
+        index, numbers = arrival.slot.index, arrival.header_and_record.read()
         header, record = numbers[:HEADER], numbers[HEADER:]
         check_header(header, record[:HEADER], peer)
         self._ledger.enter(index, record[HEADER:])
@@ -175,24 +169,51 @@ class Receiver:
 
 
 @dataclass(frozen=True, slots=True)
-class _Arrival:
-    """A bucket that was unpacked: what came with it, and what should have."""
+class _Slot:
+    """Where one bucket comes."""
 
     index: int
-    header_and_record: HostCopy
+    header: Tensor
+    payload: Tensor
+    buffer: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
-    header: Tensor
-    buffer: Tensor
+class _Arrival:
+    """A bucket that was unpacked: what came with it, and what should have."""
 
-    @classmethod
-    def make(cls, size: int, device: torch.device) -> _Slot:
-        return cls(
-            torch.zeros(HEADER, dtype=torch.int64, device=device),
-            torch.empty(size, dtype=torch.uint8, device=device),
-        )
+    slot: _Slot
+    header_and_record: HostCopy
+
+
+class _Slots:
+    """Memory for the buckets from ``first`` on, some of which share theirs."""
+
+    def __init__(self, buckets: Sequence[Bucket], first: int, device: torch.device) -> None:
+        self._buckets = buckets
+        self._first = self._next = first
+        sizes = [bucket.size for bucket in buckets[first:]]
+        # Not kept for the next group: an aborted link may still write into what it was given.
+        self._free = [
+            torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in sizes[:_BUFFERS]
+        ]
+        self._headers = torch.zeros(len(sizes), HEADER, dtype=torch.int64, device=device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    def take(self) -> _Slot | None:
+        """For the next bucket; None if no memory is free, or no bucket left."""
+        index = self._next
+        if not self._free or index == len(self._buckets):
+            return None
+        self._next += 1
+        buffer = self._free.pop()
+        payload = buffer[: self._buckets[index].size]
+        return _Slot(index, self._headers[index - self._first], payload, buffer)
+
+    def give_back(self, slot: _Slot) -> None:
+        """The memory of one with which nobody has anything to do any more, a device included."""
+        self._free.append(slot.buffer)
 
 
 def _targets(manifest: Manifest, destination: Mapping[str, Tensor]) -> dict[int, Tensor]:

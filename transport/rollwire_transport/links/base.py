@@ -82,7 +82,9 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def receive(self, header: Tensor, payload: Tensor) -> Transfer:
-        """Begins to receive the next bucket, whose size is that of ``payload``; as ``send``."""
+        """Begins to receive the next bucket, whose size is that of ``payload``; as ``send``, but a
+        device must have nothing to do with either any more.
+        """
 
     @abc.abstractmethod
     def finish(self, timeout: float) -> None:

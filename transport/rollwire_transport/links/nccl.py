@@ -173,6 +173,7 @@ class _NcclLink(Link):
             self._await(self._ready, deadline, "NCCL did not form the group in time")
             sent = seal if self._sends else bytes(len(seal))
             mark = torch.tensor(list(sent), dtype=torch.uint8, device=self.device)
+            self._streams.broadcasts.wait_stream(torch.cuda.current_stream(self.device))
             self.land(self._post((mark,), deadline), deadline)
             if bytes(mark.tolist()) != seal:
                 raise TransportError("the group's first broadcast came with another's bytes")
@@ -198,6 +199,8 @@ class _NcclLink(Link):
                 stream.synchronize()
 
     def send(self, header: Tensor, payload: Tensor) -> Transfer:
+        packed = torch.cuda.current_stream(self.device)
+        self._streams.broadcasts.wait_stream(packed)
         return self._post((header, payload), time.monotonic() + _LAUNCH_SECONDS)
 
     def receive(self, header: Tensor, payload: Tensor) -> Transfer:
@@ -255,7 +258,6 @@ class _NcclLink(Link):
         stream = self._streams.broadcasts
         runs = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
         with self._errors():  # where the device is the current one: in a lane, or ``stand``
-            stream.wait_stream(torch.cuda.current_stream(self.device))
             transfer = _NcclTransfer(self, tensors)
             self._under_way.append(transfer)
             with self._lock:

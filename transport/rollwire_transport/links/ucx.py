@@ -229,6 +229,8 @@ class _UcxLink(Link):
         return contextlib.nullcontext() if self._stream is None else self._lane(self._stream)
 
     def send(self, header: Tensor, payload: Tensor) -> Transfer:
+        if self._stream is not None:  # UCX does not wait for what streams have still to do
+            torch.cuda.current_stream(self.device).synchronize()
         return self._post(header, payload, self._send)
 
     def receive(self, header: Tensor, payload: Tensor) -> Transfer:
@@ -282,8 +284,6 @@ class _UcxLink(Link):
         self._watch.wake()
 
     def _post(self, header: Tensor, payload: Tensor, begin: Callable[[_Bucket], None]) -> Transfer:
-        if self._stream is not None:  # UCX does not wait for what streams have still to do
-            torch.cuda.current_stream(self.device).synchronize()
         size = self._place.chunk_bytes
         pieces = [payload[start : start + size] for start in range(0, payload.numel(), size)]
         bucket = _Bucket(self, [libucx.array(tensor) for tensor in (header, *pieces)])
