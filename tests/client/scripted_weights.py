@@ -185,12 +185,12 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
             taken = update.receiver._take
             stop_at, self.stop_receiving_at = self.stop_receiving_at, None
 
-            def take(slot, sealer) -> object:
+            def take(slot, *rest) -> object:
                 if slot.index == self.die_at:
                     loop.call_soon_threadsafe(lambda: loop.create_task(ScriptedServer.stop(self)))
                 if slot.index in {stop_at, self.die_at}:
                     raise transport.TransportError("as scripted")
-                return taken(slot, sealer)
+                return taken(slot, *rest)
 
             update.receiver._take = take
             try:

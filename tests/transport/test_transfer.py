@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import weakref
@@ -213,6 +214,28 @@ def test_a_wrong_byte_is_noticed_and_its_bucket_is_missing(position: int) -> Non
     sender.send(link, tensors.items, first_bucket=2, bucket_timeout=1)
     receive(receiver, link, first_bucket=2)
     assert receiver.digest == sender.digest
+
+
+@pytest.mark.parametrize("word", [0, 3])
+def test_what_is_here_stays_when_something_else_comes_in_its_place(word: int) -> None:
+    tensors = some_weights()
+    manifest = plan(describe_all(tensors), bucket_bytes=64)
+    sender, destination = Sender(manifest), room_for(manifest)
+    receiver = Receiver(manifest, destination)
+    for first, last in ((0, 5), (2, 9), (5, 9)):
+        link = MemoryLink()
+        sender.send(link, tensors.items, first_bucket=first, bucket_timeout=1)
+        if first == 2:  # three that are here already come again, and none of them whole
+            for header, payload in itertools.islice(link.messages, 3):
+                header[word] ^= 1
+                payload.bitwise_not_()
+        while len(link.messages) > last - first:
+            link.messages.pop()
+        with contextlib.suppress(TransportError):
+            receive(receiver, link, first)
+        assert receiver.next_bucket == (9 if first == 5 else 5)
+    assert receiver.digest == sender.digest
+    assert all(content(destination[name]) == content(tensors[name]) for name in tensors)
 
 
 def test_buckets_whose_payloads_were_swapped_are_noticed() -> None:

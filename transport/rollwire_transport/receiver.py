@@ -128,7 +128,7 @@ class Receiver:
             while in_flight:
                 slot, transfer = in_flight.popleft()
                 self._wait(slot, transfer, bucket_timeout, link.upstream)
-                arrived.append(self._take(slot, sealer))
+                arrived.append(self._take(slot, sealer, link.upstream))
                 if len(arrived) > 1:  # while a device is at one, the one before is looked at
                     look()
                     post()
@@ -146,16 +146,18 @@ class Receiver:
                 check_header(header, expected, peer)
             raise
 
-    def _take(self, slot: _Slot, sealer: Sealer) -> _Arrival:
+    def _take(self, slot: _Slot, sealer: Sealer, peer: str) -> _Arrival:
         """Unpacks a bucket, which nobody has looked at yet; a device is only told to."""
         record = sealer.seal(slot.index, slot.payload)
+        if slot.index < self._next_bucket:  # only by what was sent may it be replaced
+            self._enter(_Arrival.of(slot, record), peer)
         for span in self._manifest.buckets[slot.index].spans:
             piece = slot.payload[span.bucket_offset : span.bucket_offset + span.length]
             target = self._targets[span.tensor]
             there = target[span.tensor_offset : span.tensor_offset + span.length]
             # What a device copies is there once the record is, which comes after it.
             there.copy_(piece, non_blocking=piece.is_cuda)
-        return _Arrival(slot, HostCopy(torch.cat([slot.header, record])))
+        return _Arrival.of(slot, record)
 
     def _enter(self, arrival: _Arrival, peer: str) -> None:
         """Notes a bucket if it is what was sent; a device is done with it then."""
@@ -180,10 +182,14 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """A bucket that was unpacked: what came with it, and what should have."""
+    """A bucket that has come: what came with it, and what should have."""
 
     slot: _Slot
     header_and_record: HostCopy
+
+    @classmethod
+    def of(cls, slot: _Slot, record: Tensor) -> _Arrival:
+        return cls(slot, HostCopy(torch.cat([slot.header, record])))
 
 
 class _Slots:
