@@ -11,6 +11,7 @@ import pytest
 from client.publishing import TIMEOUTS, holds, publish, publishing
 from client.scripted import until
 from client.scripted_weights import policy
+from rollwire.v1 import weights_pb2
 from rollwire_client import SourceError
 
 if TYPE_CHECKING:
@@ -93,6 +94,30 @@ async def test_a_publish_whose_source_hangs_can_be_cancelled(hanging: Hanging) -
         with pytest.raises(asyncio.CancelledError):
             await handle.committed
         await until(lambda: all(handle.update_id in s.discards for s in servers))
+
+
+@pytest.mark.parametrize("before", ["a cancel", "a death"])
+async def test_a_publish_that_is_ending_is_not_cut_short(hanging: Hanging, before: str) -> None:
+    async with publishing(2) as (servers, fleet, publisher):
+        handle = await publisher.publish(1, hanging)
+        await asyncio.to_thread(hanging.asked.wait, 20)
+        if before == "a death":
+            await servers[0].stop()
+        else:
+            ending = asyncio.create_task(handle.cancel())
+        stalled = weights_pb2.UPDATE_PHASE_STALLED
+        await until(lambda: servers[1].update is not None and servers[1].update.phase == stalled)
+        closing = asyncio.create_task(fleet.close())
+        assert not (await asyncio.wait([closing], timeout=0.5))[0]  # the tensors are in use
+        assert not handle.done
+        hanging.let_go.set()
+        await closing
+        with pytest.raises(asyncio.CancelledError):
+            await handle.committed
+        if before == "a cancel":
+            await ending
+        assert hanging.taken == ["embed.weight"]
+        await until(lambda: not [t for t in threading.enumerate() if t.name == "rollwire-gloo"])
 
 
 async def test_no_other_group_is_formed_for_a_source_that_hangs(hanging: Hanging) -> None:

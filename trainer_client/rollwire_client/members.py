@@ -169,8 +169,10 @@ class Members:
     async def _close(self) -> None:
         self._closed = True
         self._on_change()
-        await end([*self._works, *self._tending])
-        await self._close_clients()
+        try:
+            await end([*self._works, *self._tending])
+        finally:
+            await self._close_clients()
 
     async def _close_clients(self) -> None:
         await asyncio.gather(*(member.client.close() for member in self._all.values()))

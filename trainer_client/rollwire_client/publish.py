@@ -23,7 +23,7 @@ from rollwire_client.errors import (
 from rollwire_client.recipient import Phase, PublishTimeouts, Recipient
 from rollwire_client.reports import PublishReport, ServerReport
 from rollwire_client.routes import local_address
-from rollwire_client.tasks import end
+from rollwire_client.tasks import end, through
 from rollwire_client.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -125,8 +125,7 @@ class Publish:
             await self._commit(digest)
             seconds = asyncio.get_running_loop().time() - began
         finally:
-            await end(following)
-            await self._discard()
+            await through(self._end(following))
         for recipient in self._recipients:
             if recipient.error is not None:
                 logger.warning("version %s was not published: %s", self.version, recipient.error)
@@ -207,8 +206,9 @@ class Publish:
             {r.address: r.error for r in self._recipients if r.error is not None},
         )
 
-    async def _discard(self) -> None:
+    async def _end(self, following: Sequence[asyncio.Task[None]]) -> None:
         """Makes servers drop what they did not commit; one that is gone does so by itself."""
+        await end(following)
         await asyncio.gather(
             *(
                 recipient.discard()

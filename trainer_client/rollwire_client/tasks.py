@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Coroutine, Iterable
+
+T = TypeVar("T")
 
 
 async def end(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancels what still runs, and waits for it; what it raises is not of interest any more."""
+    """Cancels what still runs, and waits for it; what it raises is not of interest any more.
+
+    A task is cancelled here once: it may need a while to clean up, in which nobody disturbs it.
+    When this is cancelled meanwhile, it says so once all have ended.
+    """
     tasks = list(tasks)
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await _ended(tasks)
+
+
+async def through(work: Coroutine[Any, Any, T]) -> T:
+    """Does what has to be done to its end, in bounded time: whoever cancels is heard after it."""
+    task = asyncio.create_task(work)
+    await _ended([task])
+    return task.result()
+
+
+async def _ended(tasks: list[asyncio.Task[Any]]) -> None:
+    cancelled: asyncio.CancelledError | None = None
+    while running := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(running)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # retrieved
+    if cancelled is not None:
+        raise cancelled

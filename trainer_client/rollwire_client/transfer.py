@@ -24,7 +24,7 @@ from rollwire_client.errors import (
     TransferError,
 )
 from rollwire_client.recipient import Phase, PublishTimeouts, Recipient
-from rollwire_client.tasks import end
+from rollwire_client.tasks import end, through
 from rollwire_client.threads import in_thread
 
 if TYPE_CHECKING:
@@ -98,12 +98,8 @@ class Transfer:
     async def close(self) -> None:
         """Gives everything back, which a backend may take a moment for; also when cancelled."""
         closing, self._closing = self._closing, []
-        try:
-            await asyncio.shield(asyncio.gather(*closing))
-        except asyncio.CancelledError:
-            if closing:
-                await asyncio.wait(closing, timeout=_CLOSE_SECONDS)
-            raise
+        if closing:
+            await through(_closed(closing))
 
     async def run(self, recipients: Sequence[Recipient]) -> None:
         """Returns when every recipient is staged or out; ``close`` it in the end.
@@ -149,11 +145,13 @@ class Transfer:
                 raise _GroupFailed(dead.error, dead)
             await work
         finally:
-            await end([work, *deaths])
-            if self._link is not None:
-                # Beside what comes next: a backend may take half a second.
-                self._closing.append(in_thread(self._link.close))
-                self._link = None
+            try:
+                await end([work, *deaths])
+            finally:
+                if self._link is not None:
+                    # Beside what comes next: a backend may take half a second.
+                    self._closing.append(in_thread(self._link.close))
+                    self._link = None
 
     async def _exchange(self, group: list[Recipient]) -> None:
         first_bucket = min(recipient.next_bucket for recipient in group)
@@ -277,6 +275,14 @@ class Transfer:
             f"{self._timeouts.staged:g} s",
             server=recipient.address,
         )
+
+
+async def _closed(closing: Sequence[asyncio.Future[None]]) -> None:
+    done, late = await asyncio.wait(closing, timeout=_CLOSE_SECONDS)
+    if late:
+        logger.warning("a link has not closed within %g s: it is left to itself", _CLOSE_SECONDS)
+    for error in filter(None, (future.exception() for future in done)):
+        logger.warning("a link did not close as it should: %s", error)
 
 
 async def _in_thread(
