@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 from client.publishing import TIMEOUTS, holds, publish, publishing
@@ -108,6 +109,8 @@ async def test_a_callable_that_gives_something_else_ends_the_publish() -> None:
         ),
         ({"layer.weight": None}, "layer.weight is missing"),
         ({"head.weight": torch.zeros(16, 8)}, "head.weight is tied to embed.weight"),
+        ({"layer.weight": np.zeros((8, 8))}, "layer.weight: a ndarray is no tensor"),
+        ({"layer.bias": torch.zeros(8).to_sparse()}, "layer.bias: a torch.sparse_coo tensor"),
     ],
 )
 async def test_tensors_that_do_not_fit_are_named_before_anything_is_sent(

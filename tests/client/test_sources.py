@@ -20,17 +20,18 @@ if TYPE_CHECKING:
     import torch
 
 
-async def test_an_error_of_the_callable_is_the_publish_s() -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError, asyncio.CancelledError])
+async def test_an_error_of_the_callable_is_the_publish_s(error: type[BaseException]) -> None:
     def source() -> Iterator[tuple[str, torch.Tensor]]:
         yield "embed.weight", policy()["embed.weight"]
-        raise ZeroDivisionError("of the trainer")
+        raise error("of the trainer")
 
     async with publishing(1) as (servers, _, publisher):
         handle = await publisher.publish(1, source)
-        told = r"ZeroDivisionError when it was asked for layer\.weight: of the trainer"
+        told = rf"{error.__name__} when it was asked for layer\.weight: of the trainer"
         with pytest.raises(SourceError, match=told) as caught:
             await handle.committed
-        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        assert isinstance(caught.value.__cause__, error)
         assert servers[0].commits == []
         await publish(publisher)  # the next one is not hindered
 

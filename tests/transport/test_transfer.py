@@ -6,8 +6,9 @@ import contextlib
 import itertools
 import math
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -272,7 +273,7 @@ def test_a_header_is_not_trusted(word: int, value: int, problem: str) -> None:
     assert receiver.next_bucket == 0
 
 
-WRONG: dict[str, tuple[Callable[[], list[tuple[str, Tensor]]], str]] = {
+WRONG: dict[str, tuple[Callable[[], list[Any]], str]] = {
     "another name": (
         lambda: [("x", torch.zeros(64, dtype=torch.uint8))],
         r"tensor 0 is a uint8 \[64\] in the manifest, the source gave x",
@@ -283,12 +284,20 @@ WRONG: dict[str, tuple[Callable[[], list[tuple[str, Tensor]]], str]] = {
         r"gave a uint8 \[8, 8\]",
     ),
     "too few": (list, "the source ended before it"),
+    "no pair": (lambda: [("a",)], "the source gave a tuple, not a name and a tensor"),
+    "an array": (lambda: [("a", np.zeros(64, np.uint8))], "a: a ndarray is no tensor"),
+    "nothing": (lambda: [("a", None)], "a: a NoneType is no tensor"),
+    "sparse": (lambda: [("a", torch.zeros(64).to_sparse())], "a: a torch.sparse_coo tensor"),
+    "no data": (
+        lambda: [("a", torch.zeros(64, dtype=torch.uint8, device="meta"))],
+        "the source gave a on the meta device, which holds nothing",
+    ),
 }
 
 
 @pytest.mark.parametrize(("source", "problem"), WRONG.values(), ids=WRONG)
 def test_a_source_that_gives_something_else_sends_none_of_it(
-    source: Callable[[], list[tuple[str, Tensor]]], problem: str
+    source: Callable[[], list[Any]], problem: str
 ) -> None:
     manifest = plan([TensorSpec("a", "uint8", (64,))])
     link = MemoryLink()

@@ -70,9 +70,11 @@ def _chosen(
     """The tensors to send, each memory once: the servers' names, and the trainer's for them."""
     wanted = {spec.name: spec for spec in schema}
     alias_of = {spec.name: spec.alias_of for spec in schema if spec.alias_of is not None}
-    same_memory = {
-        spec.name: spec.alias_of or spec.name for spec in transport.describe_all(tensors)
-    }
+    try:
+        given = transport.describe_all(tensors)
+    except ValueError as error:
+        raise SchemaMismatchError(f"nothing was sent: {error}") from error
+    same_memory = {spec.name: spec.alias_of or spec.name for spec in given}
     missing = [] if partial else [n for n in wanted if n not in tensors and n not in alias_of]
     sent: dict[str, str] = {}
     problems: list[str] = []

@@ -43,7 +43,7 @@ class SourceError(Exception):
         tensor: Its name.
     """
 
-    def __init__(self, tensor: str, error: Exception) -> None:
+    def __init__(self, tensor: str, error: BaseException) -> None:
         super().__init__(
             f"the source raised {type(error).__name__} when it was asked for {tensor}: {error}"
         )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -211,7 +212,7 @@ class _Reader:
         self._asking = asking
         self._items: Iterator[tuple[str, Tensor | Callable[[], Tensor]]] | None = None
         self._index = -1
-        self._given: Tensor | Callable[[], Tensor] | None = None
+        self._given: Any = None  # what a source gives is what it likes
         self._tensor: Tensor | None = None
 
     def tensor_of(self, span: Span) -> str:
@@ -242,7 +243,10 @@ class _Reader:
                 raise ManifestError(
                     [f"tensor {self._index} ({spec.name}): the source ended before it"]
                 )
-            name, self._given = item
+            try:
+                name, self._given = item
+            except (TypeError, ValueError) as error:
+                raise self._other(f"a {type(item).__name__}, not a name and a tensor") from error
             del item
             if name not in self._aliases:
                 break
@@ -252,13 +256,18 @@ class _Reader:
     def _take(self) -> None:
         """The tensor itself, whole."""
         spec, given = self._specs[self._index], self._given
-        assert given is not None  # noqa: S101 - _advance has set it
         self._given = None
         with _told(spec.name):
             tensor = whole(given)
             del given
-        if tensor.dtype is not DTYPES[spec.dtype] or tensor.shape != spec.shape:
-            raise self._other(_words(describe(spec.name, tensor)))
+        try:
+            found = describe(spec.name, tensor)
+        except ValueError as error:
+            raise self._other(f"what cannot travel: {error}") from error
+        if found != spec:
+            raise self._other(_words(found))
+        if tensor.is_meta:
+            raise self._other(f"{spec.name} on the meta device, which holds nothing")
         self._tensor = tensor.detach().resolve_conj().resolve_neg()
         if tensor.is_cuda:  # let go of before the device has read it: its memory is kept so long
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -286,7 +295,7 @@ def _told(tensor: str) -> Iterator[None]:
     """Says of what the source raises which tensor it was asked for."""
     try:
         yield
-    except Exception as error:
+    except (Exception, asyncio.CancelledError) as error:  # of a loop of its own: here is none
         raise SourceError(tensor, error) from error
 
 

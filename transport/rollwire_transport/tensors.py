@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,8 +30,10 @@ def describe(name: str, tensor: Tensor, alias_of: str | None = None) -> TensorSp
     """The spec of a tensor; of a DTensor, with its global shape.
 
     Raises:
-        ValueError: It is sparse or of a dtype that cannot travel.
+        ValueError: It is no tensor, sparse, or of a dtype that cannot travel.
     """
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name}: a {type(tensor).__name__} is no tensor of torch's")  # noqa: TRY004
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES or tensor.layout is not torch.strided:
         raise ValueError(
@@ -46,13 +49,17 @@ def describe_all(
 
     An alias is a tensor with the storage, offset, dtype, shape and strides of an earlier one. All
     of ``tensors`` are held until this returns, so that an address is never taken for another's.
+
+    Raises:
+        ValueError: One of them cannot travel; see ``describe``.
     """
     items = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
     first: dict[Any, str] = {}
-    specs = []
+    specs: list[TensorSpec] = []
     for name, tensor in items:
+        spec = describe(name, tensor)
         source = first.setdefault(_identity(tensor), name)
-        specs.append(describe(name, tensor, None if source == name else source))
+        specs.append(spec if source == name else replace(spec, alias_of=source))
     return specs
 
 
