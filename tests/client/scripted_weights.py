@@ -163,15 +163,18 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
         if self.refuse_joins:
             self.refuse_joins -= 1
             await refuse(context, grpc.StatusCode.ABORTED, "TRANSPORT_FAILED", "as scripted")
-        update.link = await asyncio.to_thread(
-            transport.join,
-            request.backend,
-            epoch=request.epoch,
-            rank=request.ranks[0],
-            world_size=request.world_size,
-            rendezvous=request.rendezvous,
-            timeout=1,
-        )
+        try:
+            update.link = await asyncio.to_thread(
+                transport.join,
+                request.backend,
+                epoch=request.epoch,
+                rank=request.ranks[0],
+                world_size=request.world_size,
+                rendezvous=request.rendezvous,
+                timeout=1,
+            )
+        except transport.SharedDevice as error:
+            await refuse(context, grpc.StatusCode.ABORTED, "TRANSPORT_FAILED", str(error))
         update.move(weights_pb2.UPDATE_PHASE_RECEIVING)
         update.receiving = asyncio.create_task(
             self._receive(update, update.link, request.first_bucket)

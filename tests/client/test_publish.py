@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib.util
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +30,10 @@ from rollwire_client import (
     TransferError,
     UpdateRefusedError,
 )
+from rollwire_client.publish import Publish
+from rollwire_client.recipient import Recipient
+from rollwire_transport import SharedDevice, links
+from rollwire_transport.links import control
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -231,6 +237,42 @@ async def test_a_server_that_could_not_join_once_gets_another_chance() -> None:
         servers[0].refuse_joins = 1
         assert (await publish(publisher)).failed == ()
         assert all(holds(server) for server in servers)
+
+
+async def test_a_backend_that_cannot_share_a_gpu_is_nobodys_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gloo stands in for one that cannot, beside gloo as it is."""
+    spec = importlib.util.find_spec("rollwire_transport.links.gloo")
+    sharing = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sharing)
+    sharing.card_of_rank = lambda rank: bytes(control.CARD_BYTES)
+    monkeypatch.setitem(links._BACKENDS, "nccl", sharing)
+    monkeypatch.setattr(Publish, "_common_backends", lambda _: ["nccl", "gloo"])
+    gather = control.Gathering.gather
+
+    def tell_late(self: control.Gathering, card: bytes, timeout: float) -> control.Lines:
+        try:
+            return gather(self, card, timeout)
+        except SharedDevice:
+            refused.wait(20)  # the servers' answers come first
+            raise
+
+    refused = threading.Event()
+    monkeypatch.setattr(control.Gathering, "gather", tell_late)
+    join = Recipient.join
+
+    async def joins(self: Recipient, request: weights_pb2.JoinTransportRequest) -> None:
+        try:
+            await join(self, request)
+        finally:
+            asyncio.get_running_loop().call_later(0.1, refused.set)
+
+    monkeypatch.setattr(Recipient, "join", joins)
+    async with publishing(2) as (servers, _, publisher):
+        report = await publish(publisher)
+        assert report.failed == ()
+        assert [[j.backend for j in s.joins] for s in servers] == [["nccl", "gloo"]] * 2
 
 
 async def test_a_server_with_another_digest_does_not_commit() -> None:

@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 _STRIKES = 2
 
 _CLOSE_SECONDS = 10.0
+_VERDICT_SECONDS = 0.5  # for this end of a meeting to say why a server could not join
 
 
 class _GroupFailed(Exception):  # noqa: N818 - what happened to a group, not shown to anybody
@@ -250,7 +251,7 @@ class Transfer:
             await asyncio.wait([forming, *joining], return_when=asyncio.FIRST_EXCEPTION)
             for task, recipient in joining.items():
                 if task.done():
-                    _raise_for(task, recipient)
+                    await self._look(task, recipient, forming)
             link = await forming
         except transport.TransportError as error:
             raise _group_failed(error, group) from error
@@ -260,6 +261,23 @@ class Transfer:
             if link is None and not forming.cancelled() and forming.exception() is None:
                 await in_thread(forming.result().close)
         return link
+
+    async def _look(
+        self,
+        joined: asyncio.Task[None],
+        recipient: Recipient,
+        forming: asyncio.Task[transport.Link],
+    ) -> None:
+        """Raises what came of a join, if it failed."""
+        try:
+            joined.result()
+        except TransferError as error:  # which may be one GPU for two, as rank 0 tells them first
+            done, _ = await asyncio.wait([forming], timeout=_VERDICT_SECONDS)
+            if done and isinstance(forming.exception(), transport.SharedDevice):
+                return
+            raise _GroupFailed(error, recipient) from error
+        except RollwireError as error:
+            raise _GroupFailed(error, recipient) from error
 
     def _blame(self, group: list[Recipient], failed: _GroupFailed) -> None:
         suspects = group if failed.culprit is None else [failed.culprit]
@@ -322,10 +340,3 @@ async def _settled(group: Sequence[Recipient], timeout: float) -> list[Recipient
         return [waits[task] for task in late]
     finally:
         await end(waits)
-
-
-def _raise_for(joined: asyncio.Task[None], recipient: Recipient) -> None:
-    try:
-        joined.result()
-    except RollwireError as error:
-        raise _GroupFailed(error, recipient) from error
