@@ -93,6 +93,7 @@ class Receiver:
             with promptly(), link.lane():
                 self._receive(link, first_bucket, bucket_timeout)
             link.finish(bucket_timeout)
+            self._ledger.settle()
         except BaseException:
             link.abort()
             raise

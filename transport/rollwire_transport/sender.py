@@ -111,6 +111,7 @@ class Sender:
             with promptly(), link.lane():
                 self._send(link, source, first_bucket, bucket_timeout, progress or (lambda _: None))
             link.finish(bucket_timeout)
+            self._ledger.settle()
         except BaseException as error:
             link.abort()
             # Whoever keeps the error does not keep tensors and buffers with it.
