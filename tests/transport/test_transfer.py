@@ -32,7 +32,7 @@ from support.memory_link import MemoryLink
 from support.tensors import content, random_tensor, room_for, weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -401,6 +401,27 @@ def test_a_sender_tells_what_it_waits_for() -> None:
     assert asked == list(tensors)
     assert begun[0] == begun[1] < begun[2] == begun[3]
     assert sender.packing is None
+
+
+def test_the_time_that_a_link_takes_is_not_the_source_s() -> None:
+    tensors = {f"t{i}": random_tensor(torch.uint8, (64,), i) for i in range(5)}
+    sender = Sender(plan(describe_all(tensors), bucket_bytes=64))
+    begun: list[float] = []
+    waited_since: list[float] = []
+    enter = sender._ledger.enter
+
+    def source() -> Iterator[tuple[str, Tensor]]:
+        for item in tensors.items():
+            begun.append(sender.packing.since)
+            yield item
+
+    def note(index: int, sums: Sequence[int]) -> None:
+        waited_since.append(sender.packing.since)
+        enter(index, sums)
+
+    sender._ledger.enter = note
+    sender.send(MemoryLink(), source, bucket_timeout=1)
+    assert begun[2] <= waited_since[0] <= begun[3]  # three are under way
 
 
 def test_a_destination_that_does_not_fit_is_refused_with_all_that_is_wrong() -> None:

@@ -138,8 +138,9 @@ class Sender:
 
         def note() -> None:
             bucket = packed.popleft()
-            # A device may have been told only to gather and to copy so far.
-            self.packing = bucket.packing
+            # A device may have been told only to gather and to copy so far. What a slow link took
+            # before is not the source's time.
+            self.packing = Packing(bucket.tensor, time.monotonic())
             self._ledger.enter(bucket.index, bucket.record.read()[HEADER:])
             self.packing = None
 
@@ -163,7 +164,7 @@ class Sender:
                 self.packing = Packing(reader.tensor_of(bucket.spans[0]), time.monotonic())
                 reader.pack(bucket, payload)
                 record = sealer.seal(index, payload)
-                packed.append(_Packed(index, self.packing, HostCopy(record)))
+                packed.append(_Packed(index, self.packing.tensor, HostCopy(record)))
                 transfer = link.send(record[:HEADER], payload)
                 self.packing = None
                 in_flight.append(_Flight(index, buffer, transfer))
@@ -184,7 +185,7 @@ class _Packed:
     """A bucket that is on its way into its buffer, or there."""
 
     index: int
-    packing: Packing
+    tensor: str  # what the source was asked for last
     record: HostCopy
 
 
