@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rollwire_transport.manifest import Bucket
 
 HEADER = 4  # words
+_ALIGNMENT = 2  # words; Triton compiles anew for memory that begins elsewhere
 MAGIC = int.from_bytes(b"rollwb\x00\x01", "little")
 
 
@@ -38,12 +39,16 @@ class Sealer:
         self._buckets = buckets
         self._first = first
         blanks: list[int] = []
+        begins = []
         for index, bucket in enumerate(buckets, start=first):
+            begins.append(len(blanks))
             blanks += [MAGIC, index, bucket.size, 0, *[0] * len(bucket.spans)]
-        self._records: tuple[Tensor, ...] = torch.split(
-            torch.tensor(blanks, dtype=torch.int64, device=device),
-            [HEADER + len(bucket.spans) for bucket in buckets],
-        )
+            blanks += [0] * (-len(blanks) % _ALIGNMENT)
+        records = torch.tensor(blanks, dtype=torch.int64, device=device)
+        self._records = [
+            records[begin : begin + HEADER + len(bucket.spans)]
+            for begin, bucket in zip(begins, buckets, strict=True)
+        ]
         self._sets = None
         if buckets and (gpu := kernels(device.type)) is not None:
             self._sets = gpu.Sets(
