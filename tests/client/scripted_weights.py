@@ -67,6 +67,7 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
         self.stop_receiving_at: int | None = None  # the bucket before which its link breaks, once
         self.die_at: int | None = None  # the bucket at which the whole server dies
         self.refuse_joins = 0
+        self.never_staged = False  # it stalls once it has everything
         self.lie_about_digest = False
         self.lose_commit_answers = 0
         self.refuse_commit = False
@@ -207,7 +208,8 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
         except transport.TransportError:
             update.move(weights_pb2.UPDATE_PHASE_STALLED)
         else:
-            update.move(weights_pb2.UPDATE_PHASE_STAGED)
+            staged, stalled = weights_pb2.UPDATE_PHASE_STAGED, weights_pb2.UPDATE_PHASE_STALLED
+            update.move(stalled if self.never_staged else staged)
 
     async def _leave(self, update: Update) -> None:
         if update.link is not None:

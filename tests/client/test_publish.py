@@ -275,6 +275,17 @@ async def test_a_backend_that_cannot_share_a_gpu_is_nobodys_fault(
         assert [[j.backend for j in s.joins] for s in servers] == [["nccl", "gloo"]] * 2
 
 
+async def test_a_server_that_has_everything_and_stalls_is_cut_out() -> None:
+    async with publishing(2) as (servers, _, publisher):
+        servers[0].never_staged = True
+        async with asyncio.timeout(30):
+            report = await publish(publisher)
+        assert isinstance(report.servers[0].error, TransferError)
+        assert "got everything, but stalled" in str(report.servers[0].error)
+        assert holds(servers[1])
+        assert len(servers[0].joins) == 2
+
+
 async def test_a_server_with_another_digest_does_not_commit() -> None:
     async with publishing(2) as (servers, _, publisher):
         servers[0].lie_about_digest = True

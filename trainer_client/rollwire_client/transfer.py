@@ -128,8 +128,12 @@ class Transfer:
                 # makes a server leave this one.
                 await _settled(group, self._timeouts.stalled)
             else:
-                for late in await _settled(group, self._timeouts.staged):
-                    late.fail(self._not_staged(late))
+                limit = self._timeouts.staged
+                for late in await _settled(group, limit):
+                    late.fail(_unverified(late, f"did not verify it within {limit:g} s"))
+                for r in (r for r in group if r.phase is Phase.STALLED):
+                    error = _unverified(r, "stalled before it had verified it")
+                    self._blame(group, _GroupFailed(error, r))
 
     async def _watched(self, group: list[Recipient]) -> None:
         """One group from its meeting to its end, given up at once when a member dies.
@@ -287,12 +291,10 @@ class Transfer:
             if self._strikes[suspect] == _STRIKES or not may_be_victim:
                 suspect.fail(failed.error)
 
-    def _not_staged(self, recipient: Recipient) -> TransferError:
-        return TransferError(
-            f"{recipient.address}: got everything, but did not verify it within "
-            f"{self._timeouts.staged:g} s",
-            server=recipient.address,
-        )
+
+def _unverified(recipient: Recipient, why: str) -> TransferError:
+    address = recipient.address
+    return TransferError(f"{address}: got everything, but {why}", server=address)
 
 
 async def _closed(closing: Sequence[asyncio.Future[None]]) -> None:
