@@ -48,14 +48,7 @@ class CudaPages:
     @property
     def piece(self) -> int | None:
         """See ``Pages``: whether a copy may go across two pieces, CUDA does not promise."""
-        return PIECE if _copies_across_pieces(self) else None
-
-    def copies(self, memory: Tensor) -> bool:
-        """Whether memory reaches the device."""
-        try:
-            return torch.equal(memory.to(self._device).cpu(), memory)
-        except RuntimeError:
-            return False
+        return PIECE if _copies_across_pieces(self._device) else None
 
     def lock(self, address: int, nbytes: int) -> None:
         """See ``Pages``."""
@@ -140,8 +133,8 @@ class PageLock:
 
 
 @functools.cache
-def _copies_across_pieces(pages: CudaPages) -> bool:
-    half = mmap.PAGESIZE
+def _copies_across_pieces(device: torch.device) -> bool:
+    pages, half = CudaPages(device), mmap.PAGESIZE
     memory = torch.frombuffer(mmap.mmap(-1, 2 * half), dtype=torch.uint8)
     memory.copy_(torch.arange(2 * half) % 251)
     locked = []
@@ -149,7 +142,7 @@ def _copies_across_pieces(pages: CudaPages) -> bool:
         for begin in (memory.data_ptr(), memory.data_ptr() + half):
             pages.lock(begin, half)
             locked.append(begin)
-        return pages.copies(memory)
+        return torch.equal(memory.to(device).cpu(), memory)
     except RuntimeError:
         return False
     finally:
