@@ -199,8 +199,8 @@ class _NcclLink(Link):
                 stream.synchronize()
 
     def send(self, header: Tensor, payload: Tensor) -> Transfer:
-        packed = torch.cuda.current_stream(self.device)
-        self._streams.broadcasts.wait_stream(packed)
+        with self._errors():
+            self._streams.broadcasts.wait_stream(torch.cuda.current_stream(self.device))
         return self._post((header, payload), time.monotonic() + _LAUNCH_SECONDS)
 
     def receive(self, header: Tensor, payload: Tensor) -> Transfer:
