@@ -58,6 +58,17 @@ class TestWeights:
         await weights.reload()
         assert await weights.digests() == before
 
+    async def test_what_is_not_open_any_more_is_not_taken_for_put_in_place(
+        self, weights: Weights
+    ) -> None:
+        before = await weights.digests()
+        staged = await weights.stage(weights.specs)
+        await weights._run("close")
+        with pytest.raises(EngineError, match="no staged memory is open"):
+            await weights.put(staged)
+        assert weights.whole
+        assert await weights.digests() == before
+
     async def test_memory_that_changes_by_itself_is_noticed(
         self, weights: Weights, model: Copying
     ) -> None:

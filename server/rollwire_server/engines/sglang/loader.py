@@ -133,6 +133,8 @@ class Loader:
         }
 
     def _put(self) -> dict[str, Any]:
+        if not self._opened:  # or else the former weights would serve under the new ones' name
+            raise RuntimeError("no staged memory is open here")
         began = time.perf_counter()
         locks = self._end_locking()
         if self._recipe is None:
