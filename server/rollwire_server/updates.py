@@ -365,8 +365,10 @@ class Updates:
         finally:
             update.receive_ns += time.monotonic_ns() - began
             self._counts.received_bytes += update.receiver.received_bytes - had
-            await asyncio.to_thread(link.close)
+            let_go = await asyncio.to_thread(link.close)
             self._counts.forwarded_bytes += link.forwarded_bytes
+            if not (let_go or update.receiver.complete):
+                self._drop_later(update, "its former group may still write into what is staged")
 
     def _move(self, update: Update, phase: Phase, detail: str = "") -> None:
         """Enters a phase; where it waits for its publisher, its lease begins."""

@@ -28,13 +28,16 @@ from rollwire_transport import (
     sum_digests,
     tensor_digest,
 )
+from rollwire_transport import receiver as receiver_module
 from support.memory_link import MemoryLink
-from support.tensors import content, random_tensor, room_for, weights
+from support.tensors import content, random_tensor, room_for, room_in_one, weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
+
+    Room = Callable[[Manifest], dict[str, Tensor]]
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -51,6 +54,15 @@ def receive(receiver: Receiver, link: MemoryLink, first_bucket: int = 0) -> None
     receiver.receive(link, first_bucket=first_bucket, bucket_timeout=1)
 
 
+@pytest.fixture(scope="module", params=["apart", "in one memory", "as on a GPU"])
+def room(request: pytest.FixtureRequest) -> Iterator[Room]:
+    """What makes destinations; with the last one, buckets are verified many at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "as on a GPU":
+            patch.setattr(receiver_module, "_patient", lambda _: True)
+        yield room_for if request.param == "apart" else room_in_one
+
+
 def some_weights() -> dict[str, Tensor]:
     """Three tensors in nine buckets of 64 bytes."""
     return {
@@ -62,9 +74,9 @@ def some_weights() -> dict[str, Tensor]:
 
 @settings(deadline=None)
 @given(weights(), bucket_bytes)
-def test_everything_arrives_bit_for_bit(tensors: dict[str, Tensor], size: int) -> None:
+def test_everything_arrives_bit_for_bit(room: Room, tensors: dict[str, Tensor], size: int) -> None:
     manifest = plan(describe_all(tensors), bucket_bytes=size)
-    link, destination = MemoryLink(), room_for(manifest)
+    link, destination = MemoryLink(), room(manifest)
     sender = send(manifest, tensors, link)
     receiver = Receiver(manifest, destination)
     receive(receiver, link)
@@ -105,11 +117,11 @@ failures = st.builds(Failure, st.integers(0, 4), st.integers(0, 3))
 @settings(deadline=None)
 @given(weights(), bucket_bytes, st.lists(failures, max_size=4))
 def test_after_failures_it_goes_on_from_a_bucket_that_is_missing(
-    tensors: dict[str, Tensor], size: int, failures: list[Failure]
+    room: Room, tensors: dict[str, Tensor], size: int, failures: list[Failure]
 ) -> None:
     manifest = plan(describe_all(tensors), bucket_bytes=size)
     count = len(manifest.buckets)
-    sender, destination = Sender(manifest), room_for(manifest)
+    sender, destination = Sender(manifest), room(manifest)
     receiver = Receiver(manifest, destination)
     for failure in failures:
         first = max(0, receiver.next_bucket - failure.again)
@@ -133,10 +145,31 @@ def test_after_failures_it_goes_on_from_a_bucket_that_is_missing(
     assert sender.digest == receiver.digest
 
 
-def test_buckets_that_come_again_count_once() -> None:
+def test_buckets_come_straight_into_tensors_that_lie_as_they_do() -> None:
+    tensors = some_weights()
+    manifest = plan(describe_all(tensors), bucket_bytes=128)
+    sender, destination = Sender(manifest), room_in_one(manifest)
+    receiver = Receiver(manifest, destination)
+    memory = destination["a"].untyped_storage()
+
+    def all_there(link: MemoryLink) -> bool:
+        begins = [payload.data_ptr() - memory.data_ptr() for payload in link.given]
+        return all(0 <= begin < memory.nbytes() for begin in begins)
+
+    for capacity, in_place in ((2, True), (None, False), (None, False)):
+        link = MemoryLink(capacity)
+        with contextlib.suppress(TransportError):
+            sender.send(link, tensors.items, bucket_timeout=1)
+        with contextlib.suppress(TransportError):
+            receive(receiver, link)
+        assert all_there(link) == in_place  # not in the place of what is here already
+    assert receiver.digest == sender.digest
+
+
+def test_buckets_that_come_again_count_once(room: Room) -> None:
     tensors = some_weights()
     manifest = plan(describe_all(tensors), bucket_bytes=64)
-    receiver = Receiver(manifest, room_for(manifest))
+    receiver = Receiver(manifest, room(manifest))
     for _ in range(2):
         link = MemoryLink()
         sender = send(manifest, tensors, link)
@@ -156,14 +189,14 @@ def test_digests_are_there_when_a_transfer_ends(monkeypatch: pytest.MonkeyPatch)
     assert sender.digest == receiver.digest
 
 
-def test_packing_goes_on_while_buckets_are_under_way() -> None:
+def test_packing_goes_on_while_buckets_are_under_way(room: Room) -> None:
     tensors = some_weights()
     manifest = plan(describe_all(tensors), bucket_bytes=64)
     link = MemoryLink()
     send(manifest, tensors, link)
     assert link.most_in_flight >= 2
     link.most_in_flight = 0
-    receive(Receiver(manifest, room_for(manifest)), link)
+    receive(Receiver(manifest, room(manifest)), link)
     assert link.most_in_flight >= 2
 
 
@@ -209,10 +242,10 @@ def flip(tensor: Tensor, index: int) -> None:
 
 
 @pytest.mark.parametrize("position", [0, 7, 8, 63])
-def test_a_wrong_byte_is_noticed_and_its_bucket_is_missing(position: int) -> None:
+def test_a_wrong_byte_is_noticed_and_its_bucket_is_missing(room: Room, position: int) -> None:
     tensors = some_weights()
     manifest = plan(describe_all(tensors), bucket_bytes=64)
-    link, receiver = MemoryLink(), Receiver(manifest, room_for(manifest))
+    link, receiver = MemoryLink(), Receiver(manifest, room(manifest))
     sender = send(manifest, tensors, link)
     flip(link.messages[2][1], position)
     with pytest.raises(DigestMismatch, match="bucket 2") as caught:
@@ -230,10 +263,10 @@ def test_a_wrong_byte_is_noticed_and_its_bucket_is_missing(position: int) -> Non
 
 
 @pytest.mark.parametrize("word", [0, 3])
-def test_what_is_here_stays_when_something_else_comes_in_its_place(word: int) -> None:
+def test_what_is_here_stays_when_something_else_comes_in_its_place(room: Room, word: int) -> None:
     tensors = some_weights()
     manifest = plan(describe_all(tensors), bucket_bytes=64)
-    sender, destination = Sender(manifest), room_for(manifest)
+    sender, destination = Sender(manifest), room(manifest)
     receiver = Receiver(manifest, destination)
     for first, last in ((0, 5), (2, 9), (5, 9)):
         link = MemoryLink()
@@ -251,7 +284,7 @@ def test_what_is_here_stays_when_something_else_comes_in_its_place(word: int) ->
     assert all(content(destination[name]) == content(tensors[name]) for name in tensors)
 
 
-def test_buckets_whose_payloads_were_swapped_are_noticed() -> None:
+def test_buckets_whose_payloads_were_swapped_are_noticed(room: Room) -> None:
     tensors = {"a": random_tensor(torch.uint8, (256,), 1)}
     manifest = plan(describe_all(tensors), bucket_bytes=64)
     link = MemoryLink()
@@ -259,7 +292,7 @@ def test_buckets_whose_payloads_were_swapped_are_noticed() -> None:
     (header_0, payload_0), (header_1, payload_1) = link.messages[0], link.messages[1]
     link.messages[0], link.messages[1] = (header_0, payload_1), (header_1, payload_0)
     with pytest.raises(DigestMismatch, match="bucket 0"):
-        receive(Receiver(manifest, room_for(manifest)), link)
+        receive(Receiver(manifest, room(manifest)), link)
 
 
 @pytest.mark.parametrize(
@@ -274,10 +307,10 @@ def test_buckets_whose_payloads_were_swapped_are_noticed() -> None:
         (3, 0, "digest"),
     ],
 )
-def test_a_header_is_not_trusted(word: int, value: int, problem: str) -> None:
+def test_a_header_is_not_trusted(room: Room, word: int, value: int, problem: str) -> None:
     tensors = some_weights()
     manifest = plan(describe_all(tensors), bucket_bytes=64)
-    link, receiver = MemoryLink(), Receiver(manifest, room_for(manifest))
+    link, receiver = MemoryLink(), Receiver(manifest, room(manifest))
     send(manifest, tensors, link)
     link.messages[0][0][word] = value
     with pytest.raises(TransportError, match=problem):
@@ -464,10 +497,10 @@ def test_tensors_may_lie_on_a_gpu_at_both_ends() -> None:
         assert sender.digests[spec.name] == tensor_digest(spec, tensors[spec.name])
 
 
-def test_nothing_but_empty_tensors_is_an_update_too() -> None:
+def test_nothing_but_empty_tensors_is_an_update_too(room: Room) -> None:
     tensors = {"empty": torch.zeros(0, 3)}
     manifest = plan(describe_all(tensors))
-    link, receiver = MemoryLink(), Receiver(manifest, room_for(manifest))
+    link, receiver = MemoryLink(), Receiver(manifest, room(manifest))
     sender = send(manifest, tensors, link)
     receive(receiver, link)
     assert receiver.complete

@@ -87,7 +87,7 @@ class Transfer:
         self._timeouts = timeouts
         self._progress = progress
         self._link: transport.Link | None = None
-        self._closing: list[asyncio.Future[None]] = []
+        self._closing: list[asyncio.Future[bool]] = []
         self._strikes: Counter[Recipient] = Counter()
         self._given_up: SourceError | None = None
 
@@ -297,7 +297,7 @@ def _unverified(recipient: Recipient, why: str) -> TransferError:
     return TransferError(f"{address}: got everything, but {why}", server=address)
 
 
-async def _closed(closing: Sequence[asyncio.Future[None]]) -> None:
+async def _closed(closing: Sequence[asyncio.Future[bool]]) -> None:
     done, late = await asyncio.wait(closing, timeout=_CLOSE_SECONDS)
     if late:
         logger.warning("a link has not closed within %g s: it is left to itself", _CLOSE_SECONDS)
@@ -306,7 +306,7 @@ async def _closed(closing: Sequence[asyncio.Future[None]]) -> None:
 
 
 async def _in_thread(
-    work: Callable[[], T], *, stop: Callable[[], None], undo: Callable[[T], None]
+    work: Callable[[], T], *, stop: Callable[[], None], undo: Callable[[T], object]
 ) -> T:
     """Runs blocking work beside the event loop; a cancelled caller stops it, and waits."""
     running = in_thread(work)

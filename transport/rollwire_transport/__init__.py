@@ -19,7 +19,7 @@ from rollwire_transport.errors import (
     TransportError,
     TransportTimeout,
 )
-from rollwire_transport.layout import plan
+from rollwire_transport.layout import padded, plan
 from rollwire_transport.links import (
     Availability,
     Link,
@@ -63,6 +63,7 @@ __all__ = [
     "describe_all",
     "join",
     "open_meeting",
+    "padded",
     "plan",
     "prepare",
     "sum_digests",

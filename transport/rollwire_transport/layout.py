@@ -16,6 +16,15 @@ _SMALLEST, _LARGEST = 64 << 20, 256 << 20
 _BUCKETS = 64
 
 
+def padded(size: int) -> int:
+    """The bytes that ``size`` ones of a tensor take in a bucket, with what fills them up.
+
+    Tensors that lie in one memory one after the other, each with this many, lie as in the buckets
+    of a plan: buckets come straight into them.
+    """
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 def plan(
     tensors: Sequence[TensorSpec],
     *,
@@ -39,7 +48,7 @@ def plan(
     check_tensors(tensors)
     if bucket_bytes is None:
         share = sum(nbytes(t) for t in tensors if t.alias_of is None) // _BUCKETS
-        bucket_bytes = min(max(-(-share // ALIGNMENT) * ALIGNMENT, _SMALLEST), _LARGEST)
+        bucket_bytes = min(max(padded(share), _SMALLEST), _LARGEST)
     ordered = sorted(tensors, key=lambda t: t.alias_of is not None)
     buckets: list[Bucket] = []
     spans: list[Span] = []
@@ -59,7 +68,7 @@ def plan(
             length = min(size - offset, bucket_bytes - used)
             spans.append(Span(index, offset, used, length))
             offset += length
-            used += -(-length // ALIGNMENT) * ALIGNMENT
+            used += padded(length)
             if used == bucket_bytes:
                 close_bucket()
     if spans:

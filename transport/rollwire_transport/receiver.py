@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +16,7 @@ from rollwire_transport.errors import TransportError, TransportTimeout
 from rollwire_transport.host_copy import HostCopy
 from rollwire_transport.ledger import Ledger
 from rollwire_transport.sealing import HEADER, MAGIC, Sealer, check_header
+from rollwire_transport.slots import Slots, home
 from rollwire_transport.switching import promptly
 from rollwire_transport.tensors import as_bytes, describe
 
@@ -21,10 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rollwire_transport.links.base import Link, Transfer
-    from rollwire_transport.manifest import Bucket, Manifest
+    from rollwire_transport.manifest import Manifest
+    from rollwire_transport.slots import Slot
 
-# One bucket is unpacked, and the one before looked at, while two are under way.
-_BUFFERS = 4
+# A GPU goes from one process to another for each thing that this one asks of it, and another that
+# samples on it waits. So buckets that need no unpacking are verified many at a time.
+_SEAL_SECONDS = 0.1
 
 
 class Receiver:
@@ -35,7 +40,9 @@ class Receiver:
     Args:
         manifest: The layout of the update.
         destination: A contiguous tensor for each name that is sent (aliases may be left out), on
-            any device. Holds garbage until ``complete``.
+            any device. Holds garbage until ``complete``. Buckets come straight into tensors that
+            lie in one memory as in the buckets (see ``padded``), on the link's device; what fills
+            tensors up there is overwritten.
 
     Raises:
         ManifestError: The manifest is not valid, or the destination does not fit it.
@@ -107,37 +114,71 @@ class Receiver:
             )
         buckets = self._manifest.buckets
         sealer = Sealer(buckets[first_bucket:], first_bucket, link.device)
-        slots = _Slots(buckets, first_bucket, link.device)
-        in_flight: deque[tuple[_Slot, Transfer]] = deque()
-        arrived: deque[_Arrival] = deque()
+        slots = Slots(buckets, first_bucket, self._homes(first_bucket, link.device), link.device)
+        in_flight: deque[tuple[Slot, Transfer]] = deque()
+        come: list[Slot] = []
+        sealed: deque[_Sealed] = deque()
+        last_seal = time.monotonic()
 
         def post() -> None:
             while (slot := slots.take()) is not None:
                 in_flight.append((slot, link.receive(slot.header, slot.payload)))
 
+        def seal() -> None:
+            nonlocal last_seal
+            last_seal = time.monotonic()
+            if come:
+                some = come.copy()
+                come.clear()
+                sealed.append(self._seal(some, sealer, link.upstream))
+
         def look() -> None:
-            arrival = arrived.popleft()
+            some = sealed.popleft()
             try:
-                self._enter(arrival, link.upstream)
+                self._enter(some, link.upstream)
             except TransportError:
-                arrived.clear()
+                come.clear()
+                sealed.clear()
                 raise
-            slots.give_back(arrival.slot)
+            for slot in some.slots:
+                if not slot.in_place:
+                    slots.give_back(slot)
 
         post()
         try:
             while in_flight:
                 slot, transfer = in_flight.popleft()
                 self._wait(slot, transfer, bucket_timeout, link.upstream)
-                arrived.append(self._take(slot, sealer, link.upstream))
-                if len(arrived) > 1:  # while a device is at one, the one before is looked at
+                come.append(slot)
+                if slot.in_place:
+                    slots.give_back(slot)
+                    post()
+                    if _patient(link.device) and time.monotonic() - last_seal < _SEAL_SECONDS:
+                        continue
+                seal()
+                if len(sealed) > 1:  # while a device is at some, those before are looked at
                     look()
                     post()
+        except BaseException:
+            # Now: a device that waits for what never comes may hold up what else is asked of it.
+            link.abort()
+            raise
         finally:
-            while arrived:
+            seal()
+            while sealed:
                 look()
 
-    def _wait(self, slot: _Slot, transfer: Transfer, timeout: float, peer: str) -> None:
+    def _homes(self, first: int, device: torch.device) -> list[Tensor | None]:
+        """Where the buckets from ``first`` on come in place: not those that are here already, which
+        only what was sent may replace.
+        """
+        device = torch.empty(0, device=device).device  # with its index
+        return [
+            None if index < self._next_bucket else home(bucket, self._targets, device)
+            for index, bucket in enumerate(self._manifest.buckets[first:], start=first)
+        ]
+
+    def _wait(self, slot: Slot, transfer: Transfer, timeout: float, peer: str) -> None:
         try:
             transfer.wait(timeout)
         except TransportTimeout:
@@ -147,80 +188,51 @@ class Receiver:
                 check_header(header, expected, peer)
             raise
 
-    def _take(self, slot: _Slot, sealer: Sealer, peer: str) -> _Arrival:
-        """Unpacks a bucket, which nobody has looked at yet; a device is only told to."""
-        record = sealer.seal(slot.index, slot.payload)
-        if slot.index < self._next_bucket:  # only by what was sent may it be replaced
-            self._enter(_Arrival.of(slot, record), peer)
+    def _seal(self, come: Sequence[Slot], sealer: Sealer, peer: str) -> _Sealed:
+        """Computes records, and unpacks what is not in place; a device is only told to."""
+        numbers = []
+        for slot in come:
+            record = sealer.seal(slot.index, slot.payload)
+            numbers += [slot.header, record]
+            if slot.index < self._next_bucket:
+                self._enter(_Sealed((slot,), HostCopy(torch.cat([slot.header, record]))), peer)
+            if not slot.in_place:
+                self._unpack(slot)
+        # What a device copies is there once these are, which come after it.
+        return _Sealed(tuple(come), HostCopy(torch.cat(numbers)))
+
+    def _unpack(self, slot: Slot) -> None:
         for span in self._manifest.buckets[slot.index].spans:
             piece = slot.payload[span.bucket_offset : span.bucket_offset + span.length]
             target = self._targets[span.tensor]
             there = target[span.tensor_offset : span.tensor_offset + span.length]
-            # What a device copies is there once the record is, which comes after it.
             there.copy_(piece, non_blocking=piece.is_cuda)
-        return _Arrival.of(slot, record)
 
-    def _enter(self, arrival: _Arrival, peer: str) -> None:
-        """Notes a bucket if it is what was sent; a device is done with it then."""
-        index, numbers = arrival.slot.index, arrival.header_and_record.read()
-        header, record = numbers[:HEADER], numbers[HEADER:]
-        check_header(header, record[:HEADER], peer)
-        self._ledger.enter(index, record[HEADER:])
-        if index == self._next_bucket:
-            self._received_bytes += self._manifest.buckets[index].size
-            self._next_bucket += 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """Where one bucket comes."""
-
-    index: int
-    header: Tensor
-    payload: Tensor
-    buffer: Tensor
+    def _enter(self, some: _Sealed, peer: str) -> None:
+        """Notes buckets that are what was sent; a device is done with them then."""
+        numbers = iter(some.numbers.read())
+        for slot in some.slots:
+            bucket = self._manifest.buckets[slot.index]
+            header = list(itertools.islice(numbers, HEADER))
+            record = list(itertools.islice(numbers, HEADER + len(bucket.spans)))
+            check_header(header, record[:HEADER], peer)
+            self._ledger.enter(slot.index, record[HEADER:])
+            if slot.index == self._next_bucket:
+                self._received_bytes += bucket.size
+                self._next_bucket += 1
 
 
 @dataclass(frozen=True, slots=True)
-class _Arrival:
-    """A bucket that has come: what came with it, and what should have."""
+class _Sealed:
+    """Buckets that have come; of each the header that came with it, and the record."""
 
-    slot: _Slot
-    header_and_record: HostCopy
-
-    @classmethod
-    def of(cls, slot: _Slot, record: Tensor) -> _Arrival:
-        return cls(slot, HostCopy(torch.cat([slot.header, record])))
+    slots: tuple[Slot, ...]
+    numbers: HostCopy
 
 
-class _Slots:
-    """Memory for the buckets from ``first`` on, some of which share theirs."""
-
-    def __init__(self, buckets: Sequence[Bucket], first: int, device: torch.device) -> None:
-        self._buckets = buckets
-        self._first = self._next = first
-        sizes = [bucket.size for bucket in buckets[first:]]
-        # Not kept for the next group: an aborted link may still write into what it was given.
-        self._free = [
-            torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in sizes[:_BUFFERS]
-        ]
-        self._headers = torch.zeros(len(sizes), HEADER, dtype=torch.int64, device=device)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-
-    def take(self) -> _Slot | None:
-        """For the next bucket; None if no memory is free, or no bucket left."""
-        index = self._next
-        if not self._free or index == len(self._buckets):
-            return None
-        self._next += 1
-        buffer = self._free.pop()
-        payload = buffer[: self._buckets[index].size]
-        return _Slot(index, self._headers[index - self._first], payload, buffer)
-
-    def give_back(self, slot: _Slot) -> None:
-        """The memory of one with which nobody has anything to do any more, a device included."""
-        self._free.append(slot.buffer)
+def _patient(device: torch.device) -> bool:
+    """Whether buckets in place wait for each other to be verified."""
+    return device.type != "cpu"
 
 
 def _targets(manifest: Manifest, destination: Mapping[str, Tensor]) -> dict[int, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from support.calls import Api
     from support.servers import ServerProcess
+    from transformers import PreTrainedModel
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,9 +50,20 @@ STAGING = "rollwire-staging"
 NEAR = 1e-2  # fp32, of which Triton's attention multiplies in tf32; policies are ten times apart
 
 
+@functools.cache
+def policy() -> PreTrainedModel:
+    """The built-in tiny model, but such that half of each layer is aligned for a GPU's kernels."""
+    model = build("builtin:tiny")
+    model.config.intermediate_size = 128
+    torch.manual_seed(0)
+    return type(model)(model.config).eval()
+
+
 def on_gpu(folder: Path, *more: str, staging: str = "device") -> list[str]:
     arguments = [f"--engine-arg={text}" for text in [*ARGUMENTS, *more]]
-    return ["--engine", "sglang", *flags("sglang", folder), "--staging", staging, *arguments]
+    started = ["--engine", "sglang", *flags("sglang", folder), "--staging", staging, *arguments]
+    policy().save_pretrained(folder / "model")
+    return started
 
 
 @pytest.fixture(
@@ -96,7 +109,7 @@ async def sleep(api: Api, weights: str) -> int:
 
 
 async def test_a_policy_that_was_staged_samples(server: ServerProcess) -> None:
-    base = build("builtin:tiny")
+    base = policy()
     prompt = tuple(range(40, 60))
     async with connected(server.address) as api:
         for seed in (1, 2):
@@ -119,7 +132,7 @@ async def test_a_policy_that_was_staged_samples(server: ServerProcess) -> None:
 async def test_updates_that_are_committed_or_discarded_leave_memory_level(
     server: ServerProcess,
 ) -> None:
-    tensors = changed(build("builtin:tiny"), by=0.1)
+    tensors = changed(policy(), by=0.1)
     async with connected(server.address) as api:
         await publish(api, tensors)
         before = free_bytes()
@@ -139,7 +152,7 @@ async def test_host_memory_of_updates_is_page_locked_and_let_go_of(
     devices, staging = request.node.callspec.params["server"]
     schedulers = [pid for pid, name in children(server.process.pid).items() if "scheduler" in name]
     assert len(schedulers) == devices
-    tensors = changed(build("builtin:tiny"), by=0.1)
+    tensors = changed(policy(), by=0.1)
 
     async def let_go() -> bool:
         return not any(maps(pid, STAGING) for pid in schedulers)
@@ -224,7 +237,7 @@ async def test_sleep_frees_device_memory_and_waking_brings_the_policy_back(
     with servers(tmp_path) as start:
         server = start(*on_gpu(tmp_path, *more))
         async with connected(server.address) as api:
-            await publish(api, changed(build("builtin:tiny"), by=0.1))
+            await publish(api, changed(policy(), by=0.1))
             before = await generate(api, request((4, 5), 30, seed=1))
             running = Generation(api, request((1,), 3000))
             await running.some(2)

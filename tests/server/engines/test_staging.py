@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rollwire_server.engines.embedded import staging
 from rollwire_server.engines.embedded.staging import StagingPlace, choose, in_slabs
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
@@ -42,9 +41,7 @@ def test_tensors_in_slabs_are_apart(
         f"t{i}": torch.empty(shape, dtype=dtype)
         for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=False))
     }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staging, "SLAB_BYTES", slab)
-        staged = in_slabs(targets, pinned=False)
+    staged = in_slabs(targets, lambda size: torch.empty(size, dtype=torch.uint8), slab)
     assert list(staged) == list(targets)
     for number, (name, tensor) in enumerate(staged.items()):
         assert (tensor.shape, tensor.dtype) == (targets[name].shape, targets[name].dtype)

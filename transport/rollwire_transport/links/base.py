@@ -102,8 +102,12 @@ class Link(abc.ABC):
         """
 
     @abc.abstractmethod
-    def close(self) -> None:
-        """Gives everything back; aborts first what is under way. Any number of times."""
+    def close(self) -> bool:
+        """Gives everything back; aborts first what is under way. Any number of times.
+
+        Returns whether all memory is let go of. If not, something may still be written into what
+        came here was given for.
+        """
 
 
 class Meeting(abc.ABC):

@@ -253,7 +253,7 @@ class _GlooLink(Link):
         for pair in self._pairs:
             pair.abort()
 
-    def close(self) -> None:
+    def close(self) -> bool:
         if not self._finished:
             self.abort()
         self._aborted = True
@@ -264,6 +264,7 @@ class _GlooLink(Link):
         if stuck:
             logger.info("gloo still holds messages with %s: they are left to it", ", ".join(stuck))
         self._lines.close()
+        return not stuck
 
     def _check(self) -> None:
         if self._aborted:

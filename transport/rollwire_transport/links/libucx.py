@@ -100,8 +100,9 @@ class Worker:
         self._endpoints.append(endpoint)
         return endpoint
 
-    def close(self, under_way: Sequence[Held] = ()) -> None:
-        """Gives everything back, memory that transfers are under way with included.
+    def close(self, under_way: Sequence[Held] = ()) -> bool:
+        """Gives everything back, memory that transfers are under way with included; returns whether
+        UCX has let go of that.
 
         UCX crashes, or keeps its files, where a connection is closed while it sends. But it copes
         with dead peers, so their TCP connections are cut first.
@@ -111,7 +112,7 @@ class Worker:
             _wait_until(lambda: not any(e.alive for e in self._endpoints) or _let_go(under_way))
         for endpoint in self._endpoints:
             endpoint.close_blocking(_CLOSE_PERIOD_NS, _CLOSE_ATTEMPTS)
-        if _wait_until(lambda: _let_go(under_way)):
+        if all_let_go := _wait_until(lambda: _let_go(under_way)):
             for held in under_way:
                 held.forget()
         else:
@@ -121,6 +122,7 @@ class Worker:
         # Now, not when the last reference goes, which an error's traceback may hold.
         self._endpoints.clear()
         del self._worker, self._context
+        return all_let_go
 
     def _cut(self) -> None:
         for file in _sockets(self._worker.epoll_file_descriptor):

@@ -240,7 +240,7 @@ class _NcclLink(Link):
             self._reaper.start()
         self._lines.hang_up()
 
-    def close(self) -> None:
+    def close(self) -> bool:
         if not self._sends:
             # What this end maps for its peers stays until all have finished.
             deadline = time.monotonic() + self._patience
@@ -253,6 +253,7 @@ class _NcclLink(Link):
             if self._reaper.is_alive():
                 logger.warning("NCCL has not let go of a group for %g s", _ABORT_SECONDS)
         self._lines.close()
+        return not self._under_way
 
     def _post(self, tensors: tuple[Tensor, ...], deadline: float) -> _NcclTransfer:
         stream = self._streams.broadcasts

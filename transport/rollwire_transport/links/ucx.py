@@ -217,6 +217,7 @@ class _UcxLink(Link):
         self._poll_seconds = _POLL_SECONDS
         self._finish = threading.Event()  # this end has
         self._finished = threading.Event()  # all have
+        self._all_let_go = False
         self._patience = 0.0  # of close with the others, once this end has finished
         self._thread = threading.Thread(target=self._run, name="rollwire-ucx", daemon=True)
         self._thread.start()
@@ -255,12 +256,13 @@ class _UcxLink(Link):
     def abort(self) -> None:
         self._fail(TransportError("the link was aborted or closed at this end"))
 
-    def close(self) -> None:
+    def close(self) -> bool:
         if self._place.rank > 0:
             # What the next one has still to take stays until rank 0 says that all have finished.
             self._thread.join(self._patience)
         self.abort()
         self._thread.join(_LET_GO_SECONDS)
+        return self._all_let_go
 
     def _check(self) -> None:
         if (failure := self._failure) is not None:
@@ -399,7 +401,7 @@ class _UcxLink(Link):
             self._buckets.clear()
         self._previous = self._following = None
         try:
-            self._worker.close(buckets)
+            self._all_let_go = self._worker.close(buckets)
         finally:
             self._watch.close()
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import enum
+import math
 from typing import TYPE_CHECKING
 
+import rollwire_transport as transport
 import torch
 
 from rollwire_server.engines.base import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
-SLAB_BYTES = 1 << 30
+PINNED_BYTES = 1 << 30
 """Pinned memory is taken in pieces of this size: torch rounds each up to a power of two."""
-
-ALIGNMENT = 256
 
 
 class StagingPlace(enum.Enum):
@@ -41,46 +41,57 @@ def choose(place: StagingPlace, device: torch.device, needed: int, free: int) ->
 
 
 def memory_like(targets: Mapping[str, Tensor], place: StagingPlace) -> dict[str, Tensor]:
-    """A contiguous tensor like each of ``targets``, uninitialized.
+    """A contiguous tensor like each of ``targets``, uninitialized, one after the other as in the
+    buckets of an update.
 
     Raises EngineError when there is no room for them.
     """
-    on_gpu = any(target.is_cuda for target in targets.values())
-    if not on_gpu:
-        return {name: target.new_empty(target.shape) for name, target in targets.items()}
+    device = next((target.device for target in targets.values() if target.is_cuda), None)
+    if device is None:
+        return in_slabs(targets, lambda size: torch.empty(size, dtype=torch.uint8))
     if place is not StagingPlace.HOST:
         try:
-            return {name: target.new_empty(target.shape) for name, target in targets.items()}
+            return in_slabs(
+                targets, lambda size: torch.empty(size, dtype=torch.uint8, device=device)
+            )
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             if place is StagingPlace.DEVICE:
                 raise EngineError(_no_room(targets, "on the device", error)) from error
     try:
-        return in_slabs(targets, pinned=True)
+        return in_slabs(
+            targets,
+            lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True),
+            most=PINNED_BYTES,
+        )
     except RuntimeError as error:
         raise EngineError(_no_room(targets, "in pinned host memory", error)) from error
 
 
-def in_slabs(targets: Mapping[str, Tensor], *, pinned: bool) -> dict[str, Tensor]:
-    """A contiguous host tensor like each of ``targets``, many of them in one allocation."""
+def in_slabs(
+    targets: Mapping[str, Tensor], take: Callable[[int], Tensor], most: float = math.inf
+) -> dict[str, Tensor]:
+    """A contiguous tensor like each of ``targets``, in as few allocations as ``most`` bytes each
+    allow; one larger than that has its own.
+    """
     staged: dict[str, Tensor] = {}
     slab: dict[str, int] = {}
     size = 0
 
-    def take() -> None:
-        memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    def fill() -> None:
+        memory = take(size)
         for name, offset in slab.items():
             target = targets[name]
             piece = memory[offset : offset + target.nbytes]
             staged[name] = piece.view(target.dtype).view(target.shape)
 
     for name, target in targets.items():
-        if slab and size + target.nbytes > SLAB_BYTES:
-            take()
+        if slab and size + target.nbytes > most:
+            fill()
             slab, size = {}, 0
         slab[name] = size
-        size += -(-target.nbytes // ALIGNMENT) * ALIGNMENT
-    take()
+        size += transport.padded(target.nbytes)
+    fill()
     return {name: staged[name] for name in targets}
 
 

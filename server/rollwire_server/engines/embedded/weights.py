@@ -8,6 +8,7 @@ import torch
 from rollwire_transport import describe_all, tensor_digests
 
 from rollwire_server.engines.base import EngineError, SleepingWeights, TornWeightsError
+from rollwire_server.engines.grouped_copy import copy_all
 
 from .staging import StagingPlace, memory_like
 from .tensors import checkpoint_tensors
@@ -80,8 +81,7 @@ class Weights:
         self.whole = False
         try:
             with torch.no_grad():
-                if targets:
-                    torch._foreach_copy_(targets, sources, non_blocking=True)
+                copy_all(targets, sources)
                 for device in {target.device for target in targets if target.is_cuda}:
                     torch.cuda.synchronize(device)
         except Exception as error:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rollwire_server.engines.grouped_copy import copy_all
+
 from .checkpoint import read_tensors
 from .fingerprint import Fingerprints
 from .page_lock import PageLock, pages_of
@@ -93,8 +95,7 @@ class Loader:
         # What the first grouped copy of a process takes is not for the first commit to wait for.
         pieces = [piece.target for some in self._recipe.values() for piece in some]
         small = sorted(pieces, key=lambda piece: piece.numel())[:WARM_UP_PIECES]
-        if small:
-            torch._foreach_copy_([torch.empty_like(piece) for piece in small], small)
+        copy_all([torch.empty_like(piece) for piece in small], small)
         return {"recipe": None}
 
     def _open(self, staged: dict[str, Any]) -> None:
@@ -142,9 +143,7 @@ class Loader:
             self._close()
             return {"copied_ms": _ms(began), "fingerprint_ms": 0.0, **locks}
         self.touched = True
-        targets, sources = self._copies
-        if targets:
-            torch._foreach_copy_(targets, sources)
+        copy_all(*self._copies)
         _finish_what_runs()
         copied = time.perf_counter()
         self._committed = self._fingerprints.begin()

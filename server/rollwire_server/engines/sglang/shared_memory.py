@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rollwire_transport import padded
 from rollwire_transport.tensors import nbytes
 
 from rollwire_server.engines.base import EngineError
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from rollwire_transport import TensorSpec
     from torch import Tensor
 
-ALIGNMENT = 256
+LEAST_BYTES = 256  # of a part
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +142,17 @@ def _open(part: dict[str, Any], rank: int) -> Tensor:
 
 
 def _arrange(specs: Sequence[TensorSpec], *, parts: int) -> tuple[list[Place], list[int]]:
-    """Each tensor in the part that is least full, and the size of each part."""
+    """Tensors one after the other, as in the buckets of an update, in parts of about the same size;
+    and those sizes.
+    """
+    share = sum(padded(nbytes(spec)) for spec in specs) / parts
     places = []
     sizes = [0] * parts
+    before = 0  # of all parts
     for spec in specs:
-        part = sizes.index(min(sizes))
         size = nbytes(spec)
+        part = min(int((before + size / 2) / share), parts - 1) if share else 0
         places.append(Place(spec.name, spec.dtype, spec.shape, part, sizes[part], size))
-        sizes[part] += -(-size // ALIGNMENT) * ALIGNMENT
-    return places, [max(size, ALIGNMENT) for size in sizes]
+        sizes[part] += padded(size)
+        before += padded(size)
+    return places, [max(size, LEAST_BYTES) for size in sizes]
