@@ -167,7 +167,8 @@ class RolloutServer:
         log.info("loading", model=self._settings.model)
         weights = await self._engine.start(self._server_id, self._rollouts)
         await updates.served.loaded(weights)
-        await asyncio.to_thread(transport.prepare, self._engine.describe().device)
+        device = self._engine.describe().device
+        await asyncio.to_thread(transport.prepare, device, self._listening)
         gc.collect()
         gc.freeze()  # else a full collection walks over all of torch: a quarter of a second
         self._lifecycle.attach(self._engine)

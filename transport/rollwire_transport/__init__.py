@@ -11,7 +11,7 @@ members that are left form another and go on from the lowest bucket that one of 
 
 from rollwire_transport.beside import beside
 from rollwire_transport.checks import MAX_DIMENSIONS, ManifestError, compare, validate
-from rollwire_transport.digest import prepare, sum_digests, tensor_digest, tensor_digests
+from rollwire_transport.digest import sum_digests, tensor_digest, tensor_digests
 from rollwire_transport.errors import (
     DigestMismatch,
     SharedDevice,
@@ -34,6 +34,7 @@ from rollwire_transport.manifest import Bucket, Encoding, Manifest, Span, Tensor
 from rollwire_transport.receiver import Receiver
 from rollwire_transport.sender import Packing, Sender
 from rollwire_transport.tensors import describe, describe_all, whole
+from rollwire_transport.warmup import prepare
 
 __all__ = [
     "MAX_DIMENSIONS",

@@ -161,11 +161,6 @@ def bucket_digest(index: int, sums: Sequence[int]) -> int:
     return _signed(value)
 
 
-def prepare(device: torch.device) -> None:
-    """Compiles what a first update to tensors on a device, or from there, would wait for."""
-    kernels(device.type)
-
-
 @functools.cache
 def kernels(device_type: str) -> ModuleType | None:
     """The module with those for a kind of device, if there are any."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import struct
 import threading
 import time
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rollwire_transport.links.listening import Listening
+
+logger = logging.getLogger(__name__)
 
 # A relay holds back one chunk: small ones for the host's memory, over TCP; between GPUs a copy is
 # worth its start only when it is large.
@@ -65,6 +68,14 @@ def available(listening: Listening) -> Availability:
         return Availability(ok=False, reason=f"ucxx cannot be loaded: {error}")
     problem = listening.needs_no_host("ucx", "UCX_NET_DEVICES")
     return Availability(ok=not problem, reason=problem)
+
+
+def prepare(device: torch.device, listening: Listening) -> None:
+    """Has UCX do what it does once in a process, for the first worker."""
+    try:
+        libucx.Worker(device, listening.ports).close()
+    except TransportError as error:
+        logger.warning("UCX could not be prepared: %s", error)
 
 
 def open_meeting(
