@@ -6,7 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rollwire_server.engines.embedded.staging import StagingPlace, choose, in_slabs
+from rollwire_server.engines.embedded.staging import StagingPlace, choose, in_slabs, memory_like
+from rollwire_transport import describe_all, plan
+from rollwire_transport.slots import home
+from rollwire_transport.tensors import as_bytes
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 AUTO, DEVICE, HOST = StagingPlace.AUTO, StagingPlace.DEVICE, StagingPlace.HOST
@@ -49,3 +52,11 @@ def test_tensors_in_slabs_are_apart(
         tensor.fill_(number % 2)
     for number, tensor in enumerate(staged.values()):
         assert (tensor == number % 2).all()
+
+
+def test_buckets_have_their_place_in_it() -> None:
+    targets = {f"t{i}": torch.empty(size) for i, size in enumerate((100, 3, 0, 1000, 1))}
+    manifest = plan(describe_all(targets), bucket_bytes=640)
+    staged = memory_like(targets, HOST)
+    there = {i: as_bytes(staged[spec.name]) for i, spec in enumerate(manifest.tensors)}
+    assert all(home(bucket, there, CPU) is not None for bucket in manifest.buckets)
