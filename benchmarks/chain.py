@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 os.environ.update(UCX_TLS="tcp,self", UCX_NET_DEVICES="eth0", OMP_NUM_THREADS="1")
 
 import torch
+from common import staged
 from rollwire_transport import (
     Receiver,
     Sender,
@@ -144,7 +145,7 @@ def member(
         meeting.close()
     else:
         epoch, rendezvous = pipe.recv()
-        destination = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
+        destination = staged(manifest, torch.device("cpu"))
         link = join(
             "ucx",
             epoch=epoch,

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from rollwire_transport import padded
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Mapping, Sequence
+
+    from rollwire_transport import Manifest
 
 START_SECONDS = 400
 """A first start compiles kernels for minutes."""
@@ -174,3 +177,20 @@ def machine(device: str) -> str:
         line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]
     return models[0].partition(": ")[2] if models else "an unknown CPU"
+
+
+def staged(manifest: Manifest, device: torch.device) -> dict[str, torch.Tensor]:
+    """Memory for what a manifest sends, as servers lay it: in one, and touched."""
+    empty = {
+        spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+        for spec in manifest.tensors
+        if spec.alias_of is None
+    }
+    size = sum(padded(tensor.nbytes) for tensor in empty.values())
+    memory = torch.zeros(size, dtype=torch.uint8, device=device)
+    tensors, begin = {}, 0
+    for name, tensor in empty.items():
+        piece = memory[begin : begin + tensor.nbytes]
+        tensors[name] = piece.view(tensor.dtype).view(tensor.shape)
+        begin += padded(tensor.nbytes)
+    return tensors

@@ -6,7 +6,7 @@
 
 The floor is a plain TCP connection for each receiver, sendall from one buffer and recv_into
 another, in the same run; between GPUs a bare broadcast over NCCL. The links' figures include
-packing, unpacking, and the digests on both ends. Those that this machine lacks are left out.
+packing, and the digests on both ends. Those that this machine lacks are left out.
 GB/s counts the weights once, however many receive them.
 """
 
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from bare import bare_broadcast, host
-from common import machine
+from common import machine, staged
 from rollwire_transport import (
     Receiver,
     Sender,
@@ -221,10 +221,7 @@ def receive_weights(pipe: Connection, rank: int, device: torch.device, *, busy: 
     while (order := pipe.recv()) is not None:
         backend, manifest, epoch, world_size, rendezvous = order
         if not destination:
-            destination = {
-                spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
-                for spec in manifest.tensors
-            }
+            destination = staged(manifest, device)
         receiver = Receiver(manifest, destination)
         link = join(
             backend,
