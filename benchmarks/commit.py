@@ -26,6 +26,7 @@ from rollwire_server.engines.base import (
     KvPolicy,
     SamplingParams,
     SequenceSpec,
+    StagedUpdate,
     Step,
     WeightTag,
 )
@@ -80,6 +81,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[list[str]]:
             tensor.fill_(1) if "norm" in name else tensor.normal_(0, 0.02)
         size = sum(t.nbytes for t in staged.values())
         print(f"{size / 1e9:.2f} GB in {len(staged)} tensors", flush=True)
+        update = StagedUpdate(staged, {})  # this engine digests what serves itself
         floor = bare_copy(staged)
         rows = [["one bare copy", f"{floor * 1e3:.1f}", f"{floor * 1e3:.1f}", "", "", ""]]
         keys = iter(range(1, 10_000))
@@ -95,7 +97,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[list[str]]:
             results = []
             for _ in range(options.commits):
                 tag = WeightTag((tag.version or 0) + 1, tag.revision + 1, tag.server_id, tag.digest)
-                results.append(await one_commit(engine, recorder, staged, tag, policy, options))
+                results.append(await one_commit(engine, recorder, update, tag, policy, options))
             await engine.abort(live)
             held, applied, gap, lost, rate = (
                 statistics.median(r[i] for r in results) for i in range(5)
@@ -127,7 +129,7 @@ async def decoding(recorder: Recorder, options: argparse.Namespace) -> None:
 async def one_commit(
     engine: EmbeddedEngine,
     recorder: Recorder,
-    staged: dict[str, torch.Tensor],
+    update: StagedUpdate,
     tag: WeightTag,
     policy: KvPolicy,
     options: argparse.Namespace,
@@ -137,7 +139,7 @@ async def one_commit(
     asked = time.perf_counter()
     await engine.hold()
     held_at = time.perf_counter()
-    applied = await engine.commit(staged, tag, policy)
+    applied = await engine.commit(update, tag, policy)
     await engine.release()
     released = time.perf_counter()
     await asyncio.sleep(options.window)

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 import rollwire_transport as transport
 import structlog
 
-from rollwire_server.engines.base import EngineError, KvPolicy, TornWeightsError, WeightTag
+from rollwire_server.engines.base import (
+    EngineError,
+    KvPolicy,
+    StagedUpdate,
+    TornWeightsError,
+    WeightTag,
+)
 from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.lifecycle import Event, State
 from rollwire_server.update import Commit, told
@@ -78,7 +84,7 @@ class ServedWeights:
         digest = transport.sum_digests(digests.values())
         weights = WeightTag(None, self.weights.revision + 1, self.weights.server_id, digest)
         async with self._lifecycle.committing():
-            await self._engine.commit({}, weights, KvPolicy.RECOMPUTE)
+            await self._engine.commit(StagedUpdate({}, {}), weights, KvPolicy.RECOMPUTE)
             self._digests = digests
             self.committed_update_id, self.committed_at = "", None
             self.history.appendleft(weights)
@@ -173,7 +179,8 @@ class ServedWeights:
 
     async def _put_in_place(self, update: Update, weights: WeightTag, policy: KvPolicy) -> Applied:
         try:
-            return await self._engine.commit(update.staged, weights, policy)
+            staged = StagedUpdate(update.staged, update.receiver.digests)
+            return await self._engine.commit(staged, weights, policy)
         except EngineError as error:
             if isinstance(error, TornWeightsError):
                 raise await self._quarantine(error) from error

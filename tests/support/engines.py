@@ -16,10 +16,11 @@ from rollwire_server.engines.base import (
     KvPolicy,
     SamplingParams,
     SequenceSpec,
+    StagedUpdate,
     Step,
     WeightTag,
 )
-from rollwire_transport import Manifest
+from rollwire_transport import Manifest, describe, tensor_digest
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _keys = itertools.count(1)
+
+
+def staged_update(tensors: Mapping[str, Tensor]) -> StagedUpdate:
+    """Tensors as a commit takes them, verified."""
+    return StagedUpdate(tensors, {n: tensor_digest(describe(n, t), t) for n, t in tensors.items()})
 
 
 def spec(prompt: Sequence[int], max_new_tokens: int = 20, **more: Any) -> SequenceSpec:
@@ -165,7 +171,7 @@ class Driver:
         tag = WeightTag(revision * 10, revision, self.tag.server_id, revision)
         await self.engine.hold()
         try:
-            applied = await self.engine.commit(staged, tag, policy)
+            applied = await self.engine.commit(staged_update(staged), tag, policy)
         finally:
             await self.engine.release()
         self.tag = tag

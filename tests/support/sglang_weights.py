@@ -68,7 +68,4 @@ async def weights_of(model: Copying, folder: Path) -> AsyncIterator[Weights]:
     save_file({"good": torch.zeros(2, 2), "late": torch.zeros(2, 2)}, folder / "m.safetensors")
     weights = Weights(Beside(model), FACTS, folder, torch.device("cpu"))  # type: ignore[arg-type]
     await weights.read()
-    try:
-        yield weights
-    finally:
-        await weights.close()
+    yield weights

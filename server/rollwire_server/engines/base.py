@@ -263,6 +263,19 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class StagedUpdate:
+    """What a commit puts in place.
+
+    Attributes:
+        tensors: Of what ``stage`` gave, filled; empty to change only the tag.
+        digests: The digest of each, as it was verified.
+    """
+
+    tensors: Mapping[str, Tensor]
+    digests: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Applied:
     """What a commit took: the time to put weights in place, and the KV entries that are to be
     computed again.
@@ -322,9 +335,7 @@ class Engine(Protocol):
         The manifest has been compared with the schema. The memory is freed when the mapping is.
         """
 
-    async def commit(
-        self, staged: Mapping[str, Tensor], weights: WeightTag, policy: KvPolicy
-    ) -> Applied:
+    async def commit(self, staged: StagedUpdate, weights: WeightTag, policy: KvPolicy) -> Applied:
         """Puts staged weights in place while held; every later token carries ``weights``.
 
         Tensors that are not staged stay as they are; of nothing staged, only the tag changes.
@@ -333,8 +344,9 @@ class Engine(Protocol):
         """
 
     async def digests(self) -> dict[str, int]:
-        """The digest of each tensor of the schema (aliases left out), read from the memory that
-        serves.
+        """The digest of each tensor that serves, aliases left out.
+
+        Raises EngineError when the memory was given back, or is not what was put in place.
         """
 
     async def sleep(self, weights: SleepingWeights) -> int:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from rollwire_transport import Manifest
     from torch import Tensor
 
-    from rollwire_server.engines.base import Sink
+    from rollwire_server.engines.base import Sink, StagedUpdate
 
 MAX_TOP_LOGPROBS = 64
 IDLE_SECONDS = 0.0005
@@ -208,18 +208,16 @@ class SyntheticEngine:
         self._awake()
         return {spec.name: torch.empty(spec.shape) for spec in manifest.tensors}
 
-    async def commit(
-        self, staged: Mapping[str, Tensor], weights: WeightTag, policy: KvPolicy
-    ) -> Applied:
+    async def commit(self, staged: StagedUpdate, weights: WeightTag, policy: KvPolicy) -> Applied:
         """See ``Engine``."""
         state = self._awake()
         if not state.held:
             raise EngineError("weights are committed only while sampling is held")
-        if not state.whole and not staged:
+        if not state.whole and not staged.tensors:
             raise EngineError("the weights are discarded: send a full update")
         began = _nanoseconds()
-        if staged:
-            state.weight.copy_(staged[self._spec.name])
+        if staged.tensors:
+            state.weight.copy_(staged.tensors[self._spec.name])
         state.whole = True
         state.tag = weights
         entries = 0

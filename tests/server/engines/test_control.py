@@ -16,7 +16,7 @@ from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from rollwire_server.engines.embedded.builtin import build
 from rollwire_server.engines.embedded.model import Model
 from rollwire_server.engines.embedded.runner import Runner
-from support.engines import Recorder, prompts, running, spec
+from support.engines import Recorder, prompts, running, spec, staged_update
 
 if TYPE_CHECKING:
     from support.engines import Driver
@@ -215,7 +215,7 @@ async def test_results_come_before_the_answers_of_later_calls(driver: Driver) ->
         await driver.engine.hold()
         told = len(live.token_ids)
         tag = WeightTag(None, revision + 1, "server", 0)
-        await driver.engine.commit({}, tag, KvPolicy.KEEP)
+        await driver.engine.commit(staged_update({}), tag, KvPolicy.KEEP)
         driver.tag = tag
         assert len(live.token_ids) == told
         await driver.engine.release()

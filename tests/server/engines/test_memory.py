@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 from rollwire_server.engines.base import EngineError, KvPolicy, SleepingWeights
 from rollwire_transport import Manifest
-from support.engines import prompts, spec
+from support.engines import prompts, spec, staged_update
 
 if TYPE_CHECKING:
     from support.engines import Driver
@@ -64,8 +64,8 @@ async def test_discarded_weights_come_back_with_a_full_update(driver: Driver) ->
     await driver.engine.hold()
     name = "model.norm.weight"
     with pytest.raises(EngineError, match="send a full one"):
-        await driver.engine.commit({name: kept[name]}, driver.tag, KvPolicy.KEEP)
-    await driver.engine.commit(kept, driver.tag, KvPolicy.KEEP)
+        await driver.engine.commit(staged_update({name: kept[name]}), driver.tag, KvPolicy.KEEP)
+    await driver.engine.commit(staged_update(kept), driver.tag, KvPolicy.KEEP)
     await driver.engine.release()
     (after,) = await driver.sample(spec(prompt, seed=1))
     assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)

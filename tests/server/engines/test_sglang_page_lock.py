@@ -14,6 +14,7 @@ import torch
 from rollwire_server.engines.sglang import loader
 from rollwire_server.engines.sglang.page_lock import PageLock
 from support.calls import until
+from support.engines import staged_update
 from support.executed import maps
 from support.sglang_weights import Copying, Fragile, weights_of
 
@@ -66,7 +67,7 @@ class Copied(Fragile):
 
 
 @pytest.mark.parametrize("model", [Copying(), Copied()])
-@pytest.mark.parametrize("limit", [512, 264, 8, 0])
+@pytest.mark.parametrize("limit", [128, 72, 8, 0])
 async def test_an_update_that_cannot_be_page_locked_gets_in_place_and_that_is_told_once(
     tmp_path: Path,
     model: Copying,
@@ -74,7 +75,7 @@ async def test_an_update_that_cannot_be_page_locked_gets_in_place_and_that_is_to
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of 512 bytes; 264 and 8 end within a tensor."""
+    """Of 128 bytes; 72 and 8 end within a tensor."""
     pages = Pages(limit)
     if isinstance(model, Copied):
         model.pages = pages
@@ -85,31 +86,31 @@ async def test_an_update_that_cannot_be_page_locked_gets_in_place_and_that_is_to
         for value in (1, 2):
             staged = await weights.stage(weights.specs)
             await pages.are(limit)
-            if limit < 512:
+            if limit < 128:
                 assert await asyncio.to_thread(pages.refused.wait, 60)
             for tensor in staged.values():
                 tensor.fill_(value)
-            await weights.put(staged)
+            await weights.put(staged_update(staged))
             assert model.fused.eq(value).all()
             await pages.are(0)
             pages.refused.clear()
     told = [record.getMessage() for record in caplog.records]
-    assert len(told) == (0 if limit == 512 else 1)
+    assert len(told) == (0 if limit == 128 else 1)
     assert all("out of memory" in line and "ulimit -l" in line for line in told)
 
 
 async def test_an_update_that_is_discarded_is_unlocked_and_its_memory_freed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pages = Pages(512)
+    pages = Pages(128)
     monkeypatch.setattr(loader, "pages_of", lambda device: pages)
     async with weights_of(Copying(), tmp_path) as weights:
         staged = await weights.stage(weights.specs)
         inode = os.stat(staged.layout.parts[0]["path"]).st_ino  # noqa: PTH116
-        await pages.are(512)
+        await pages.are(128)
         assert maps(os.getpid(), f" {inode} ")
         await weights.let_go_of_discarded()
-        await pages.are(512)  # it may yet be committed
+        await pages.are(128)  # it may yet be committed
         del staged
         gc.collect()
         await weights.let_go_of_discarded()
@@ -121,7 +122,7 @@ async def test_an_update_that_is_discarded_is_unlocked_and_its_memory_freed(
         await until(unmapped, 60)
 
 
-@pytest.mark.parametrize("limit", [512, 511])
+@pytest.mark.parametrize("limit", [128, 127])
 async def test_where_copies_cannot_go_across_pieces_all_is_locked_or_nothing(
     tmp_path: Path, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,11 +131,11 @@ async def test_where_copies_cannot_go_across_pieces_all_is_locked_or_nothing(
     model = Copying()
     async with weights_of(model, tmp_path) as weights:
         staged = await weights.stage(weights.specs)
-        await pages.are(512 if limit == 512 else 0)
-        assert len(pages.held) == (limit == 512)
+        await pages.are(128 if limit == 128 else 0)
+        assert len(pages.held) == (limit == 128)
         for tensor in staged.values():
             tensor.fill_(3)
-        await weights.put(staged)
+        await weights.put(staged_update(staged))
         assert model.fused.eq(3).all()
         await pages.are(0)
 

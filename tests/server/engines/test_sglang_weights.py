@@ -16,6 +16,7 @@ from rollwire_server.engines.sglang.recipe import NoRecipeError, copies, learn
 from rollwire_server.engines.sglang.shared_memory import allocate, opened, views
 from rollwire_transport import TensorSpec
 from support.contract import flags
+from support.engines import staged_update
 from support.sglang_weights import Copying, Fragile, weights_of
 from torch import nn
 
@@ -50,7 +51,7 @@ class TestWeights:
         self, weights: Weights, model: Copying
     ) -> None:
         before = await weights.digests()
-        await weights.put(self.staged(1, "good"))
+        await weights.put(staged_update(self.staged(1, "good")))
         assert model.fused.tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
         after = await weights.digests()
         assert after["late"] == before["late"]
@@ -65,14 +66,14 @@ class TestWeights:
         staged = await weights.stage(weights.specs)
         await weights._run("close")
         with pytest.raises(EngineError, match="no staged memory is open"):
-            await weights.put(staged)
+            await weights.put(staged_update(staged))
         assert weights.whole
         assert await weights.digests() == before
 
     async def test_memory_that_changes_by_itself_is_noticed(
         self, weights: Weights, model: Copying
     ) -> None:
-        await weights.put(self.staged(1, "good", "late"))
+        await weights.put(staged_update(self.staged(1, "good", "late")))
         model.fused.data[3, 1] += 1e-6
         with pytest.raises(EngineError, match="have changed: fused"):
             await weights.digests()
@@ -83,13 +84,13 @@ class TestWeights:
     ) -> None:
         model.fails_at = "late"
         with pytest.raises(TornWeightsError, match="late"):
-            await weights.put(self.staged(2, "good", "late"))
+            await weights.put(staged_update(self.staged(2, "good", "late")))
         assert model.fused.tolist() == [[2, 2], [2, 2], [0, 0], [0, 0]]
         assert not weights.whole
         model.fails_at = ""
         with pytest.raises(EngineError, match="lacks 1 of 2"):
-            await weights.put(self.staged(3, "good"))
-        await weights.put(self.staged(3, "good", "late"))
+            await weights.put(staged_update(self.staged(3, "good")))
+        await weights.put(staged_update(self.staged(3, "good", "late")))
         assert weights.whole
         assert model.fused.eq(3).all()
 
@@ -100,7 +101,7 @@ class TestWeights:
         gone = self.staged(4, "good", "late")
         gone.layout.parts[0]["path"] = "/nothing/there"
         with pytest.raises(EngineError, match="FileNotFoundError") as caught:
-            await weights.put(gone)
+            await weights.put(staged_update(gone))
         assert not isinstance(caught.value, TornWeightsError)
         assert weights.whole
         assert await weights.digests() == before

@@ -8,7 +8,7 @@ from rollwire_server.engines.base import EngineError, KvPolicy, TornWeightsError
 from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from rollwire_transport import Manifest, TensorSpec, sum_digests, tensor_digest
 from support import reference
-from support.engines import prompts, running, spec
+from support.engines import prompts, running, spec, staged_update
 
 if TYPE_CHECKING:
     from support.engines import Driver
@@ -166,12 +166,12 @@ async def test_what_does_not_fit_touches_nothing(driver: Driver, tiny: PreTraine
         ({"nonsense": torch.zeros(3)}, "not a tensor of this model"),
     ):
         with pytest.raises(EngineError, match=message):
-            await engine.commit({**tensors, **wrong}, tag, KvPolicy.KEEP)
+            await engine.commit(staged_update({**tensors, **wrong}), tag, KvPolicy.KEEP)
     with pytest.raises(EngineError, match="not a tensor"):
         await engine.stage(Manifest((TensorSpec("nonsense", "float32", (3,)),), ()))
     await engine.release()
     with pytest.raises(EngineError, match="while sampling is held"):
-        await engine.commit(tensors, tag, KvPolicy.KEEP)
+        await engine.commit(staged_update(tensors), tag, KvPolicy.KEEP)
     assert await engine.digests() == before
     (got,) = await driver.sample(spec(prompts(4)[0], 3))
     assert got.revisions == [0, 0, 0]

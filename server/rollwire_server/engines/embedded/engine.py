@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         SequenceSpec,
         Sink,
         SleepingWeights,
+        StagedUpdate,
         WeightTag,
     )
 
@@ -124,11 +125,9 @@ class EmbeddedEngine:
         """See ``Engine``."""
         return await self._call(lambda runner: runner.weights.stage(manifest))
 
-    async def commit(
-        self, staged: Mapping[str, Tensor], weights: WeightTag, policy: KvPolicy
-    ) -> Applied:
+    async def commit(self, staged: StagedUpdate, weights: WeightTag, policy: KvPolicy) -> Applied:
         """See ``Engine``."""
-        return await self._call(lambda runner: runner.commit(staged, weights, policy))
+        return await self._call(lambda runner: runner.commit(staged.tensors, weights, policy))
 
     async def digests(self) -> dict[str, int]:
         """See ``Engine``."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rollwire_transport import Manifest, TensorSpec
     from torch import Tensor
 
-    from rollwire_server.engines.base import Sink
+    from rollwire_server.engines.base import Sink, StagedUpdate
 
     from .config import SglangConfig
     from .messages import Chunk, Facts
@@ -130,8 +130,6 @@ class SglangEngine:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         self._tasks = []
-        if self._weights is not None:
-            await self._weights.close()
         await self._bridge.stop()
 
     def describe(self) -> EngineInfo:
@@ -273,9 +271,7 @@ class SglangEngine:
             self._awake()
             return await self._started().stage(sent)
 
-    async def commit(
-        self, staged: Mapping[str, Tensor], weights: WeightTag, policy: KvPolicy
-    ) -> Applied:
+    async def commit(self, staged: StagedUpdate, weights: WeightTag, policy: KvPolicy) -> Applied:
         """See ``Engine``."""
         async with self._commands:
             self._awake()

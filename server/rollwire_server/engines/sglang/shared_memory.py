@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from rollwire_transport import TensorSpec
     from torch import Tensor
 
-LEAST_BYTES = 256  # of a part
-
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -155,4 +153,4 @@ def _arrange(specs: Sequence[TensorSpec], *, parts: int) -> tuple[list[Place], l
         places.append(Place(spec.name, spec.dtype, spec.shape, part, sizes[part], size))
         sizes[part] += padded(size)
         before += padded(size)
-    return places, [max(size, LEAST_BYTES) for size in sizes]
+    return places, [max(size, padded(1)) for size in sizes]

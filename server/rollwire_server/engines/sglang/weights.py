@@ -7,7 +7,6 @@ compared with itself: each process takes a fingerprint right after a commit, and
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import tempfile
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rollwire_transport import sum_digests, tensor_digests
+from rollwire_transport import sum_digests
 from rollwire_transport.tensors import nbytes
 
 from rollwire_server.engines.base import EngineError, TornWeightsError
@@ -25,10 +24,11 @@ from .checkpoint import describe_checkpoint
 from .shared_memory import Staged, allocate, allocate_on
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from rollwire_transport import TensorSpec
-    from torch import Tensor
+
+    from rollwire_server.engines.base import StagedUpdate
 
     from .bridge import Bridge
     from .messages import Facts
@@ -53,7 +53,6 @@ class Weights:
         self._folder = folder
         self._device = device
         self._digests: dict[str, int] = {}
-        self._digesting: asyncio.Task[None] | None = None
         self._on_devices: Sequence[torch.device] = ()
         self._opened: weakref.ref[Staged] | None = None
         self._warned = False
@@ -100,8 +99,6 @@ class Weights:
 
         The processes open it now, which a commit need not wait for.
         """
-        if self._on_devices:
-            await self._settle()
         await self._let_go()
         staged = await asyncio.to_thread(self._allocate, specs)
         await self._open(staged)
@@ -130,15 +127,9 @@ class Weights:
         if self._on_devices:
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
-    async def close(self) -> None:
-        """Ends what is still computed of the last update."""
-        if self._digesting is not None:
-            self._digesting.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._digesting
-
-    async def put(self, staged: Mapping[str, Tensor]) -> None:
-        """Puts staged tensors in place; see ``Engine.commit`` for what it raises."""
+    async def put(self, update: StagedUpdate) -> None:
+        """Puts an update in place; see ``Engine.commit`` for what it raises."""
+        staged = update.tensors
         if not self.whole and (missing := self._digests.keys() - staged.keys()):
             raise EngineError(
                 f"the weights are discarded or torn, and the update lacks {len(missing)} of "
@@ -148,7 +139,6 @@ class Weights:
             return
         if not isinstance(staged, Staged):
             raise EngineError("these tensors were not staged by this engine")
-        await self._settle()
         for device in self._on_devices:  # what was received there has arrived
             torch.cuda.synchronize(device)
         await self._open(staged)
@@ -159,18 +149,15 @@ class Weights:
             )
             self._tell_of_locks(rank, answer["unlocked_bytes"], answer["lock_error"])
         self._opened = None
-        # The commit need not wait for it; it keeps the staged memory until it is over.
-        self._digesting = asyncio.create_task(self._digest(staged), name="sglang digests")
+        self._digests = {**self._digests, **update.digests}
 
     async def reload(self) -> None:
         """Puts the checkpoint in place again."""
-        await self._settle()
         await self._replace("reload", folder=str(self._folder))
         _, self._digests = await self._describe()
 
     async def digests(self) -> dict[str, int]:
         """Of each tensor; raises EngineError when the memory is not what it was."""
-        await self._settle()
         changed = {name for answer in await self._run("compare") for name in answer["changed"]}
         if changed:
             raise EngineError(f"the serving weights have changed: {', '.join(sorted(changed)[:3])}")
@@ -200,16 +187,6 @@ class Weights:
         return await asyncio.to_thread(
             describe_checkpoint, self._folder, self._facts.dtype, self._device
         )
-
-    async def _settle(self) -> None:
-        if self._digesting is not None:
-            await self._digesting
-            self._digesting = None
-
-    async def _digest(self, staged: Staged) -> None:
-        specs = [spec for spec in self._sent() if spec.name in staged]
-        digests = await asyncio.to_thread(tensor_digests, specs, staged)
-        self._digests = {**self._digests, **digests}
 
     async def _replace(self, do: str, **more: Any) -> list[dict[str, Any]]:
         before, self.whole = self.whole, False
