@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from rollwire_transport import padded
+from rollwire_transport import lay, room
 
 if TYPE_CHECKING:
     import argparse
@@ -181,16 +181,5 @@ def machine(device: str) -> str:
 
 def staged(manifest: Manifest, device: torch.device) -> dict[str, torch.Tensor]:
     """Memory for what a manifest sends, as servers lay it: in one, and touched."""
-    empty = {
-        spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
-        for spec in manifest.tensors
-        if spec.alias_of is None
-    }
-    size = sum(padded(tensor.nbytes) for tensor in empty.values())
-    memory = torch.zeros(size, dtype=torch.uint8, device=device)
-    tensors, begin = {}, 0
-    for name, tensor in empty.items():
-        piece = memory[begin : begin + tensor.nbytes]
-        tensors[name] = piece.view(tensor.dtype).view(tensor.shape)
-        begin += padded(tensor.nbytes)
-    return tensors
+    sent = [spec for spec in manifest.tensors if spec.alias_of is None]
+    return lay(sent, torch.zeros(room(sent), dtype=torch.uint8, device=device))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from hypothesis import strategies as st
-from rollwire_transport import padded
+from rollwire_transport import lay, room
 from rollwire_transport.tensors import DTYPES
 from torch import Tensor
 
@@ -54,14 +54,8 @@ def weights(draw: st.DrawFn) -> dict[str, Tensor]:
 
 def room_in_one(manifest: Manifest) -> dict[str, Tensor]:
     """As ``room_for``, in one memory as in the buckets."""
-    apart = room_for(manifest)
-    memory = torch.full((sum(padded(t.nbytes) for t in apart.values()),), 99, dtype=torch.uint8)
-    room, begin = {}, 0
-    for name, tensor in apart.items():
-        piece = memory[begin : begin + tensor.nbytes]
-        room[name] = piece.view(tensor.dtype).view(tensor.shape)
-        begin += padded(tensor.nbytes)
-    return room
+    sent = [spec for spec in manifest.tensors if spec.alias_of is None]
+    return lay(sent, torch.full((room(sent),), 99, dtype=torch.uint8))
 
 
 def content(tensor: Tensor) -> bytes:

@@ -19,7 +19,7 @@ from rollwire_transport.errors import (
     TransportError,
     TransportTimeout,
 )
-from rollwire_transport.layout import padded, plan
+from rollwire_transport.layout import lay, padded, plan, room
 from rollwire_transport.links import (
     Availability,
     Link,
@@ -63,10 +63,12 @@ __all__ = [
     "describe",
     "describe_all",
     "join",
+    "lay",
     "open_meeting",
     "padded",
     "plan",
     "prepare",
+    "room",
     "sum_digests",
     "tensor_digest",
     "tensor_digests",

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 from rollwire_transport.checks import ALIGNMENT, check_tensors
 from rollwire_transport.manifest import Bucket, Manifest, Span, TensorSpec
-from rollwire_transport.tensors import nbytes
+from rollwire_transport.tensors import DTYPES, nbytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
 
 # Each end holds a few buckets. Between GPUs, what one costs beside its bytes wants them large.
 _SMALLEST, _LARGEST = 64 << 20, 256 << 20
@@ -17,12 +19,29 @@ _BUCKETS = 64
 
 
 def padded(size: int) -> int:
-    """The bytes that ``size`` ones of a tensor take in a bucket, with what fills them up.
-
-    Tensors that lie in one memory one after the other, each with this many, lie as in the buckets
-    of a plan: buckets come straight into them.
-    """
+    """The bytes that ``size`` ones of a tensor take in a bucket, with what fills them up."""
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def room(specs: Iterable[TensorSpec]) -> int:
+    """The bytes that tensors take one after the other."""
+    return sum(padded(nbytes(spec)) for spec in specs)
+
+
+def lay(specs: Iterable[TensorSpec], memory: Tensor) -> dict[str, Tensor]:
+    """Tensors one after the other in a memory, as in the buckets of a plan: those come straight
+    into them.
+
+    Args:
+        specs: In the plan's order, without aliases.
+        memory: uint8, one-dimensional, ``room`` for them, beginning as any allocation does.
+    """
+    tensors, begin = {}, 0
+    for spec in specs:
+        piece = memory[begin : begin + nbytes(spec)]
+        tensors[spec.name] = piece.view(DTYPES[spec.dtype]).view(spec.shape)
+        begin += padded(nbytes(spec))
+    return tensors
 
 
 def plan(

@@ -41,8 +41,8 @@ class Receiver:
         manifest: The layout of the update.
         destination: A contiguous tensor for each name that is sent (aliases may be left out), on
             any device. Holds garbage until ``complete``. Buckets come straight into tensors that
-            lie in one memory as in the buckets (see ``padded``), on the link's device; what fills
-            tensors up there is overwritten.
+            lie in one memory as in the buckets (see ``lay``), on the link's device; what fills them
+            up there is overwritten.
 
     Raises:
         ManifestError: The manifest is not valid, or the destination does not fit it.

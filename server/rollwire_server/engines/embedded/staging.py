@@ -74,25 +74,18 @@ def in_slabs(
     """A contiguous tensor like each of ``targets``, in as few allocations as ``most`` bytes each
     allow; one larger than that has its own.
     """
-    staged: dict[str, Tensor] = {}
-    slab: dict[str, int] = {}
+    slabs: list[list[transport.TensorSpec]] = [[]]
     size = 0
-
-    def fill() -> None:
-        memory = take(size)
-        for name, offset in slab.items():
-            target = targets[name]
-            piece = memory[offset : offset + target.nbytes]
-            staged[name] = piece.view(target.dtype).view(target.shape)
-
     for name, target in targets.items():
-        if slab and size + target.nbytes > most:
-            fill()
-            slab, size = {}, 0
-        slab[name] = size
+        if slabs[-1] and size + target.nbytes > most:
+            slabs.append([])
+            size = 0
+        slabs[-1].append(transport.describe(name, target))
         size += transport.padded(target.nbytes)
-    fill()
-    return {name: staged[name] for name in targets}
+    staged: dict[str, Tensor] = {}
+    for slab in slabs:
+        staged |= transport.lay(slab, take(transport.room(slab)))
+    return staged
 
 
 def _no_room(targets: Mapping[str, Tensor], where: str, error: Exception) -> str:
