@@ -63,8 +63,9 @@ class Publisher:
         host: Under which the servers reach this machine. Default: the local address of the route
             to them.
         kv_policy: What a commit does with keys and values of sequences that are under way.
-        bucket_bytes: What travels as one message; a multiple of 64. Three of them are held here,
-            four at each server. Default: a 64th of the update, from 64 to 256 MiB.
+        bucket_bytes: What travels as one message; a multiple of 64. Three of them are held here; a
+            server takes memory for four if they cannot come to where the update is staged.
+            Default: a 64th of the update, from 64 to 256 MiB.
         timeouts: How long to wait.
 
     Raises:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-# Each end holds a few buckets. Between GPUs, what one costs beside its bytes wants them large.
+# The trainer holds a few buckets. Between GPUs, what one costs beside its bytes wants them large.
 _SMALLEST, _LARGEST = 64 << 20, 256 << 20
 _BUCKETS = 64
 
