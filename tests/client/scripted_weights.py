@@ -58,6 +58,7 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
         self.discards: list[str] = []
         self.joins: list[weights_pb2.JoinTransportRequest] = []
         self.announced = 0
+        self.schema_calls = 0
         self.update: Update | None = None
         self.kv_policy: int | None = None
         # Faults.
@@ -82,6 +83,7 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
             await self._leave(self.update)
 
     async def GetWeightSchema(self, request, context):  # noqa: N802
+        self.schema_calls += 1
         return weights_pb2.GetWeightSchemaResponse(
             tensors=[
                 weights_pb2.TensorSpec(
@@ -186,21 +188,22 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
         loop = asyncio.get_running_loop()
 
         def receive() -> None:
-            taken = update.receiver._take
+            sealed = update.receiver._seal
             stop_at, self.stop_receiving_at = self.stop_receiving_at, None
 
-            def take(slot, *rest) -> object:
-                if slot.index == self.die_at:
+            def seal(come, *rest) -> object:
+                indices = {slot.index for slot in come}
+                if self.die_at in indices:
                     loop.call_soon_threadsafe(lambda: loop.create_task(ScriptedServer.stop(self)))
-                if slot.index in {stop_at, self.die_at}:
+                if indices & {stop_at, self.die_at}:
                     raise transport.TransportError("as scripted")
-                return taken(slot, *rest)
+                return sealed(come, *rest)
 
-            update.receiver._take = take
+            update.receiver._seal = seal
             try:
                 update.receiver.receive(link, first_bucket=first_bucket, bucket_timeout=5)
             finally:
-                update.receiver._take = taken
+                update.receiver._seal = sealed
                 link.close()
 
         try:

@@ -101,6 +101,22 @@ async def test_a_callable_that_gives_something_else_ends_the_publish() -> None:
         await publish(publisher)  # the next one is not hindered
 
 
+async def test_what_is_no_mapping_is_refused_before_anything_is_sent() -> None:
+    async with publishing(1) as (servers, _, publisher):
+        with pytest.raises(SchemaMismatchError, match="a list is neither a mapping"):
+            await publisher.publish(1, list(policy().items()))
+        assert servers[0].update is None
+        await publish(publisher)
+
+
+async def test_what_was_prepared_is_not_asked_for_again() -> None:
+    async with publishing(1) as (servers, _, publisher):
+        await publisher.prepare()
+        asked = servers[0].schema_calls
+        await publish(publisher)
+        assert servers[0].schema_calls == asked == 1
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
+    import torch
     from rollwire_transport import TensorSpec
     from torch import Tensor
 
@@ -106,6 +107,24 @@ class Publisher:
         if self._schema is None:
             self._schema = await self._ask_schema()
         return self._schema
+
+    async def prepare(self, device: torch.device | str = "cpu") -> None:
+        """Does ahead what the first publish would wait for.
+
+        It reads the schema. On a GPU it compiles kernels and has UCX look for its ways, which takes
+        2 s or so, and holds up whoever reads tokens in this process meanwhile.
+
+        Args:
+            device: Where the tensors will lie.
+
+        Raises:
+            RollwireError: No server tells its schema.
+        """
+        import rollwire_transport as transport
+        import torch
+
+        await self.schema()
+        await asyncio.to_thread(transport.prepare, torch.device(device))
 
     async def publish(
         self,

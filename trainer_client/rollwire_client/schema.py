@@ -40,10 +40,15 @@ def fit(
     a sharded trainer do their part.
 
     Raises:
-        SchemaMismatchError: The mapping is not what the servers want.
+        SchemaMismatchError: The mapping is not what the servers want, or it is none.
     """
     if callable(tensors):
         return list(schema), tensors if lead is None else lead.iterated(tensors)
+    if not isinstance(tensors, Mapping):
+        raise SchemaMismatchError(
+            f"nothing was sent: a {type(tensors).__name__} is neither a mapping of names to "
+            "tensors nor a function that gives an iterator of (name, tensor)"
+        )
     sent = _chosen(tensors, schema, partial=partial)
     aliases = [s for s in schema if s.alias_of in sent]
     specs = [transport.describe(name, tensors[mine]) for name, mine in sent.items()]
