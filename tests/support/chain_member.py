@@ -45,6 +45,7 @@ class Answer:
     digest: int = 0
     total: int = 0
     threads: int = 0
+    let_go: bool = True  # of all memory
     files: int = 0
 
 
@@ -88,7 +89,7 @@ def obey(order: Order, receiver: Receiver) -> Answer:
         try:
             receiver.receive(link, first_bucket=order.first_bucket, bucket_timeout=order.timeout)
         finally:
-            link.close()
+            answer.let_go = link.close()
             answer.forwarded_bytes = link.forwarded_bytes
     except TransportError as error:
         answer.error, answer.peer = str(error), error.peer

@@ -152,6 +152,7 @@ def test_when_a_member_dies_the_others_go_on_without_it(victim: int, how: str) -
             answers = [member.answer() for member in survivors]
             assert time.monotonic() - hit_at < timeout / 2 + 8
         assert all(a.peer == f"rank {victim}" for a in answers if a.error), answers
+        assert all(a.let_go for a in answers)  # who go on with the same memory
         missing = min(a.next_bucket for a in answers)
         assert 0 < missing < len(manifest.buckets)
 
