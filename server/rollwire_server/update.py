@@ -138,6 +138,11 @@ class Update:
         self.phase, self.detail = phase, detail
         self.changed.set()
 
+    def let_go(self) -> None:
+        """Gives its memory back, whoever still knows of it."""
+        self.staged = {}
+        self.receiver.let_go()
+
     def end_lease(self) -> None:
         """Its publisher is there, or it is gone itself."""
         if self.lease_timer is not None:

@@ -32,7 +32,9 @@ from rollwire_server.update import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Mapping
+
+    from torch import Tensor
 
     from rollwire_server.counts import Counts
     from rollwire_server.engines.base import Engine, KvPolicy, WeightTag
@@ -290,16 +292,23 @@ class Updates:
             await self.drop(
                 Reason.STALE_PUBLISHER, f"publisher {announcement.publisher.id!r} took over"
             )
-            try:
-                staged = await self._engine.stage(announcement.manifest)
-            except EngineError as error:
-                raise ServiceError(Reason.STAGING_FAILED, str(error)) from error
+            # Whoever asked may go meanwhile; an engine's command is not left half way.
+            staging = self._tasks.create_task(
+                outcome(self._stage(announcement.manifest)), name=f"stage {announcement.update_id}"
+            )
+            staged = await result(staging)
             receiver = await asyncio.to_thread(transport.Receiver, announcement.manifest, staged)
             self._check(Rpc.UPDATE_WEIGHTS)  # much may have happened meanwhile
             self._check_announcement(announcement)
             update = self.update = Update(announcement, staged, receiver)
             self._move(update, Phase.READY)
             return update
+
+    async def _stage(self, manifest: transport.Manifest) -> Mapping[str, Tensor]:
+        try:
+            return await self._engine.stage(manifest)
+        except EngineError as error:
+            raise ServiceError(Reason.STAGING_FAILED, str(error)) from error
 
     async def _join(self, update: Update, membership: Membership, timeout: float) -> None:
         await self._leave_group(update)
@@ -392,6 +401,7 @@ class Updates:
             commit = await self.served.commit(update, policy)
         finally:
             self.update = None
+            update.let_go()
         self._counts.updates["already_current" if commit.already_current else "committed"] += 1
         self._commits[update.announcement.update_id] = commit
         if len(self._commits) > COMMITS_REMEMBERED:
@@ -401,13 +411,12 @@ class Updates:
     async def _leave_group(self, update: Update) -> None:
         """Ends the update's former group, if it had one."""
         update.left.set()
-        link, receiving = update.link, update.receiving
-        update.link = update.receiving = None
+        link, update.link = update.link, None
         if link is not None:
             link.abort()
             update.forwarded_bytes += link.forwarded_bytes
-        if receiving is not None:
-            await receiving
+        if update.receiving is not None:
+            await update.receiving
 
     def _drop_later(self, update: Update, why: str) -> None:
         if update.committing is None:
@@ -427,6 +436,7 @@ class Updates:
             update.failure = ServiceError(reason, why)
         update.changed.set()
         await self._leave_group(update)
+        update.let_go()
 
 
 def _named(update: Update) -> dict[str, object]:

@@ -1,9 +1,11 @@
-"""Memory of an update, into which a group that has failed may still write."""
+"""Memory of an update: who holds it, into which a group that has failed may still write."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,7 +19,9 @@ from support.engine_room import serving
 from support.memory_link import MemoryLink
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
+
+    from torch import Tensor
 
 PUBLISHER = Publisher("trainer", 1)
 
@@ -68,4 +72,54 @@ async def test_an_update_whose_memory_is_not_let_go_of_ends(
                 await until_stalled()
             assert caught.value.reason is Reason.NOT_STAGED
             assert updates.update is None
+        await reports.aclose()
+
+
+async def test_a_discarded_update_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "join", lambda *_, **__: Failing(lets_go=True))
+    gc.collect()
+    gc.disable()
+    try:
+        async with updating() as (updates, manifest), asyncio.timeout(20):
+            reports = updates.announce(Announcement(PUBLISHER, "u", 1, False, manifest, 30.0))
+            await anext(reports)
+            assert updates.update is not None
+            memory = [weakref.ref(t.untyped_storage()) for t in updates.update.staged.values()]
+            await updates.join(PUBLISHER, "u", Membership("e", "gloo", 1, 2, "127.0.0.1:1", 0), 5)
+            while (await anext(reports)).phase is not Phase.STALLED:
+                pass
+            assert all(there() is not None for there in memory)
+            await updates.discard(PUBLISHER, "u")
+            assert all(there() is None for there in memory)
+            with pytest.raises(ServiceError, match="was discarded"):
+                await anext(reports)
+    finally:
+        gc.enable()
+
+
+async def test_staging_goes_on_when_whoever_asked_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may be in the middle of obeying."""
+    async with updating() as (updates, manifest), asyncio.timeout(20):
+        begun, go, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        stage = updates._engine.stage
+
+        async def slowly(manifest: transport.Manifest) -> Mapping[str, Tensor]:
+            begun.set()
+            await go.wait()
+            staged = await stage(manifest)
+            ended.set()
+            return staged
+
+        monkeypatch.setattr(updates._engine, "stage", slowly)
+        reports = updates.announce(Announcement(PUBLISHER, "u", 1, False, manifest, 30.0))
+        asking = asyncio.create_task(anext(reports))
+        await begun.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert updates.update is None
+        go.set()
+        await ended.wait()
+        reports = updates.announce(Announcement(PUBLISHER, "v", 2, False, manifest, 30.0))
+        assert (await anext(reports)).phase is Phase.READY
         await reports.aclose()

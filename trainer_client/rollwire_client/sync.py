@@ -272,6 +272,7 @@ class SyncPublisher(_Facade[Publisher]):
 
     publish = _begins(Publisher.publish)
     schema = _waits(Publisher.schema)
+    prepare = _waits(Publisher.prepare)
     catch_up = _waits(Publisher.catch_up)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import traceback
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -101,9 +102,15 @@ class Receiver:
                 self._receive(link, first_bucket, bucket_timeout)
             link.finish(bucket_timeout)
             self._ledger.settle()
-        except BaseException:
+        except BaseException as error:
             link.abort()
+            # Whoever keeps the error does not keep the destination with it.
+            traceback.clear_frames(error.__traceback__)
             raise
+
+    def let_go(self) -> None:
+        """Lets go of the destination, into which nothing can be received any more."""
+        self._targets = {}
 
     def _receive(self, link: Link, first_bucket: int, bucket_timeout: float) -> None:
         if not 0 <= first_bucket <= self._next_bucket:

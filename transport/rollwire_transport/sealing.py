@@ -65,7 +65,8 @@ class Sealer:
 
         Args:
             index: In the manifest.
-            data: Its bytes: uint8, contiguous, its begin aligned as that of any allocation.
+            data: Its bytes: uint8, contiguous, beginning at a multiple of 64 as an address, with
+                bytes up to the next multiple of 8 behind them.
         """
         number = index - self._first
         record = self._records[number]

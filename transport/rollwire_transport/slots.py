@@ -93,7 +93,8 @@ class Slots:
 
 
 def home(bucket: Bucket, targets: Mapping[int, Tensor], device: torch.device) -> Tensor | None:
-    """The memory of a bucket's tensors as one, if they lie on ``device`` as they do in the bucket.
+    """The memory of a bucket's tensors as one, if they lie on ``device`` as they do in the bucket,
+    with what fills the last one up: digests read it.
 
     Args:
         bucket: Of a manifest.

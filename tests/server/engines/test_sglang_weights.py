@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 from pathlib import Path
@@ -69,6 +70,24 @@ class TestWeights:
             await weights.put(staged_update(staged))
         assert weights.whole
         assert await weights.digests() == before
+
+    async def test_what_a_failed_command_opened_is_closed(
+        self, weights: Weights, model: Copying, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        obey = weights._bridge.update
+
+        async def without_an_answer(command: str) -> None:
+            await obey(command)
+            raise TimeoutError("no answer")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(weights._bridge, "update", without_an_answer)
+            with pytest.raises(EngineError, match="no answer"):
+                await weights.stage(weights.specs)
+        assert loader._loaders[model]._opened
+        gc.collect()
+        await weights.let_go_of_discarded()
+        assert not loader._loaders[model]._opened
 
     async def test_memory_that_changes_by_itself_is_noticed(
         self, weights: Weights, model: Copying

@@ -116,7 +116,10 @@ class Worker:
             for held in under_way:
                 held.forget()
         else:
-            logger.warning("UCX has not let go of %d buckets: they are kept", len(under_way))
+            logger.warning(
+                "UCX has not let go of %d buckets: the memory that they lie in is kept",
+                len(under_way),
+            )
             _kept.extend((self._worker, *under_way))  # it may still write to them
         self._worker.stop_progress_thread()
         # Now, not when the last reference goes, which an error's traceback may hold.

@@ -214,7 +214,8 @@ class _NcclLink(Link):
             self._await(transfer.done.query, deadline, "a bucket did not move in time")
         if self._aborted:  # which ends what is under way, as if it were done
             raise _aborted()
-        self._under_way.remove(transfer)
+        with contextlib.suppress(ValueError):  # given up at this moment
+            self._under_way.remove(transfer)
         if not self._sends:
             self._lines.signal(Signal.STEP)
 

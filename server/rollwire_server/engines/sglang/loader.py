@@ -6,6 +6,7 @@ folder that the command names. The weights themselves lie in shared memory.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -47,7 +48,8 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     except Exception as error:  # the server decides what follows from it
         answer["error"] = f"{type(error).__name__}: {error}"
     answer["touched"] = loader.touched
-    Path(command["answers"], f"{_rank()}.json").write_text(json.dumps(answer))
+    with contextlib.suppress(OSError):  # nobody waits for the answer any more
+        Path(command["answers"], f"{_rank()}.json").write_text(json.dumps(answer))
 
 
 class Loader:

@@ -116,8 +116,8 @@ class Weights:
 
     async def _open(self, staged: Staged) -> None:
         if self._opened is None or self._opened() is not staged:
+            self._opened = weakref.ref(staged)  # some of them may have, whatever comes of it
             await self._run("open", staged=staged.layout.told())
-            self._opened = weakref.ref(staged)
 
     async def _let_go(self) -> None:
         """Has the processes close what was staged and never put in place."""
