@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
-import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +16,6 @@ from rollwire_transport import (
     ManifestError,
     Receiver,
     Sender,
-    SourceError,
     TensorSpec,
     TransportError,
     describe_all,
@@ -31,9 +27,10 @@ from rollwire_transport import (
 from rollwire_transport import receiver as receiver_module
 from support.memory_link import MemoryLink
 from support.tensors import content, random_tensor, room_for, room_in_one, weights
+from support.transfers import receive, send, some_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -44,16 +41,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 bucket_bytes = st.integers(1, 10).map(lambda n: n * 64)
 
 
-def send(manifest: Manifest, tensors: dict[str, Tensor], link: MemoryLink) -> Sender:
-    sender = Sender(manifest)
-    sender.send(link, tensors.items, bucket_timeout=1)
-    return sender
-
-
-def receive(receiver: Receiver, link: MemoryLink, first_bucket: int = 0) -> None:
-    receiver.receive(link, first_bucket=first_bucket, bucket_timeout=1)
-
-
 @pytest.fixture(scope="module", params=["apart", "in one memory", "as on a GPU"])
 def room(request: pytest.FixtureRequest) -> Iterator[Room]:
     """What makes destinations; with the last one, buckets are verified many at a time."""
@@ -61,15 +48,6 @@ def room(request: pytest.FixtureRequest) -> Iterator[Room]:
         if request.param == "as on a GPU":
             patch.setattr(receiver_module, "_patient", lambda _: True)
         yield room_for if request.param == "apart" else room_in_one
-
-
-def some_weights() -> dict[str, Tensor]:
-    """Three tensors in nine buckets of 64 bytes."""
-    return {
-        "a": random_tensor(torch.bfloat16, (10, 12), 1),
-        "b": random_tensor(torch.float32, (7,), 2),
-        "c": random_tensor(torch.uint8, (200,), 3),
-    }
 
 
 @settings(deadline=None)
@@ -93,17 +71,6 @@ def test_everything_arrives_bit_for_bit(room: Room, tensors: dict[str, Tensor], 
     assert sender.digest == receiver.digest == sum_digests(expected.values())
     assert link.finished
     assert not link.aborted
-
-
-def test_the_source_may_have_aliases_anywhere() -> None:
-    embedding, bias = torch.randn(4, 4), torch.randn(4)
-    tensors = {"embedding": embedding, "head": embedding, "bias": bias}
-    manifest = plan(describe_all(tensors), bucket_bytes=64)
-    link, destination = MemoryLink(), room_for(manifest)
-    send(manifest, tensors, link)
-    receive(Receiver(manifest, destination), link)
-    assert destination.keys() == {"embedding", "bias"}
-    assert content(destination["bias"]) == content(bias)
 
 
 class Failure(NamedTuple):
@@ -200,43 +167,6 @@ def test_packing_goes_on_while_buckets_are_under_way(room: Room) -> None:
     assert link.most_in_flight >= 2
 
 
-def test_progress_counts_the_bytes_that_are_sent_and_those_skipped() -> None:
-    tensors = some_weights()
-    manifest = plan(describe_all(tensors), bucket_bytes=64)
-    sizes = [bucket.size for bucket in manifest.buckets]
-    seen: list[int] = []
-    Sender(manifest).send(
-        MemoryLink(), tensors.items, first_bucket=2, bucket_timeout=1, progress=seen.append
-    )
-    assert seen == list(itertools.accumulate(sizes))[2:]
-
-
-def test_the_source_is_consumed_as_far_as_needed_one_tensor_at_a_time() -> None:
-    tensors = {f"t{i}": random_tensor(torch.uint8, (64,), i) for i in range(8)}
-    manifest = plan(describe_all(tensors), bucket_bytes=128)
-    gathered: list[weakref.ref[torch.UntypedStorage]] = []
-    alive: list[int] = []
-
-    def still_there() -> int:
-        return sum(memory() is not None for memory in gathered)
-
-    def gather() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in tensors.items():
-            alive.append(still_there())
-            whole = tensor.clone()
-            gathered.append(weakref.ref(whole.untyped_storage()))
-            yield name, whole
-            del whole
-
-    Sender(manifest).send(MemoryLink(), gather, first_bucket=1, bucket_timeout=1)
-    assert max(alive) == 0
-    gathered.clear()
-    with pytest.raises(TransportError) as caught:
-        Sender(manifest).send(MemoryLink(capacity=0), gather, bucket_timeout=1)
-    assert len(gathered) < len(tensors)
-    assert still_there() == 0, caught  # the error holds on to nothing
-
-
 def flip(tensor: Tensor, index: int) -> None:
     tensor.view(-1)[index] ^= 1
 
@@ -318,145 +248,6 @@ def test_a_header_is_not_trusted(room: Room, word: int, value: int, problem: str
     assert receiver.next_bucket == 0
 
 
-WRONG: dict[str, tuple[Callable[[], list[Any]], str]] = {
-    "another name": (
-        lambda: [("x", torch.zeros(64, dtype=torch.uint8))],
-        r"tensor 0 is a uint8 \[64\] in the manifest, the source gave x",
-    ),
-    "another dtype": (lambda: [("a", torch.zeros(64, dtype=torch.int8))], r"gave a int8 \[64\]"),
-    "another shape": (
-        lambda: [("a", torch.zeros(8, 8, dtype=torch.uint8))],
-        r"gave a uint8 \[8, 8\]",
-    ),
-    "too few": (list, "the source ended before it"),
-    "no pair": (lambda: [("a",)], "the source gave a tuple, not a name and a tensor"),
-    "an array": (lambda: [("a", np.zeros(64, np.uint8))], "a: a ndarray is no tensor"),
-    "nothing": (lambda: [("a", None)], "a: a NoneType is no tensor"),
-    "sparse": (lambda: [("a", torch.zeros(64).to_sparse())], "a: a torch.sparse_coo tensor"),
-    "no data": (
-        lambda: [("a", torch.zeros(64, dtype=torch.uint8, device="meta"))],
-        "the source gave a on the meta device, which holds nothing",
-    ),
-}
-
-
-@pytest.mark.parametrize(("source", "problem"), WRONG.values(), ids=WRONG)
-def test_a_source_that_gives_something_else_sends_none_of_it(
-    source: Callable[[], list[Any]], problem: str
-) -> None:
-    manifest = plan([TensorSpec("a", "uint8", (64,))])
-    link = MemoryLink()
-    with pytest.raises(ManifestError, match=problem):
-        Sender(manifest).send(link, source, bucket_timeout=1)
-    assert not link.messages
-    assert link.aborted
-
-
-def test_a_dtensor_is_gathered_if_it_is_needed(
-    trainers_own_group: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
-
-    mesh = init_device_mesh("cpu", (1,))
-    tensors = {
-        name: DTensor.from_local(random_tensor(torch.uint8, (64,), seed), mesh, [Replicate()])
-        for seed, name in enumerate("abc")
-    }
-    gathered: list[str] = []
-    full_tensor = DTensor.full_tensor
-
-    def gather(tensor: DTensor) -> Tensor:
-        gathered.append(next(name for name, known in tensors.items() if known is tensor))
-        return full_tensor(tensor)
-
-    monkeypatch.setattr(DTensor, "full_tensor", gather)
-    manifest = plan(describe_all(tensors), bucket_bytes=64)
-    link = MemoryLink()
-    Sender(manifest).send(link, tensors.items, first_bucket=1, bucket_timeout=1)
-    assert gathered == ["b", "c"]
-    assert [content(payload) for _, payload in link.messages] == [
-        content(tensors[name].to_local()) for name in "bc"
-    ]
-
-
-def test_a_function_in_place_of_a_tensor_is_called_if_it_is_needed() -> None:
-    tensors = some_weights()
-    manifest = plan(describe_all(tensors), bucket_bytes=64)
-    called: list[str] = []
-
-    def give(name: str) -> Tensor:
-        called.append(name)
-        return tensors[name]
-
-    first = next(i for i, b in enumerate(manifest.buckets) if b.spans[0].tensor == 1)
-    link = MemoryLink()
-    Sender(manifest).send(
-        link,
-        lambda: [(name, lambda name=name: give(name)) for name in tensors],
-        first_bucket=first,
-        bucket_timeout=1,
-    )
-    assert called == ["b", "c"]
-    assert len(link.messages) == len(manifest.buckets) - first
-
-
-def test_what_a_source_raises_is_told_with_the_tensor() -> None:
-    tensors = some_weights()
-    manifest = plan(describe_all(tensors), bucket_bytes=64)
-
-    def source() -> Iterator[tuple[str, Tensor]]:
-        yield "a", tensors["a"]
-        raise ZeroDivisionError("as scripted")
-
-    link, sender = MemoryLink(), Sender(manifest)
-    with pytest.raises(SourceError, match=r"ZeroDivisionError .* asked for b: as sc") as caught:
-        sender.send(link, source, bucket_timeout=1)
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    assert caught.value.tensor == "b"
-    assert link.aborted
-    assert sender.packing is None
-
-
-def test_a_sender_tells_what_it_waits_for() -> None:
-    tensors = {f"t{i}": random_tensor(torch.uint8, (64,), i) for i in range(4)}
-    sender = Sender(plan(describe_all(tensors), bucket_bytes=128))
-    asked: list[str] = []
-    begun: list[float] = []
-
-    def source() -> Iterator[tuple[str, Tensor]]:
-        for item in tensors.items():
-            assert sender.packing is not None
-            asked.append(sender.packing.tensor)
-            begun.append(sender.packing.since)
-            yield item
-
-    sender.send(MemoryLink(), source, bucket_timeout=1)
-    assert asked == list(tensors)
-    assert begun[0] == begun[1] < begun[2] == begun[3]
-    assert sender.packing is None
-
-
-def test_the_time_that_a_link_takes_is_not_the_source_s() -> None:
-    tensors = {f"t{i}": random_tensor(torch.uint8, (64,), i) for i in range(5)}
-    sender = Sender(plan(describe_all(tensors), bucket_bytes=64))
-    begun: list[float] = []
-    waited_since: list[float] = []
-    enter = sender._ledger.enter
-
-    def source() -> Iterator[tuple[str, Tensor]]:
-        for item in tensors.items():
-            begun.append(sender.packing.since)
-            yield item
-
-    def note(index: int, sums: Sequence[int]) -> None:
-        waited_since.append(sender.packing.since)
-        enter(index, sums)
-
-    sender._ledger.enter = note
-    sender.send(MemoryLink(), source, bucket_timeout=1)
-    assert begun[2] <= waited_since[0] <= begun[3]  # three are under way
-
-
 def test_a_destination_that_does_not_fit_is_refused_with_all_that_is_wrong() -> None:
     names = ("missing", "dtype", "shape", "strided", "right")
     manifest = plan([TensorSpec(name, "float32", (4, 4)) for name in names])
@@ -505,11 +296,3 @@ def test_nothing_but_empty_tensors_is_an_update_too(room: Room) -> None:
     receive(receiver, link)
     assert receiver.complete
     assert receiver.digest == sender.digest
-
-
-def test_the_number_of_buckets_is_what_the_size_says() -> None:
-    tensors = some_weights()
-    manifest = plan(describe_all(tensors), bucket_bytes=64)
-    link = MemoryLink()
-    send(manifest, tensors, link)
-    assert len(link.messages) == sum(math.ceil(t.nbytes / 64) for t in tensors.values())
