@@ -7,7 +7,7 @@ Random weights of a Qwen2 shape are written as a checkpoint, loaded, and committ
 while streams decode. Printed for each KV policy: how long sampling was held, what putting the
 weights in place took of that, the longest gap between two steps, and decode lost (seconds of
 undisturbed decoding that the tokens missing in a window around the commit would have taken). The
-floor is one bare copy of as many bytes, in the same run.
+floor is one bare copy of as many bytes, in the same run; beside it, two ways to copy all tensors.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from rollwire_server.engines.base import (
     WeightTag,
 )
 from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
+from rollwire_server.engines.grouped_copy import copy_all
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -82,8 +84,10 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[list[str]]:
         size = sum(t.nbytes for t in staged.values())
         print(f"{size / 1e9:.2f} GB in {len(staged)} tensors", flush=True)
         update = StagedUpdate(staged, {})  # this engine digests what serves itself
-        floor = bare_copy(staged)
-        rows = [["one bare copy", f"{floor * 1e3:.1f}", f"{floor * 1e3:.1f}", "", "", ""]]
+        rows = [
+            [name, f"{seconds * 1e3:.1f}", f"{seconds * 1e3:.1f}", "", "", ""]
+            for name, seconds in bare_copies(staged).items()
+        ]
         keys = iter(range(1, 10_000))
         for policy in (KvPolicy.KEEP, KvPolicy.RECOMPUTE):
             generator = torch.Generator().manual_seed(1)
@@ -151,17 +155,28 @@ async def one_commit(
     return released - held_at, applied.apply_ns / 1e9, gap, lost, before
 
 
-def bare_copy(staged: dict[str, torch.Tensor]) -> float:
-    """Seconds of one copy of as many bytes, warm."""
-    device = next(iter(staged.values())).device
-    source = torch.empty(sum(t.nbytes for t in staged.values()), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
+def bare_copies(staged: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Seconds of each way to copy the same bytes, or as many in one, warm."""
+    sources = list(staged.values())
+    whole = torch.empty(
+        sum(source.nbytes for source in sources), dtype=torch.uint8, device=sources[0].device
+    )
+    return {
+        "one bare copy": bare_copy(copy_all, [whole]),
+        "torch's grouped copy": bare_copy(torch._foreach_copy_, sources),
+        "large ones each, as commits do": bare_copy(copy_all, sources),
+    }
+
+
+def bare_copy(copy: Callable[..., object], sources: list[torch.Tensor]) -> float:
+    """The least seconds that ``copy(targets, sources)`` takes."""
+    targets = [torch.empty_like(source) for source in sources]
     times = []
     for _ in range(5):
-        synchronize(source)
+        synchronize(sources[0])
         began = time.perf_counter()
-        target.copy_(source)
-        synchronize(source)
+        copy(targets, sources)
+        synchronize(sources[0])
         times.append(time.perf_counter() - began)
     return min(times)
 

@@ -23,6 +23,8 @@ from rollwire_transport import (
     open_meeting,
     plan,
 )
+from rollwire_transport.links import ucx
+from rollwire_transport.links.listening import ANYWHERE
 from support import chain_member
 from support.chain_member import Answer, Order
 from support.tensors import random_tensor
@@ -222,6 +224,13 @@ def test_whoever_does_not_join_is_named_in_bounded_time() -> None:
     with pytest.raises(TransportTimeout, match="rank 1, rank 2 did not join"):
         meeting.form(0.3)
     meeting.close()
+
+
+def test_what_is_prepared_leaves_no_thread_or_file() -> None:
+    ucx.prepare(torch.device("cpu"), ANYWHERE)  # what is made once and kept
+    files, threads = open_files(), threading.active_count()
+    ucx.prepare(torch.device("cpu"), ANYWHERE)
+    assert (open_files(), threading.active_count()) == (files, threads)
 
 
 def test_no_thread_or_file_is_left(weights: dict[str, torch.Tensor]) -> None:
