@@ -23,9 +23,9 @@ def children(parent: int) -> dict[int, str]:
     return found
 
 
-def maps(pid: int, text: str) -> bool:
-    """Whether a line of the list of what a process has in its memory has this text."""
-    return text in Path(f"/proc/{pid}/maps").read_text()
+def lines(pid: int, text: str) -> list[str]:
+    """The lines with this text of the list of what a process has in its memory."""
+    return [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if text in line]
 
 
 class ExecutedCommand(subprocess.Popen[bytes]):

@@ -16,7 +16,7 @@ import torch
 from rollwire_server.engines.embedded.builtin import build
 from support.calls import Generation, connected, generate, reason_of, request, until
 from support.contract import flags
-from support.executed import ExecutedCommand, children, maps
+from support.executed import ExecutedCommand, children, lines
 from support.publishing import TERMS, Update, next_version, publish, status
 from support.reference import changed, logits, logprobs, of_tokens, with_tensors
 from support.servers import EXECUTED_START_SECONDS, servers
@@ -160,24 +160,25 @@ class TestServers:
             assert (await generate(api, request((1, 2), 5))).reason == "LENGTH"
             await api.idle()
 
-    async def test_processes_let_go_of_updates_that_are_committed_or_discarded(
-        self, server: ServerProcess
-    ) -> None:
-        """Also when no other follows: they would keep its memory."""
-        tensors, pid = changed(build("builtin:tiny"), by=0.1), scheduler(server)
+    async def test_memory_of_updates_is_taken_once(self, server: ServerProcess) -> None:
+        """Whether they are committed or discarded."""
+        tensors = changed(build("builtin:tiny"), by=0.1)
+        pids = (server.process.pid, scheduler(server))
 
-        async def let_go() -> bool:
-            return not maps(pid, "rollwire-staging")
+        def mapped() -> list[list[str]]:
+            return [lines(pid, "rollwire-staging") for pid in pids]
 
+        before = mapped()
+        assert all(before)
         async with connected(server.address) as api:
+            for _ in range(2):
+                await publish(api, tensors)
+                dropped = Update(api, tensors, await next_version(api), term=next(TERMS))
+                await dropped.stage()
+                await dropped.discard()
             await publish(api, tensors)
-            await until(let_go, NOTICED_SECONDS)
-            dropped = Update(api, tensors, await next_version(api), term=next(TERMS))
-            await dropped.stage()
-            assert not await let_go()
-            await dropped.discard()
-            await until(let_go, NOTICED_SECONDS)
-            await publish(api, tensors)
+        assert mapped() == before
+        assert "other memory is taken" not in server.log.read_text()
 
     async def test_an_interrupt_from_the_terminal_is_the_servers_to_answer(
         self, server: ServerProcess

@@ -10,14 +10,13 @@ import pytest
 import torch
 from rollwire.v1 import rollout_pb2
 from rollwire_server.engines.embedded.builtin import build
-from rollwire_server.engines.sglang import page_lock
 from rollwire_server.engines.sglang.fingerprint import Fingerprints
-from rollwire_server.engines.sglang.page_lock import CudaPages, PageLock, pages_of
-from rollwire_server.engines.sglang.shared_memory import allocate, opened
+from rollwire_server.engines.sglang.page_lock import PageLock, pages_of
+from rollwire_server.engines.sglang.shared_memory import on_devices, on_host, opened
 from rollwire_transport import TensorSpec, describe, tensor_digest
-from support.calls import Generation, connected, generate, request, until
+from support.calls import Generation, connected, generate, request
 from support.contract import flags
-from support.executed import children, maps
+from support.executed import children, lines
 from support.publishing import TERMS, Update, next_version, publish, status
 from support.reference import changed, logprobs, with_tensors
 from support.servers import servers
@@ -145,89 +144,69 @@ async def test_updates_that_are_committed_or_discarded_leave_memory_level(
         assert (await status(api, verify=True)).intact
 
 
-async def test_host_memory_of_updates_is_page_locked_and_let_go_of(
+async def test_memory_of_updates_is_taken_once(
     server: ServerProcess, request: pytest.FixtureRequest
 ) -> None:
-    """By SGLang's processes: once an update is committed, or discarded."""
+    """And on the host it is page-locked, by the server and by SGLang's processes."""
     devices, staging = request.node.callspec.params["server"]
     schedulers = [pid for pid, name in children(server.process.pid).items() if "scheduler" in name]
     assert len(schedulers) == devices
     tensors = changed(policy(), by=0.1)
 
-    async def let_go() -> bool:
-        return not any(maps(pid, STAGING) for pid in schedulers)
+    def mapped() -> list[list[str]]:
+        found = [lines(pid, STAGING) for pid in (server.process.pid, *schedulers)]
+        assert [bool(some) for some in found] == [staging == "host"] * (1 + devices)
+        return found
 
+    before = mapped()
     async with connected(server.address) as api:
+        for _ in range(2):
+            await publish(api, tensors)
+            dropped = Update(api, tensors, await next_version(api), term=next(TERMS))
+            await dropped.stage()
+            await dropped.discard()
         await publish(api, tensors)
-        await until(let_go, 60)
-        dropped = Update(api, tensors, await next_version(api), term=next(TERMS))
-        await dropped.stage()
-        assert [maps(pid, STAGING) for pid in schedulers] == [staging == "host"] * devices
-        await dropped.discard()
-        await until(let_go, 60)
-    assert "cannot be page-locked" not in server.log.read_text()
+    assert mapped() == before
+    log = server.log.read_text()
+    assert "cannot be page-locked" not in log
+    assert "other memory is taken" not in log
 
 
-async def test_pages_are_locked_in_pieces_copied_across_them_and_unlocked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(page_lock, "PIECE", 1 << 20)
-    size = (10 << 20) + 512
-    staged = allocate([TensorSpec("all", "uint8", (size,))])
-    (memory,) = opened(staged.layout)
-    memory.copy_(torch.arange(size) % 251)
+def test_locked_pages_are_copied_to_and_from() -> None:
+    spec = TensorSpec("all", "uint8", ((10 << 20) + 512,))
     pages = pages_of(torch.device("cuda"))
     assert pages is not None
-    lock = PageLock(memory, pages)
-
-    async def locked() -> bool:
-        return lock.missing == 0
-
-    await until(locked, 60)
-    assert memory.is_pinned()
-    assert memory[-1:].is_pinned()
-    for begin, end in [(0, size), (1, size - 1), ((1 << 20) - 3, (3 << 20) + 5)]:
-        assert torch.equal(memory[begin:end].cuda().cpu(), memory[begin:end])
+    memory = on_host([spec])
+    memory.lock(pages)
+    assert memory.lock_error is None
+    staged = memory.lend([spec])["all"]
+    assert staged.is_pinned()
+    staged.copy_(torch.arange(spec.shape[0]) % 251)
+    there = staged.cuda()
+    assert torch.equal(there.cpu(), staged)
+    staged.copy_(there.add_(1), non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(there.cpu(), staged)
+    (other,) = opened(memory.lend([spec]).layout.parts)
+    lock = PageLock(other, pages)
+    assert (lock.error, other.is_pinned()) == (None, True)
     lock.release()
-
-    async def unlocked() -> bool:
-        return not any(memory[i:].is_pinned() for i in range(0, size, 1 << 20))
-
-    await until(unlocked, 60)
-    assert torch.equal(memory.cuda().cpu(), memory)
+    assert not other.is_pinned()
+    assert PageLock(torch.empty(0, dtype=torch.uint8), pages).error is not None
 
 
-async def test_what_is_locked_in_part_is_known_and_all_else_is_copied(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(page_lock, "PIECE", 1 << 20)
-    staged = allocate([TensorSpec("all", "uint8", (8 << 20,))])
-    (memory,) = opened(staged.layout)
-
-    class Limited(CudaPages):
-        """Of which only three pieces can be locked."""
-
-        def lock(self, address: int, nbytes: int) -> None:
-            inside = address + nbytes <= memory.data_ptr() + (3 << 20)
-            super().lock(address, nbytes if inside else 0)  # which CUDA refuses
-
-    pages = Limited(torch.device("cuda"))
-    lock = PageLock(memory, pages)
-
-    async def refused() -> bool:
-        return lock.error is not None
-
-    await until(refused, 60)
-    lock.stop()
-    assert lock.locked == (0 if pages.piece is None else 3 << 20)
-    assert (lock.error or "").startswith("cudaHostRegister: ")
-    inside, outside = memory[: lock.locked], memory[lock.locked :]
-    assert not outside.is_pinned()
-    assert inside.is_pinned() == lock.cuts(memory) == (lock.locked > 0)
-    for tensor in (inside, outside, memory.clone()):
-        assert not lock.cuts(tensor)
-        assert torch.equal(tensor.cuda().cpu(), tensor)
-    lock.release()
+def test_device_memory_is_lent_while_a_tensor_of_it_is_held() -> None:
+    device = torch.device("cuda", 0)
+    specs = [TensorSpec("a", "bfloat16", (3, 5)), TensorSpec("b", "float32", ())]
+    memory = on_devices([device], specs, ranks=1)
+    staged = memory.lend(specs)
+    assert staged["a"].device == device
+    held = staged["b"].fill_(7)
+    del staged
+    assert memory.lent
+    assert memory.pieces[0].memory[64:68].view(torch.float32).item() == 7
+    del held
+    assert not memory.lent
 
 
 @pytest.mark.parametrize("kept", ["KEEP", "HOST_BACKUP"])

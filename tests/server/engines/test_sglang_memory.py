@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollwire_server.engines.sglang import cuda_memory
-from rollwire_server.engines.sglang.shared_memory import allocate, allocate_on
+from rollwire_server.engines.sglang.shared_memory import on_devices, on_host, opened, views
 from rollwire_transport import TensorSpec, plan
 from rollwire_transport.slots import home
 from rollwire_transport.tensors import as_bytes, nbytes
@@ -35,7 +37,20 @@ def homes(manifest: Manifest, staged: Mapping[str, Tensor]) -> list[Tensor | Non
 @settings(deadline=None)
 @given(specs)
 def test_buckets_have_their_place_in_it(specs: list[TensorSpec]) -> None:
-    assert all(place is not None for place in homes(plan(specs, bucket_bytes=640), allocate(specs)))
+    staged = on_host(specs).lend(specs)
+    assert all(place is not None for place in homes(plan(specs, bucket_bytes=640), staged))
+
+
+@settings(deadline=None)
+@given(specs, st.data())
+def test_so_have_those_of_a_partial_update(specs: list[TensorSpec], data: st.DataObject) -> None:
+    memory = on_host(specs)
+    some = data.draw(st.lists(st.sampled_from(specs), min_size=1, unique=True))
+    staged = memory.lend(some)
+    for number, spec in enumerate(some):
+        staged[spec.name].fill_(number)
+    assert all((staged[spec.name] == number).all() for number, spec in enumerate(some))
+    assert all(place is not None for place in homes(plan(some, bucket_bytes=640), staged))
 
 
 @settings(deadline=None)
@@ -43,7 +58,7 @@ def test_buckets_have_their_place_in_it(specs: list[TensorSpec]) -> None:
 def test_devices_have_about_as_much_each(specs: list[TensorSpec], devices: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_memory, "share", lambda _: {})  # of which there is none here
-        staged = allocate_on([CPU] * devices, specs, ranks=1)
+        staged = on_devices([CPU] * devices, specs, ranks=1).lend(specs)
     sizes = [0] * devices
     for place in staged.layout.places:
         sizes[place.part] += place.nbytes
@@ -56,3 +71,54 @@ def test_devices_have_about_as_much_each(specs: list[TensorSpec], devices: int) 
     # All but the buckets across two devices come in place.
     cut = sum(place is None for place in homes(plan(specs, bucket_bytes=640), staged))
     assert cut < devices
+
+
+def test_whoever_holds_a_tensor_keeps_the_memory_and_keeps_it_from_being_lent() -> None:
+    specs = [TensorSpec("a", "bfloat16", (3, 5)), TensorSpec("b", "float32", ())]
+    memory = on_host(specs)
+    assert not memory.lent
+    staged = memory.lend(specs)
+    path = Path(staged.layout.parts[0]["path"])
+    held = staged["a"].view(torch.uint8)[1:2]
+    del staged
+    assert memory.lent
+    del memory
+    held.fill_(7)
+    assert path.exists()
+    del held
+    assert not path.exists()
+
+
+def test_memory_is_lent_again_once_nobody_holds_a_tensor_of_it() -> None:
+    specs = [TensorSpec("a", "float32", (2,))]
+    memory = on_host(specs)
+    where = set()
+    for _ in range(3):
+        staged = memory.lend(specs)
+        where.add(staged["a"].data_ptr())
+        assert memory.lent
+        del staged
+        assert not memory.lent
+    assert len(where) == 1
+
+
+def test_it_is_the_same_in_another_process() -> None:
+    specs = [TensorSpec("a", "bfloat16", (3, 5)), TensorSpec("b", "float32", ())]
+    staged = on_host(specs).lend(specs)
+    for name, tensor in views(staged.layout, opened(staged.layout.parts)).items():
+        tensor.fill_(7)
+        assert (staged[name] == 7).all()
+    path = staged.layout.parts[0]["path"]
+    read = subprocess.run(["cat", path], capture_output=True, check=True)
+    told = torch.full((15,), 7, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
+    assert read.stdout[:30] == told
+
+
+def test_another_file_of_the_same_name_is_not_taken_for_it() -> None:
+    (part,) = on_host([TensorSpec("a", "float32", (2,))]).lend([]).layout.parts
+    with pytest.raises(OSError, match="No such file"):
+        opened([part])
+    other = on_host([TensorSpec("b", "float32", (2,))])
+    (its,) = other.lend([]).layout.parts
+    with pytest.raises(OSError, match="not the memory that was staged"):
+        opened([{**its, "inode": part["inode"]}])

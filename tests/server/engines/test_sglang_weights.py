@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import subprocess
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,7 +11,7 @@ from rollwire_server.engines.base import EngineError, TornWeightsError
 from rollwire_server.engines.sglang import loader
 from rollwire_server.engines.sglang.checkpoint import describe_checkpoint
 from rollwire_server.engines.sglang.recipe import NoRecipeError, copies, learn
-from rollwire_server.engines.sglang.shared_memory import allocate, opened, views
+from rollwire_server.engines.sglang.shared_memory import on_host
 from rollwire_transport import TensorSpec
 from support.contract import flags
 from support.engines import staged_update
@@ -23,6 +20,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
+    from pathlib import Path
 
     from rollwire_server.engines.sglang.shared_memory import Staged
     from rollwire_server.engines.sglang.weights import Weights
@@ -42,7 +40,8 @@ class TestWeights:
             yield weights
 
     def staged(self, value: float, *names: str) -> Staged:
-        staged = allocate([TensorSpec(name, "float32", (2, 2)) for name in names])
+        specs = [TensorSpec(name, "float32", (2, 2)) for name in names]
+        staged = on_host(specs).lend(specs)
         for tensor in staged.values():
             tensor.fill_(value)
         return staged
@@ -71,9 +70,47 @@ class TestWeights:
         assert weights.whole
         assert await weights.digests() == before
 
-    async def test_what_a_failed_command_opened_is_closed(
+    async def test_the_processes_open_memory_once_and_each_layout_anew(
         self, weights: Weights, model: Copying, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        obeyed: list[str] = []
+        obey = weights._bridge.update
+
+        async def noted(command: str) -> None:
+            obeyed.append(json.loads(command)["do"])
+            await obey(command)
+
+        monkeypatch.setattr(weights._bridge, "update", noted)
+        await weights.take_memory()
+        memory = loader._loaders[model]._memories[0]
+        good, late = weights.specs
+        for value, specs in enumerate([[good, late], [good, late], [late], [good, late]], start=1):
+            staged = await weights.stage(specs)
+            for tensor in staged.values():
+                tensor.fill_(value)
+            await weights.put(staged_update(staged))
+            del staged, tensor
+            assert model.fused[2:].eq(value).all()
+            assert loader._loaders[model]._memories[0] is memory
+        assert obeyed == ["open", "put", "put", "open", "put", "open", "put"]
+        assert model.fused[:2].eq(4).all()
+
+    async def test_memory_that_a_transfer_may_still_write_to_is_not_used_again(
+        self, weights: Weights, model: Copying
+    ) -> None:
+        await weights.take_memory()
+        late = (await weights.stage(weights.specs))["good"]  # all that is left of an update
+        staged = await weights.stage(weights.specs)
+        for tensor in staged.values():
+            tensor.fill_(1)
+        late.fill_(7)
+        await weights.put(staged_update(staged))
+        assert model.fused.eq(1).all()
+
+    async def test_what_a_failed_command_opened_is_opened_again(
+        self, weights: Weights, model: Copying, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await weights.take_memory()
         obey = weights._bridge.update
 
         async def without_an_answer(command: str) -> None:
@@ -83,11 +120,12 @@ class TestWeights:
         with monkeypatch.context() as patch:
             patch.setattr(weights._bridge, "update", without_an_answer)
             with pytest.raises(EngineError, match="no answer"):
-                await weights.stage(weights.specs)
-        assert loader._loaders[model]._opened
-        gc.collect()
-        await weights.let_go_of_discarded()
-        assert not loader._loaders[model]._opened
+                await weights.stage(weights.specs[:1])
+        staged = await weights.stage(weights.specs)
+        for tensor in staged.values():
+            tensor.fill_(3)
+        await weights.put(staged_update(staged))
+        assert model.fused.eq(3).all()
 
     async def test_memory_that_changes_by_itself_is_noticed(
         self, weights: Weights, model: Copying
@@ -141,7 +179,8 @@ class TestLoader:
     ) -> None:
         tensors = [("good", "float32", (2, 2)), ("late", "float32", (2, 2))]
         self.obey(model, tmp_path, "learn", tensors=tensors)
-        staged = allocate([TensorSpec("good", "float32", (2, 2))])
+        specs = [TensorSpec("good", "float32", (2, 2))]
+        staged = on_host(specs).lend(specs)
         staged["good"].copy_(torch.arange(4.0).view(2, 2))
         told = staged.layout.told()
         opened = self.obey(model, tmp_path, "open", staged=told)
@@ -154,7 +193,8 @@ class TestLoader:
         assert self.obey(model, tmp_path, "compare")["changed"] == ["fused"]
 
     def test_a_failure_says_whether_weights_were_touched(self, tmp_path: Path) -> None:
-        staged = allocate([TensorSpec(name, "float32", (2, 2)) for name in ("good", "bad")])
+        specs = [TensorSpec(name, "float32", (2, 2)) for name in ("good", "bad")]
+        staged = on_host(specs).lend(specs)
         model = Fragile()
         self.obey(model, tmp_path, "open", staged=staged.layout.told())
         torn = self.obey(model, tmp_path, "put")
@@ -208,22 +248,6 @@ class TestRecipe:
         with pytest.raises(NoRecipeError, match="mul"):
             learn(model, [("good", "float32", (2, 2))])
         assert model.fused.eq(0).all()
-
-
-def test_staged_memory_is_the_same_in_another_process_and_leaves_with_it() -> None:
-    specs = [TensorSpec("a", "bfloat16", (3, 5)), TensorSpec("b", "float32", ())]
-    staged = allocate(specs)
-    path = staged.layout.parts[0]["path"]
-    for name, tensor in views(staged.layout, opened(staged.layout)).items():
-        tensor.fill_(7)
-        assert (staged[name] == 7).all()
-    read = subprocess.run(["cat", path], capture_output=True, check=True)
-    assert (
-        read.stdout[:30]
-        == torch.full((15,), 7, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
-    )
-    del staged
-    assert not Path(path).exists()
 
 
 def test_a_tied_output_is_an_alias(tmp_path: Path) -> None:

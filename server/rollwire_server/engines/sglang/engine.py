@@ -108,12 +108,13 @@ class SglangEngine:
     async def _choose_staging(self, weights: Weights) -> None:
         config = self._config
         if config.on_cpu or config.staging == "host":
+            await weights.take_memory()
             return
         torch.cuda.empty_cache()  # what the checkpoint's digests took
         share = weights.nbytes // len(config.devices)
         free = min(torch.cuda.mem_get_info(device)[0] for device in config.devices)
         if config.staging == "device" or free > share + BESIDE_STAGING:
-            await weights.stage_on(config.devices)
+            await weights.take_memory(config.devices)
             return
         logger.warning(
             "updates are staged in host memory, so commits take seconds: SGLang leaves %d MiB of "
@@ -121,6 +122,7 @@ class SglangEngine:
             "mem-fraction-static=…",
             *(free >> 20, (share + BESIDE_STAGING) >> 20),
         )
+        await weights.take_memory()
 
     async def stop(self) -> None:
         """See ``Engine``."""
@@ -245,7 +247,7 @@ class SglangEngine:
             return True
 
     async def _listen(self) -> None:
-        """Notices a scheduler that does not answer any more; lets go of discarded updates."""
+        """Notices a scheduler that does not answer any more."""
         while True:
             await asyncio.sleep(self._config.unresponsive_seconds / 4)
             async with self._commands:  # whose deadlines notice it too
@@ -253,9 +255,6 @@ class SglangEngine:
                     await self._bridge.echo()
                 except EngineError:
                     return
-                if not self._asleep:
-                    with contextlib.suppress(EngineError):  # tried again at the next
-                        await self._started().let_go_of_discarded()
 
     # Weights.
 

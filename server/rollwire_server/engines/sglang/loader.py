@@ -63,9 +63,11 @@ class Loader:
         self.touched = False
         self._model = model
         self._recipe: Recipe | None = None
+        self._parts: list[dict[str, Any]] = []
+        self._memories: list[Tensor] = []
+        self._locks: list[PageLock] = []
         self._opened: dict[str, Tensor] = {}
         self._copies: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._locks: list[PageLock] = []
         self._fingerprints = Fingerprints(model)
         self._committed = self._fingerprints.begin()
 
@@ -74,8 +76,8 @@ class Loader:
         match command["do"]:
             case "learn":  # how the tensors of updates get in place
                 return self._learn(command["tensors"])
-            case "open":  # staged memory, ahead of the time when its tensors are put in place
-                self._open(command["staged"])
+            case "open":  # staged memory, and the tensors of an update in it
+                return self._open(command["staged"])
             case "close":
                 self._close()
             case "put":  # what is open in place
@@ -100,58 +102,40 @@ class Loader:
         copy_all([torch.empty_like(piece) for piece in small], small)
         return {"recipe": None}
 
-    def _open(self, staged: dict[str, Any]) -> None:
-        self._close()
+    def _open(self, staged: dict[str, Any]) -> dict[str, Any]:
         layout = Layout.read(staged)
-        memories = opened(layout, _rank())
-        self._opened = views(layout, memories)
+        if layout.parts != self._parts:
+            self._close()
+            self._memories = opened(layout.parts, _rank())
+            self._parts = layout.parts
+            device = next((parameter.device for parameter in self._model.parameters()), CPU)
+            if (pages := pages_of(device)) is not None:
+                on_host = [memory for memory in self._memories if not memory.is_cuda]
+                self._locks = [PageLock(memory, pages) for memory in on_host]
+        self._opened = views(layout, self._memories)
         if self._recipe is not None:
             self._copies = copies(self._recipe, self._opened)
-        device = next((parameter.device for parameter in self._model.parameters()), CPU)
-        if (pages := pages_of(device)) is not None:
-            self._locks = [PageLock(memory, pages) for memory in memories if not memory.is_cuda]
+        return {"lock_error": next((lock.error for lock in self._locks if lock.error), None)}
 
     def _close(self) -> None:
         self._opened, self._copies = {}, ([], [])
         for lock in self._locks:
             lock.release()
-        self._locks = []
-
-    def _end_locking(self) -> dict[str, Any]:
-        """Ends the locking of pages, however far it is; returns how far that is."""
-        for lock in self._locks:
-            lock.stop()
-        cut = {
-            name: tensor.clone()
-            for name, tensor in self._opened.items()
-            if any(lock.cuts(tensor) for lock in self._locks)
-        }
-        if cut:
-            self._opened = {**self._opened, **cut}
-            if self._recipe is not None:
-                self._copies = copies(self._recipe, self._opened)
-        return {
-            "unlocked_bytes": sum(lock.missing for lock in self._locks),
-            "lock_error": next((lock.error for lock in self._locks if lock.error), None),
-        }
+        self._locks, self._memories, self._parts = [], [], []
 
     def _put(self) -> dict[str, Any]:
         if not self._opened:  # or else the former weights would serve under the new ones' name
             raise RuntimeError("no staged memory is open here")
         began = time.perf_counter()
-        locks = self._end_locking()
         if self._recipe is None:
             self._change(self._opened.items())
-            self._close()
-            return {"copied_ms": _ms(began), "fingerprint_ms": 0.0, **locks}
+            return {"copied_ms": _ms(began), "fingerprint_ms": 0.0}
         self.touched = True
         copy_all(*self._copies)
         _finish_what_runs()
         copied = time.perf_counter()
         self._committed = self._fingerprints.begin()
-        self._close()
-        spent = {"copied_ms": round((copied - began) * 1e3, 1), "fingerprint_ms": _ms(copied)}
-        return {**spent, **locks}
+        return {"copied_ms": round((copied - began) * 1e3, 1), "fingerprint_ms": _ms(copied)}
 
     def _change(self, tensors: Any) -> None:
         self.touched = True

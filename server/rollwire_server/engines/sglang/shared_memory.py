@@ -1,7 +1,8 @@
-"""Staged tensors in memory that SGLang's processes can map, without a name that could be left.
+"""Memory for updates that SGLang's processes have open as well, taken once for one after the other.
 
-On the host they lie in one anonymous file; on devices, in one allocation on each, which the other
-processes open by CUDA's handles (``cuda_memory``).
+To take it, to lock its pages and to open it are not for each update: decoding would wait for that.
+On the host it is one anonymous file; on devices, one allocation on each, which the other processes
+open by CUDA's handles (``cuda_memory``).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from rollwire_transport import padded
 from rollwire_transport.tensors import nbytes
@@ -19,12 +21,15 @@ from rollwire_transport.tensors import nbytes
 from rollwire_server.engines.base import EngineError
 
 from . import cuda_memory
+from .page_lock import PageLock
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rollwire_transport import TensorSpec
     from torch import Tensor
+
+    from .page_lock import Pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,8 @@ class Layout:
 
     Attributes:
         parts: How another process of the same user opens each piece of memory, as JSON holds it:
-            ``path`` and ``size`` of a file, or by ``rank`` what ``cuda_memory.share`` says.
+            ``path``, ``size`` and ``inode`` of a file, or in ``ranks`` what ``cuda_memory.share``
+            says.
         places: Of the tensors.
     """
 
@@ -63,38 +69,81 @@ class Layout:
 
 
 class Staged(dict[str, "Tensor"]):
-    """Tensors by name, and where another process finds them; freed with the last reference."""
+    """Tensors by name, and where another process finds them."""
 
     layout: Layout
 
 
-def allocate(specs: Sequence[TensorSpec]) -> Staged:
-    """Uninitialized host memory for tensors; raises EngineError when there is none."""
-    places, (size,) = _arrange(specs, parts=1)
+class SharedMemory:
+    """Has room for one update at a time.
+
+    What still holds tensors of one, be it a transfer that never ended, keeps it from being lent
+    again, and its memory from being freed.
+
+    Attributes:
+        lock_error: Why its pages are not locked, where they should be, or None.
+    """
+
+    def __init__(
+        self, memories: Sequence[Tensor], parts: list[dict[str, Any]], part_of: dict[str, int]
+    ) -> None:
+        self.pieces = [_Piece(memory) for memory in memories]
+        self._parts = parts
+        self._part_of = part_of
+        self._loans: list[weakref.ref[_Loan]] = []
+        self.lock_error: str | None = None
+
+    def lock(self, pages: Pages) -> None:
+        """Locks its pages, for as long as anybody has it."""
+        for piece in self.pieces:
+            lock = PageLock(piece.memory, pages)
+            self.lock_error = self.lock_error or lock.error
+            piece.at_end(lock.release)
+
+    @property
+    def lent(self) -> bool:
+        """Whether anybody still holds a tensor of what was lent."""
+        return any(loan() is not None for loan in self._loans)
+
+    def lend(self, specs: Sequence[TensorSpec]) -> Staged:
+        """Uninitialized tensors of some or all of the specs that it was made for, while none are
+        lent.
+        """
+        layout = Layout(self._parts, _arrange(specs, self._part_of))
+        loans = [_Loan(piece) for piece in self.pieces]
+        self._loans = [weakref.ref(loan) for loan in loans]
+        staged = Staged(views(layout, [loan.tensor() for loan in loans]))
+        staged.layout = layout
+        return staged
+
+
+def on_host(specs: Sequence[TensorSpec]) -> SharedMemory:
+    """Memory for tensors in a file without a name; raises EngineError when there is none."""
+    part_of, (size,) = _divide(specs, parts=1)
     descriptor = os.memfd_create("rollwire-staging")
+    path = f"/proc/{os.getpid()}/fd/{descriptor}"
     try:
         os.posix_fallocate(descriptor, 0, size)
-        layout = Layout([{"path": f"/proc/{os.getpid()}/fd/{descriptor}", "size": size}], places)
-        staged = Staged(views(layout, opened(layout)))
+        part = {"path": path, "size": size, "inode": os.fstat(descriptor).st_ino}
+        memory = SharedMemory([_open(part, 0)], [part], part_of)
     except (OSError, RuntimeError) as error:
         os.close(descriptor)
         raise EngineError(
             f"an update of {size >> 20} MiB cannot be staged in host memory ({error}): leave the "
             "server more memory"
         ) from error
-    staged.layout = layout
-    weakref.finalize(staged, os.close, descriptor)
-    return staged
+    memory.pieces[0].at_end(os.close, descriptor)
+    return memory
 
 
-def allocate_on(
+def on_devices(
     devices: Sequence[torch.device], specs: Sequence[TensorSpec], *, ranks: int
-) -> Staged:
-    """Uninitialized memory for tensors, spread evenly over ``devices``, for ``ranks`` processes.
+) -> SharedMemory:
+    """Memory for tensors, spread evenly over ``devices``, for ``ranks`` processes.
 
     Raises EngineError when there is none.
     """
-    places, sizes = _arrange(specs, parts=len(devices))
+    part_of, sizes = _divide(specs, parts=len(devices))
     try:
         memories = [
             torch.empty(size, dtype=torch.uint8, device=device)
@@ -106,18 +155,15 @@ def allocate_on(
             "SGLang less (--engine-arg mem-fraction-static=…) or start with --staging host"
         ) from error
     parts = [{"ranks": [cuda_memory.share(memory) for _ in range(ranks)]} for memory in memories]
-    layout = Layout(parts, places)
-    staged = Staged(views(layout, memories))
-    staged.layout = layout
-    return staged
+    return SharedMemory(memories, parts, part_of)
 
 
-def opened(layout: Layout, rank: int = 0) -> list[Tensor]:
+def opened(parts: Sequence[dict[str, Any]], rank: int = 0) -> list[Tensor]:
     """The memory of each part, as uint8, the same in every process; ``rank`` is this one's.
 
     Raises OSError or RuntimeError when it is gone.
     """
-    return [_open(part, rank) for part in layout.parts]
+    return [_open(part, rank) for part in parts]
 
 
 def views(layout: Layout, memories: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -130,27 +176,66 @@ def views(layout: Layout, memories: Sequence[Tensor]) -> dict[str, Tensor]:
     }
 
 
+class _Piece:
+    """A memory, for as long as it or a loan of it is held."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+
+    def at_end(self, do: Callable[..., object], *arguments: object) -> None:
+        """Has something done before the memory is freed; nothing at the end of the process."""
+        weakref.finalize(self, do, *arguments).atexit = False
+
+
+class _Loan:
+    """Lives as long as any tensor over the memory that it lends, which keeps it alive."""
+
+    def __init__(self, piece: _Piece) -> None:
+        self._piece = piece
+        memory = piece.memory
+        told = {"shape": (memory.numel(),), "typestr": "|u1", "data": (memory.data_ptr(), False)}
+        name = "__cuda_array_interface__" if memory.is_cuda else "__array_interface__"
+        setattr(self, name, {**told, "version": 3})
+
+    def tensor(self) -> Tensor:
+        """The memory, as uint8."""
+        device = self._piece.memory.device
+        if device.type == "cuda":
+            return torch.as_tensor(self, device=device)
+        return torch.from_numpy(np.asarray(self))
+
+
 def _open(part: dict[str, Any], rank: int) -> Tensor:
     if "path" not in part:
         return cuda_memory.opened(part["ranks"][rank])
     path, size = part["path"], part["size"]
-    if os.stat(path).st_size != size:  # noqa: PTH116  torch would make a new one
+    found = os.stat(path)  # noqa: PTH116
+    if (found.st_size, found.st_ino) != (size, part["inode"]):  # torch would make it larger
         raise OSError(f"{path} is not the memory that was staged")
     return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
 
-def _arrange(specs: Sequence[TensorSpec], *, parts: int) -> tuple[list[Place], list[int]]:
-    """Tensors one after the other, as in the buckets of an update, in parts of about the same size;
-    and those sizes.
-    """
+def _divide(specs: Sequence[TensorSpec], *, parts: int) -> tuple[dict[str, int], list[int]]:
+    """The part of each tensor, so that they are of about the same size; and those sizes."""
     share = sum(padded(nbytes(spec)) for spec in specs) / parts
-    places = []
+    part_of = {}
     sizes = [0] * parts
     before = 0  # of all parts
     for spec in specs:
         size = nbytes(spec)
         part = min(int((before + size / 2) / share), parts - 1) if share else 0
-        places.append(Place(spec.name, spec.dtype, spec.shape, part, sizes[part], size))
+        part_of[spec.name] = part
         sizes[part] += padded(size)
         before += padded(size)
-    return places, [max(size, padded(1)) for size in sizes]
+    return part_of, [max(size, padded(1)) for size in sizes]
+
+
+def _arrange(specs: Sequence[TensorSpec], part_of: dict[str, int]) -> list[Place]:
+    """Tensors one after the other in their parts, as in the buckets of an update."""
+    places = []
+    ends: dict[int, int] = {}
+    for spec in specs:
+        part, size = part_of[spec.name], nbytes(spec)
+        places.append(Place(spec.name, spec.dtype, spec.shape, part, ends.get(part, 0), size))
+        ends[part] = ends.get(part, 0) + padded(size)
+    return places

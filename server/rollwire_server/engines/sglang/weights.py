@@ -10,7 +10,6 @@ import asyncio
 import json
 import logging
 import tempfile
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,8 @@ from rollwire_transport.tensors import nbytes
 from rollwire_server.engines.base import EngineError, TornWeightsError
 
 from .checkpoint import describe_checkpoint
-from .shared_memory import Staged, allocate, allocate_on
+from .page_lock import pages_of
+from .shared_memory import Staged, on_devices, on_host
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from .bridge import Bridge
     from .messages import Facts
+    from .shared_memory import Layout, SharedMemory
 
 
 logger = logging.getLogger(__name__)
@@ -54,8 +55,8 @@ class Weights:
         self._device = device
         self._digests: dict[str, int] = {}
         self._on_devices: Sequence[torch.device] = ()
-        self._opened: weakref.ref[Staged] | None = None
-        self._warned = False
+        self._memory: SharedMemory | None = None
+        self._opened: Layout | None = None  # by the processes
         self.specs: list[TensorSpec] = []
         self.whole = True
 
@@ -81,49 +82,62 @@ class Weights:
                 logger.warning(answer["recipe"])
         return sum_digests(self._digests.values())
 
-    async def stage_on(self, devices: Sequence[torch.device]) -> None:
-        """Has updates wait on ``devices`` from now on; takes that memory and keeps it.
+    async def take_memory(self, devices: Sequence[torch.device] = ()) -> SharedMemory:
+        """Takes memory for updates, on ``devices`` or else on the host, and keeps it.
 
-        Raises EngineError when they have no room.
+        Raises EngineError when there is no room for it.
         """
         self._on_devices = devices
-        try:
-            await self.stage(self._sent())
-            await self._let_go()
-        except EngineError:
-            self._on_devices = ()
-            raise
+        await self._let_go()
+        memory = self._memory = await asyncio.to_thread(self._take)
+        answers = await self._open(memory.lend(self._sent()).layout)
+        errors = [memory.lock_error, *(answer["lock_error"] for answer in answers)]
+        if (error := next(filter(None, errors), None)) is not None:
+            logger.warning(
+                "staged updates cannot be page-locked (%s), so commits copy them at a fraction of "
+                "a device's speed, and no token is sampled meanwhile: raise the limit of locked "
+                "memory (ulimit -l unlimited; of a container LimitMEMLOCK=infinity of its runtime, "
+                "or --ulimit memlock=-1), or leave room for --staging device",
+                error,
+            )
+        return memory
 
     async def stage(self, specs: Sequence[TensorSpec]) -> Staged:
-        """Memory for an update; on devices, that of the one before is taken again.
-
-        The processes open it now, which a commit need not wait for.
-        """
-        await self._let_go()
-        staged = await asyncio.to_thread(self._allocate, specs)
-        await self._open(staged)
+        """Memory for an update, which the processes have open then."""
+        memory = self._memory
+        if memory is None or memory.lent:
+            if memory is not None:
+                logger.warning(
+                    "a transfer that failed may still write to the memory of updates, so other "
+                    "memory is taken; what is asked of devices waits meanwhile"
+                )
+            memory = await self.take_memory(self._on_devices)
+        staged = memory.lend(specs)
+        await self._open(staged.layout)
         return staged
 
-    async def let_go_of_discarded(self) -> None:
-        """Has the processes close what was staged, if nobody waits for it any more."""
-        if self._opened is not None and self._opened() is None:
-            await self._let_go()
-
-    def _allocate(self, specs: Sequence[TensorSpec]) -> Staged:
+    def _take(self) -> SharedMemory:
         if self._on_devices:
-            return allocate_on(self._on_devices, specs, ranks=self._facts.ranks)
-        return allocate(specs)
+            return on_devices(self._on_devices, self._sent(), ranks=self._facts.ranks)
+        memory = on_host(self._sent())
+        if (pages := pages_of(self._device)) is not None:
+            memory.lock(pages)
+        return memory
 
-    async def _open(self, staged: Staged) -> None:
-        if self._opened is None or self._opened() is not staged:
-            self._opened = weakref.ref(staged)  # some of them may have, whatever comes of it
-            await self._run("open", staged=staged.layout.told())
+    async def _open(self, layout: Layout) -> list[dict[str, Any]]:
+        if layout == self._opened:
+            return []
+        self._opened = None
+        answers = await self._run("open", staged=layout.told())
+        self._opened = layout
+        return answers
 
     async def _let_go(self) -> None:
-        """Has the processes close what was staged and never put in place."""
-        if self._opened is not None:
+        """Lets go of the memory, as far as nobody else holds it, and has the processes do so."""
+        self._opened = None
+        if self._memory is not None:
             await self._run("close")
-            self._opened = None
+            self._memory = None
         if self._on_devices:
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
@@ -141,14 +155,12 @@ class Weights:
             raise EngineError("these tensors were not staged by this engine")
         for device in self._on_devices:  # what was received there has arrived
             torch.cuda.synchronize(device)
-        await self._open(staged)
+        await self._open(staged.layout)
         for rank, answer in enumerate(await self._replace("put")):
             logger.info(
                 "process %d put weights in place in %.1f ms, and began their fingerprint in %.1f",
                 *(rank, answer["copied_ms"], answer["fingerprint_ms"]),
             )
-            self._tell_of_locks(rank, answer["unlocked_bytes"], answer["lock_error"])
-        self._opened = None
         self._digests = {**self._digests, **update.digests}
 
     async def reload(self) -> None:
@@ -162,23 +174,6 @@ class Weights:
         if changed:
             raise EngineError(f"the serving weights have changed: {', '.join(sorted(changed)[:3])}")
         return dict(self._digests)
-
-    def _tell_of_locks(self, rank: int, unlocked: int, error: str | None) -> None:
-        if error is None and unlocked:
-            logger.info(
-                "the commit came before %d MiB were page-locked in process %d, and copied them as "
-                "they were",
-                *(unlocked >> 20, rank),
-            )
-        if error is not None and not self._warned:
-            self._warned = True
-            logger.warning(
-                "staged updates cannot be page-locked (%s; %d MiB were not), so commits copy them "
-                "at a fraction of a device's speed, and no token is sampled meanwhile: raise the "
-                "limit of locked memory (ulimit -l unlimited; of a container LimitMEMLOCK=infinity "
-                "of its runtime, or --ulimit memlock=-1), or leave room for --staging device",
-                *(error, unlocked >> 20),
-            )
 
     def _sent(self) -> list[TensorSpec]:
         return [spec for spec in self.specs if spec.alias_of is None]
