@@ -34,8 +34,8 @@ from rollwire_transport import (
     join,
     open_meeting,
     plan,
-    tensor_digest,
 )
+from rollwire_transport.digest import summing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,8 +73,12 @@ def main() -> None:
     print(f"{size / 1e9:.2f} GB of bf16 in {len(weights)} tensors, torch {torch.__version__}")
     print(f"{'':28}{'receivers':>10}{'GB/s':>8}{'of floor':>10}")
 
-    seconds = [digest_seconds(weights) for _ in range(arguments.rounds)]
-    print(f"{'digest':28}{'':>10}{size / statistics.median(seconds) / 1e9:8.2f}")
+    copied = torch.cat([*weights.values()][:32])  # more than caches hold
+    rate = 2 * copied.nbytes / seconds_of(copied.clone().copy_, copied, arguments.rounds)
+    print(f"{'bare copy, read and written':28}{'':>10}{rate / 1e9:8.2f}")
+    sums = summing(list(weights.values()))
+    rate = size / seconds_of(lambda _: sums().tolist(), copied, arguments.rounds)
+    print(f"{'digest of all':28}{'':>10}{rate / 1e9:8.2f}")
     for receivers in counts:
         places = [*devices[: receivers + 1], *devices[-1:] * receivers][: receivers + 1]
         if places[-1] == "cpu":
@@ -112,13 +116,16 @@ def make_weights(size: int, device: torch.device) -> dict[str, Tensor]:
     return weights
 
 
-def digest_seconds(weights: dict[str, Tensor]) -> float:
-    """Seconds that the digests of all tensors take."""
-    specs = describe_all(weights)
-    start = time.perf_counter()
-    for spec in specs:
-        tensor_digest(spec, weights[spec.name])
-    return time.perf_counter() - start
+def seconds_of(do: Callable[[Tensor], object], tensor: Tensor, rounds: int) -> float:
+    """The median seconds that something takes with a tensor, its device included."""
+    seconds = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        do(tensor)
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])  # the first one warms up
 
 
 def run(
