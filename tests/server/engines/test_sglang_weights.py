@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,7 +21,6 @@ from torch import nn
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
-    from pathlib import Path
 
     from rollwire_server.engines.sglang.shared_memory import Staged
     from rollwire_server.engines.sglang.weights import Weights
@@ -106,6 +106,19 @@ class TestWeights:
         late.fill_(7)
         await weights.put(staged_update(staged))
         assert model.fused.eq(1).all()
+
+    async def test_memory_that_is_let_go_of_is_closed_everywhere(
+        self, weights: Weights, model: Copying
+    ) -> None:
+        await weights.take_memory()
+        path = (await weights.stage(weights.specs)).layout.parts[0]["path"]
+        there = Path(path).exists
+        assert there()
+        await weights.let_go()
+        assert not there()
+        assert not loader._loaders[model]._memories
+        with pytest.raises(EngineError, match="no staged memory is open"):
+            await weights._run("put")
 
     async def test_what_a_failed_command_opened_is_opened_again(
         self, weights: Weights, model: Copying, monkeypatch: pytest.MonkeyPatch

@@ -50,6 +50,8 @@ not take them back.
 """
 BESIDE_STAGING = 3 << 30
 """What SGLang's steps and the buckets under way take of a device, beside staged updates."""
+LETTING_GO_SECONDS = 5.0
+"""For SGLang to close the memory of updates, of which CUDA would complain at the end."""
 ENDING_SECONDS = 30.0
 """For SGLang to end what was given up, before the server goes to sleep."""
 
@@ -132,6 +134,10 @@ class SglangEngine:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         self._tasks = []
+        if self._weights is not None:
+            with contextlib.suppress(EngineError, TimeoutError):  # its processes end all the same
+                async with asyncio.timeout(LETTING_GO_SECONDS):
+                    await self._weights.let_go()
         await self._bridge.stop()
 
     def describe(self) -> EngineInfo:

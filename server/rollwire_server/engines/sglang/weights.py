@@ -88,7 +88,7 @@ class Weights:
         Raises EngineError when there is no room for it.
         """
         self._on_devices = devices
-        await self._let_go()
+        await self.let_go()
         memory = self._memory = await asyncio.to_thread(self._take)
         answers = await self._open(memory.lend(self._sent()).layout)
         errors = [memory.lock_error, *(answer["lock_error"] for answer in answers)]
@@ -132,7 +132,7 @@ class Weights:
         self._opened = layout
         return answers
 
-    async def _let_go(self) -> None:
+    async def let_go(self) -> None:
         """Lets go of the memory, as far as nobody else holds it, and has the processes do so."""
         self._opened = None
         if self._memory is not None:
