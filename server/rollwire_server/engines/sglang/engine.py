@@ -119,8 +119,8 @@ class SglangEngine:
             await weights.take_memory(config.devices)
             return
         logger.warning(
-            "updates are staged in host memory, so commits take seconds: SGLang leaves %d MiB of "
-            "a device free, and an update takes %d MiB; leave it that with --engine-arg "
+            "updates are staged in host memory, which commits copy at the speed of PCIe: SGLang "
+            "leaves %d MiB of a device free, and an update takes %d MiB; leave it that with --engine-arg "
             "mem-fraction-static=…",
             *(free >> 20, (share + BESIDE_STAGING) >> 20),
         )
