@@ -120,8 +120,8 @@ class SglangEngine:
             return
         logger.warning(
             "updates are staged in host memory, which commits copy at the speed of PCIe: SGLang "
-            "leaves %d MiB of a device free, and an update takes %d MiB; leave it that with --engine-arg "
-            "mem-fraction-static=…",
+            "leaves %d MiB of a device free, and an update takes %d MiB; leave it that with "
+            "--engine-arg mem-fraction-static=…",
             *(free >> 20, (share + BESIDE_STAGING) >> 20),
         )
         await weights.take_memory()
