@@ -9,7 +9,6 @@ import subprocess
 import sys
 import uuid
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -108,7 +107,7 @@ asyncio.run(main())
 async def test_clients_that_are_killed(api: Api, server: ServerProcess) -> None:
     with as_before(server):
         for _ in range(2):
-            environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
             client = await asyncio.create_subprocess_exec(
                 sys.executable, "-c", CLIENT, server.address,
                 stdout=subprocess.PIPE, env=environment,
