@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 from support.calls import Api, connected
-from support.contract import EXCEPTIONS, flags
+from support.contract import EXCEPTIONS, NEAR, flags
 from support.servers import ServerProcess, servers
 
 if TYPE_CHECKING:
@@ -25,6 +25,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reasons = (EXCEPTIONS[engine].get(name) for name in names)
         if (reason := next(filter(None, reasons), None)) is not None:
             item.add_marker(pytest.mark.skip(reason=f"{engine}: {reason}"))
+
+
+@pytest.fixture
+def near(request: pytest.FixtureRequest) -> float:
+    """How far log-probabilities in fp32 may lie from those of the model in this process."""
+    return NEAR.get(request.config.getoption("--engine"), 1e-4)
 
 
 @pytest.fixture(scope="session")

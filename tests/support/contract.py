@@ -57,5 +57,10 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     },
 }
 
-if not torch.cuda.is_available():
+# How far log-probabilities in fp32 may lie from those of the model here, if not 1e-4.
+NEAR: dict[str, float] = {}
+
+if torch.cuda.is_available():
+    NEAR["sglang"] = 3e-2  # there its kernels, which are Triton's, multiply as TF32 does
+else:
     EXCEPTIONS["sglang"]["test_experts.py"] = _NO_ROUTING
