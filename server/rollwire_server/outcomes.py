@@ -22,7 +22,7 @@ async def outcome(work: Coroutine[Any, Any, T]) -> T | ServiceError:
     try:
         return await work
     except ServiceError as error:
-        return error
+        return _without_frames(error)
     except Exception as error:
         log.exception("a bug: something under way failed")
         return ServiceError(Reason.INTERNAL, f"{type(error).__name__}: {error}")
@@ -32,5 +32,17 @@ async def result(task: asyncio.Task[T | ServiceError]) -> T:
     """Waits for a task that goes on when its waiter goes away."""
     told = await asyncio.shield(task)
     if isinstance(told, ServiceError):
-        raise told
+        try:
+            raise told
+        finally:
+            del told  # an error that its own frames know is not freed with its last user
     return told
+
+
+def _without_frames(error: ServiceError) -> ServiceError:
+    """What an error's frames hold, be it the memory of an update, is not kept with it."""
+    one: BaseException | None = error
+    while one is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+    return error

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import rollwire_transport as transport
 import structlog
@@ -32,9 +32,7 @@ from rollwire_server.update import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping
-
-    from torch import Tensor
+    from collections.abc import AsyncGenerator
 
     from rollwire_server.counts import Counts
     from rollwire_server.engines.base import Engine, KvPolicy, WeightTag
@@ -90,6 +88,7 @@ class Updates:
         self.announced_version: int | None = None  # by the last update that was tagged
         self._commits: OrderedDict[str, Commit] = OrderedDict()
         self._verifying: asyncio.Task[bool | ServiceError] | None = None
+        self._ending: set[asyncio.Task[Any]] = set()  # hold memory of updates that are no more
 
     @property
     def weights(self) -> WeightTag:
@@ -97,12 +96,16 @@ class Updates:
         return self.served.weights
 
     async def drop(self, reason: Reason, why: str) -> None:
-        """Drops what is under way; a commit that has begun goes through first."""
+        """Drops what is under way; a commit that has begun goes through first. Returns when no
+        memory of any update is held here.
+        """
         while (update := self.update) is not None:
             if update.committing is not None:
                 await asyncio.wait([update.committing])
             else:
-                await self._drop(update, reason, why)
+                self._drop(update, reason, why)
+        if self._ending:
+            await asyncio.wait(self._ending)
 
     async def intact(self) -> bool:
         """Whether the memory still holds what was committed. Read once for all who ask meanwhile:
@@ -139,7 +142,7 @@ class Updates:
                     raise update.failure
         finally:
             if update.phase is not Phase.STAGED and self.update is update:
-                self._drop_later(update, "its UpdateWeights call ended before it was staged")
+                self._give_up(update, "its UpdateWeights call ended before it was staged")
 
     async def join(self, publisher: Publisher, update_id: str, membership: Membership,
                    timeout: float) -> None:  # fmt: skip
@@ -189,7 +192,8 @@ class Updates:
         if update.committing is not None:
             await asyncio.wait([update.committing])
         else:
-            await self._drop(update, Reason.NOT_STAGED, f"update {update_id} was discarded")
+            ending = self._drop(update, Reason.NOT_STAGED, f"update {update_id} was discarded")
+            await asyncio.wait([ending])
 
     # Checks: nothing is touched by them.
 
@@ -294,21 +298,28 @@ class Updates:
             )
             # Whoever asked may go meanwhile; an engine's command is not left half way.
             staging = self._tasks.create_task(
-                outcome(self._stage(announcement.manifest)), name=f"stage {announcement.update_id}"
+                outcome(self._stage(announcement)), name=f"stage {announcement.update_id}"
             )
-            staged = await result(staging)
-            receiver = await asyncio.to_thread(transport.Receiver, announcement.manifest, staged)
-            self._check(Rpc.UPDATE_WEIGHTS)  # much may have happened meanwhile
-            self._check_announcement(announcement)
-            update = self.update = Update(announcement, staged, receiver)
+            self._ends(staging)
+            update = await result(staging)
+            try:
+                self._check(Rpc.UPDATE_WEIGHTS)  # much may have happened meanwhile
+                self._check_announcement(announcement)
+            except ServiceError:
+                update.let_go()
+                raise
+            self.update = update
             self._move(update, Phase.READY)
             return update
 
-    async def _stage(self, manifest: transport.Manifest) -> Mapping[str, Tensor]:
+    async def _stage(self, announcement: Announcement) -> Update:
+        manifest = announcement.manifest
         try:
-            return await self._engine.stage(manifest)
+            staged = await self._engine.stage(manifest)
         except EngineError as error:
             raise ServiceError(Reason.STAGING_FAILED, str(error)) from error
+        receiver = await asyncio.to_thread(transport.Receiver, manifest, staged)
+        return Update(announcement, staged, receiver)
 
     async def _join(self, update: Update, membership: Membership, timeout: float) -> None:
         await self._leave_group(update)
@@ -377,7 +388,7 @@ class Updates:
             let_go = await asyncio.to_thread(link.close)
             self._counts.forwarded_bytes += link.forwarded_bytes
             if not (let_go or update.receiver.complete):
-                self._drop_later(update, "its former group may still write into what is staged")
+                self._give_up(update, "its former group may still write into what is staged")
 
     def _move(self, update: Update, phase: Phase, detail: str = "") -> None:
         """Enters a phase; where it waits for its publisher, its lease begins."""
@@ -387,7 +398,7 @@ class Updates:
             update.lease_ends = time.monotonic() + lease
             why = f"its publisher let its lease of {lease:g} s run out while it was {phase.value}"
             update.lease_timer = asyncio.get_running_loop().call_later(
-                lease, self._drop_later, update, why
+                lease, self._give_up, update, why
             )
         update.move(phase, detail)
         log.info(
@@ -418,15 +429,15 @@ class Updates:
         if update.receiving is not None:
             await update.receiving
 
-    def _drop_later(self, update: Update, why: str) -> None:
+    def _give_up(self, update: Update, why: str) -> None:
         if update.committing is None:
             update_id = update.announcement.update_id
-            self._tasks.create_task(
-                self._drop(update, Reason.NOT_STAGED, f"update {update_id} was discarded: {why}"),
-                name=f"discard {update_id}",
-            )
+            self._drop(update, Reason.NOT_STAGED, f"update {update_id} was discarded: {why}")
 
-    async def _drop(self, update: Update, reason: Reason, why: str) -> None:
+    def _drop(self, update: Update, reason: Reason, why: str) -> asyncio.Task[None]:
+        """Whoever watches an update learns of its end at once; its memory is let go of when the
+        task is done, which goes on when its waiter goes away.
+        """
         if self.update is update:
             self.update = None
             self._counts.updates["discarded"] += 1
@@ -435,8 +446,20 @@ class Updates:
         if update.failure is None:
             update.failure = ServiceError(reason, why)
         update.changed.set()
+        ending = self._tasks.create_task(
+            self._end(update), name=f"end {update.announcement.update_id}"
+        )
+        self._ends(ending)
+        return ending
+
+    async def _end(self, update: Update) -> None:
         await self._leave_group(update)
         update.let_go()
+
+    def _ends(self, task: asyncio.Task[Any]) -> None:
+        """No update is staged before this is done: engines may have memory for one at a time."""
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
 
 def _named(update: Update) -> dict[str, object]:

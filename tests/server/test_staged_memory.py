@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import threading
 import weakref
 from typing import TYPE_CHECKING
 
 import pytest
 import rollwire_transport as transport
 from rollwire_server.counts import Counts
+from rollwire_server.engines.base import EngineError, KvPolicy, TornWeightsError
 from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.served import ServedWeights
 from rollwire_server.update import Announcement, Membership, Phase, Publisher
@@ -19,8 +21,9 @@ from support.engine_room import serving
 from support.memory_link import MemoryLink
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Iterator, Mapping
 
+    from rollwire_server.engines.base import Engine
     from torch import Tensor
 
 PUBLISHER = Publisher("trainer", 1)
@@ -35,6 +38,51 @@ class Failing(MemoryLink):
 
     def close(self) -> bool:
         return self._lets_go
+
+
+class Lingering(MemoryLink):
+    """Of a sender that is gone, and closed only when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_close = threading.Event()
+
+    def close(self) -> bool:
+        return self.may_close.wait(20)
+
+
+class Memory:
+    """That of all updates so far, with what was staged while some of it was held."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._stage = engine.stage
+        self._storages: list[weakref.ref[object]] = []
+        self.asked = asyncio.Event()
+        self.may_stage = asyncio.Event()
+        self.may_stage.set()
+        self.held_while_staging: list[bool] = []
+        monkeypatch.setattr(engine, "stage", self.stage)
+
+    @property
+    def held(self) -> bool:
+        return any(storage() is not None for storage in self._storages)
+
+    async def stage(self, manifest: transport.Manifest) -> Mapping[str, Tensor]:
+        self.held_while_staging.append(self.held)
+        self.asked.set()
+        await self.may_stage.wait()
+        staged = await self._stage(manifest)
+        self._storages += [weakref.ref(t.untyped_storage()) for t in staged.values()]
+        return staged
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What only the garbage collector would free stays."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @contextlib.asynccontextmanager
@@ -123,3 +171,84 @@ async def test_staging_goes_on_when_whoever_asked_has_gone(monkeypatch: pytest.M
         reports = updates.announce(Announcement(PUBLISHER, "v", 2, False, manifest, 30.0))
         assert (await anext(reports)).phase is Phase.READY
         await reports.aclose()
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_no_update_is_staged_while_the_one_before_is_let_go_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine may have memory for one."""
+    link = Lingering()
+    monkeypatch.setattr(transport, "join", lambda *_, **__: link)
+    async with updating() as (updates, manifest), asyncio.timeout(20):
+        memory = Memory(updates._engine, monkeypatch)
+        reports = updates.announce(Announcement(PUBLISHER, "u", 1, False, manifest, 30.0))
+        await anext(reports)
+        await updates.join(PUBLISHER, "u", Membership("e", "gloo", 1, 2, "127.0.0.1:1", 0), 5)
+        while (await anext(reports)).phase is not Phase.STALLED:
+            pass
+        link.given.clear()
+        await reports.aclose()  # its call has ended
+        assert updates.update is None
+        memory.asked.clear()
+        reports = updates.announce(Announcement(PUBLISHER, "v", 2, False, manifest, 30.0))
+        ready = asyncio.create_task(anext(reports))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(memory.asked.wait(), 0.3)
+        link.may_close.set()
+        assert (await ready).phase is Phase.READY
+        await reports.aclose()
+    assert memory.held_while_staging == [False, False]
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_no_update_is_staged_while_one_is_that_nobody_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with updating() as (updates, manifest), asyncio.timeout(20):
+        memory = Memory(updates._engine, monkeypatch)
+        memory.may_stage.clear()
+        reports = updates.announce(Announcement(PUBLISHER, "u", 1, False, manifest, 30.0))
+        asking = asyncio.create_task(anext(reports))
+        await memory.asked.wait()
+        asking.cancel()
+        await asyncio.wait([asking])
+        del asking  # its error's frames know what it waited for
+        memory.asked.clear()
+        reports = updates.announce(Announcement(PUBLISHER, "v", 2, False, manifest, 30.0))
+        ready = asyncio.create_task(anext(reports))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(memory.asked.wait(), 0.3)
+        memory.may_stage.set()
+        assert (await ready).phase is Phase.READY
+        await reports.aclose()
+    assert memory.held_while_staging == [False, False]
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize(
+    "error", [EngineError("no"), TornWeightsError("torn"), ValueError("a bug")]
+)
+async def test_a_commit_that_fails_keeps_no_memory(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    async def fails(*_: object) -> None:
+        raise error.with_traceback(None)
+
+    async with updating() as (updates, manifest), asyncio.timeout(20):
+        memory = Memory(updates._engine, monkeypatch)
+        monkeypatch.setattr(updates._engine, "commit", fails)
+        reports = updates.announce(Announcement(PUBLISHER, "u", 1, False, manifest, 30.0))
+        await anext(reports)
+        update = updates.update
+        assert update is not None
+        monkeypatch.setattr(type(update.receiver), "digests", {})
+        monkeypatch.setattr(type(update.receiver), "digest", 0)
+        update.move(Phase.STAGED)
+        del update
+        await anext(reports)
+        assert memory.held
+        with pytest.raises(ServiceError):
+            await updates.commit(PUBLISHER, "u", 0, KvPolicy.KEEP)
+        await reports.aclose()
+        assert not memory.held

@@ -104,14 +104,13 @@ class Weights:
 
     async def stage(self, specs: Sequence[TensorSpec]) -> Staged:
         """Memory for an update, which the processes have open then."""
-        memory = self._memory
-        if memory is None or memory.lent:
-            if memory is not None:
-                logger.warning(
-                    "a transfer that failed may still write to the memory of updates, so other "
-                    "memory is taken; what is asked of devices waits meanwhile"
-                )
-            memory = await self.take_memory(self._on_devices)
+        if self._memory is not None and self._memory.lent:
+            logger.warning(
+                "a transfer that failed may still write to the memory of updates, so other "
+                "memory is taken; what is asked of devices waits meanwhile"
+            )
+            await self.let_go()
+        memory = self._memory or await self.take_memory(self._on_devices)
         staged = memory.lend(specs)
         await self._open(staged.layout)
         return staged
