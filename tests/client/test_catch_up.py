@@ -39,6 +39,19 @@ async def test_only_the_one_that_is_behind_is_caught_up() -> None:
         await until(lambda: all(member.problem is None for member in fleet.members))
 
 
+@pytest.mark.parametrize("version", [None, 0])
+async def test_equal_weights_under_an_older_name_are_behind(version: int | None) -> None:
+    """What they sample would be of another version than that of the fleet."""
+    async with publishing(2) as (servers, _, publisher):
+        await publish(publisher)
+        servers[1].weights.ClearField("version")
+        if version is not None:
+            servers[1].weights.version = version
+        report = await publisher.catch_up(policy())
+        assert [told.address for told in report.servers] == [servers[1].address]
+        assert servers[1].weights.version == 1
+
+
 async def test_where_none_is_behind_nothing_is_done() -> None:
     async with publishing(2) as (servers, _, publisher):
         published = await publish(publisher)
@@ -105,7 +118,7 @@ async def test_one_that_cannot_be_caught_up_is_an_error() -> None:
 
 async def test_before_the_first_publish_there_is_nothing_to_catch_up_with() -> None:
     async with publishing(1) as (_, _, publisher):
-        with pytest.raises(PublishError, match="was not published to yet"):
+        with pytest.raises(PublishError, match="nothing was published by this"):
             await publisher.catch_up(policy())
         await publish(publisher)
 

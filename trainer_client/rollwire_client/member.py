@@ -278,8 +278,9 @@ def _is_later(known: WeightTag, told: WeightTag) -> bool:
 
 
 def _is_behind(weights: WeightTag, policy: WeightTag) -> bool:
-    if weights.digest == policy.digest:
-        return False
-    if weights.version is None or policy.version is None:
+    same = weights.digest == policy.digest
+    if policy.version is None:
+        return not same
+    if weights.version is None:
         return True
-    return weights.version <= policy.version
+    return weights.version < policy.version or (weights.version == policy.version and not same)

@@ -203,7 +203,8 @@ class Publisher:
                 policy = self._fleet.policy
                 if policy is None:
                     raise PublishError(
-                        "there is nothing to catch up with: this fleet was not published to yet"
+                        "there is nothing to catch up with: nothing was published by this `Fleet` "
+                        "yet, whatever its servers hold; publish first"
                     )
                 behind = await self._fleet.behind()
                 if not behind:

@@ -227,7 +227,10 @@ class Transfer:
                 device=self._device,
             )
         except (transport.TransportError, OSError) as error:
-            raise TransferError(f"the servers cannot meet at {self._host}: {error}") from error
+            raise TransferError(
+                f"this trainer opens no group at {self._host}: {error}; nothing was sent, the "
+                "servers keep what they serve: name another `backend` or `host`, or leave them out"
+            ) from error
         forming = asyncio.create_task(
             _in_thread(
                 lambda: meeting.form(self._timeouts.join),

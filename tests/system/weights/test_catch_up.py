@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from rollwire_client import Fleet, Publisher, RolloutClient, Sampling, ServerInfo, ServerState
+from rollwire_server import builtin_model
 from support.calls import connected, until
 from support.fleets import policy
 from support.publishing import status
@@ -63,3 +64,27 @@ async def test_a_restarted_server_is_caught_up_and_the_other_is_not_disturbed(
         assert await state() is ServerState.SERVING
         await until(lambda: asyncio.sleep(0, not any(m.problem for m in fleet.members)), 30)
         assert (await publisher.catch_up(tensors)).servers == ()
+
+
+async def test_a_server_whose_checkpoint_is_the_policy_is_named_after_it(
+    start_server: StartServer,
+) -> None:
+    """As when a trainer publishes what it has loaded: the bytes are equal, the version is not."""
+    steady, victim = start_server(), start_server()
+    tensors = builtin_model("builtin:tiny").state_dict()
+    async with Fleet([steady.address, victim.address], probe_interval=0.2) as fleet:
+        publisher = Publisher(fleet)
+        await (await publisher.publish(5, tensors)).committed
+        victim.kill()
+        start_server("--listen", victim.address)
+
+        async def is_up() -> bool:
+            info = (await fleet.info())[victim.address]
+            return isinstance(info, ServerInfo) and info.state is ServerState.SERVING
+
+        await until(is_up, 60)
+        report = await publisher.catch_up(tensors)
+        assert [told.address for told in report.servers] == [victim.address]
+        info = (await fleet.info())[victim.address]
+        assert isinstance(info, ServerInfo)
+        assert info.weights.version == 5

@@ -114,7 +114,8 @@ def join(
 def _usable(backend: str, listening: Listening = ANYWHERE) -> Backend:
     availability = available_backends(listening).get(backend)
     if availability is None:
-        raise TransportError(f"there is no backend {backend!r}")
+        names = ", ".join(sorted(_BACKENDS))
+        raise TransportError(f"there is no backend {backend!r}, but there are {names}")
     if not availability.ok:
         raise TransportError(f"backend {backend} cannot be used: {availability.reason}")
     return _BACKENDS[backend]
