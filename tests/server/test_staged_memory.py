@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 import rollwire_transport as transport
+import torch
 from rollwire_server.counts import Counts
-from rollwire_server.engines.base import EngineError, KvPolicy, TornWeightsError
+from rollwire_server.engines.base import EngineError
 from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.outcomes import outcome, result
 from rollwire_server.served import ServedWeights
 from rollwire_server.update import Announcement, Membership, Phase, Publisher
 from rollwire_server.updates import Updates
@@ -226,29 +228,14 @@ async def test_no_update_is_staged_while_one_is_that_nobody_waits_for(
 
 
 @pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize(
-    "error", [EngineError("no"), TornWeightsError("torn"), ValueError("a bug")]
-)
-async def test_a_commit_that_fails_keeps_no_memory(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    async def fails(*_: object) -> None:
-        raise error.with_traceback(None)
+async def test_a_refusal_keeps_no_memory_of_what_was_refused() -> None:
+    memory: list[weakref.ref[object]] = []
 
-    async with updating() as (updates, manifest), asyncio.timeout(20):
-        memory = Memory(updates._engine, monkeypatch)
-        monkeypatch.setattr(updates._engine, "commit", fails)
-        reports = updates.announce(Announcement(PUBLISHER, "u", 1, False, manifest, 30.0))
-        await anext(reports)
-        update = updates.update
-        assert update is not None
-        monkeypatch.setattr(type(update.receiver), "digests", {})
-        monkeypatch.setattr(type(update.receiver), "digest", 0)
-        update.move(Phase.STAGED)
-        del update
-        await anext(reports)
-        assert memory.held
-        with pytest.raises(ServiceError):
-            await updates.commit(PUBLISHER, "u", 0, KvPolicy.KEEP)
-        await reports.aclose()
-        assert not memory.held
+    async def fails() -> None:
+        held = torch.empty(4)
+        memory.append(weakref.ref(held.untyped_storage()))
+        raise ServiceError(Reason.COMMIT_FAILED, "no room") from EngineError("no room")
+
+    with pytest.raises(ServiceError, match="no room"):
+        await result(asyncio.create_task(outcome(fails())))
+    assert memory[0]() is None

@@ -193,6 +193,7 @@ def test_locked_pages_are_copied_to_and_from() -> None:
     lock.release()
     assert not other.is_pinned()
     assert PageLock(torch.empty(0, dtype=torch.uint8), pages).error is not None
+    assert torch.ones(3, device="cuda").add_(1).sum().item() == 6  # that failure is not found again
 
 
 def test_device_memory_is_lent_while_a_tensor_of_it_is_held() -> None:

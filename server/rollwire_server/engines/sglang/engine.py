@@ -134,11 +134,14 @@ class SglangEngine:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         self._tasks = []
-        if self._weights is not None:
-            with contextlib.suppress(EngineError, TimeoutError):  # its processes end all the same
+        try:
+            if self._weights is not None:
                 async with asyncio.timeout(LETTING_GO_SECONDS):
                     await self._weights.let_go()
-        await self._bridge.stop()
+        except (EngineError, TimeoutError):
+            pass  # its processes end all the same
+        finally:
+            await self._bridge.stop()
 
     def describe(self) -> EngineInfo:
         """See ``Engine``."""

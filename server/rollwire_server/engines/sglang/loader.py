@@ -49,7 +49,10 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         answer["error"] = f"{type(error).__name__}: {error}"
     answer["touched"] = loader.touched
     with contextlib.suppress(OSError):  # nobody waits for the answer any more
-        Path(command["answers"], f"{_rank()}.json").write_text(json.dumps(answer))
+        path = Path(command["answers"], f"{_rank()}.json")
+        begun = path.with_suffix(".begun")  # half of an answer is none
+        begun.write_text(json.dumps(answer))
+        begun.rename(path)
 
 
 class Loader:
@@ -118,10 +121,12 @@ class Loader:
         return {"lock_error": next((lock.error for lock in self._locks if lock.error), None)}
 
     def _close(self) -> None:
+        memories, locks = self._memories, self._locks
         self._opened, self._copies = {}, ([], [])
-        for lock in self._locks:
-            lock.release()
         self._locks, self._memories, self._parts = [], [], []
+        for lock in locks:
+            lock.release()
+        del memories  # after they are unlocked
 
     def _put(self) -> dict[str, Any]:
         if not self._opened:  # or else the former weights would serve under the new ones' name
