@@ -63,6 +63,7 @@ class Memory:
         self.may_stage = asyncio.Event()
         self.may_stage.set()
         self.held_while_staging: list[bool] = []
+        self.staged = 0
         monkeypatch.setattr(engine, "stage", self.stage)
 
     @property
@@ -74,6 +75,7 @@ class Memory:
         self.asked.set()
         await self.may_stage.wait()
         staged = await self._stage(manifest)
+        self.staged += 1
         self._storages += [weakref.ref(t.untyped_storage()) for t in staged.values()]
         return staged
 
@@ -85,6 +87,25 @@ def no_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+async def the_next_waits(
+    updates: Updates,
+    manifest: transport.Manifest,
+    memory: Memory,
+    go: asyncio.Event | threading.Event,
+) -> None:
+    """Another update is staged only after ``go``; both have been then."""
+    memory.asked.clear()
+    reports = updates.announce(Announcement(PUBLISHER, "next", 2, False, manifest, 30.0))
+    ready = asyncio.create_task(anext(reports))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(memory.asked.wait(), 0.3)
+    go.set()
+    assert (await ready).phase is Phase.READY
+    await reports.aclose()
+    assert memory.held_while_staging == [False, False]
+    assert memory.staged == 2
 
 
 @contextlib.asynccontextmanager
@@ -125,54 +146,22 @@ async def test_an_update_whose_memory_is_not_let_go_of_ends(
         await reports.aclose()
 
 
+@pytest.mark.usefixtures("no_collector")
 async def test_a_discarded_update_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "join", lambda *_, **__: Failing(lets_go=True))
-    gc.collect()
-    gc.disable()
-    try:
-        async with updating() as (updates, manifest), asyncio.timeout(20):
-            reports = updates.announce(Announcement(PUBLISHER, "u", 1, False, manifest, 30.0))
-            await anext(reports)
-            assert updates.update is not None
-            memory = [weakref.ref(t.untyped_storage()) for t in updates.update.staged.values()]
-            await updates.join(PUBLISHER, "u", Membership("e", "gloo", 1, 2, "127.0.0.1:1", 0), 5)
-            while (await anext(reports)).phase is not Phase.STALLED:
-                pass
-            assert all(there() is not None for there in memory)
-            await updates.discard(PUBLISHER, "u")
-            assert all(there() is None for there in memory)
-            with pytest.raises(ServiceError, match="was discarded"):
-                await anext(reports)
-    finally:
-        gc.enable()
-
-
-async def test_staging_goes_on_when_whoever_asked_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process may be in the middle of obeying."""
     async with updating() as (updates, manifest), asyncio.timeout(20):
-        begun, go, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        stage = updates._engine.stage
-
-        async def slowly(manifest: transport.Manifest) -> Mapping[str, Tensor]:
-            begun.set()
-            await go.wait()
-            staged = await stage(manifest)
-            ended.set()
-            return staged
-
-        monkeypatch.setattr(updates._engine, "stage", slowly)
         reports = updates.announce(Announcement(PUBLISHER, "u", 1, False, manifest, 30.0))
-        asking = asyncio.create_task(anext(reports))
-        await begun.wait()
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-        assert updates.update is None
-        go.set()
-        await ended.wait()
-        reports = updates.announce(Announcement(PUBLISHER, "v", 2, False, manifest, 30.0))
-        assert (await anext(reports)).phase is Phase.READY
-        await reports.aclose()
+        await anext(reports)
+        assert updates.update is not None
+        memory = [weakref.ref(t.untyped_storage()) for t in updates.update.staged.values()]
+        await updates.join(PUBLISHER, "u", Membership("e", "gloo", 1, 2, "127.0.0.1:1", 0), 5)
+        while (await anext(reports)).phase is not Phase.STALLED:
+            pass
+        assert all(there() is not None for there in memory)
+        await updates.discard(PUBLISHER, "u")
+        assert all(there() is None for there in memory)
+        with pytest.raises(ServiceError, match="was discarded"):
+            await anext(reports)
 
 
 @pytest.mark.usefixtures("no_collector")
@@ -192,21 +181,14 @@ async def test_no_update_is_staged_while_the_one_before_is_let_go_of(
         link.given.clear()
         await reports.aclose()  # its call has ended
         assert updates.update is None
-        memory.asked.clear()
-        reports = updates.announce(Announcement(PUBLISHER, "v", 2, False, manifest, 30.0))
-        ready = asyncio.create_task(anext(reports))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(memory.asked.wait(), 0.3)
-        link.may_close.set()
-        assert (await ready).phase is Phase.READY
-        await reports.aclose()
-    assert memory.held_while_staging == [False, False]
+        await the_next_waits(updates, manifest, memory, link.may_close)
 
 
 @pytest.mark.usefixtures("no_collector")
 async def test_no_update_is_staged_while_one_is_that_nobody_waits_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """It goes on: another process may be in the middle of obeying."""
     async with updating() as (updates, manifest), asyncio.timeout(20):
         memory = Memory(updates._engine, monkeypatch)
         memory.may_stage.clear()
@@ -216,15 +198,7 @@ async def test_no_update_is_staged_while_one_is_that_nobody_waits_for(
         asking.cancel()
         await asyncio.wait([asking])
         del asking  # its error's frames know what it waited for
-        memory.asked.clear()
-        reports = updates.announce(Announcement(PUBLISHER, "v", 2, False, manifest, 30.0))
-        ready = asyncio.create_task(anext(reports))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(memory.asked.wait(), 0.3)
-        memory.may_stage.set()
-        assert (await ready).phase is Phase.READY
-        await reports.aclose()
-    assert memory.held_while_staging == [False, False]
+        await the_next_waits(updates, manifest, memory, memory.may_stage)
 
 
 @pytest.mark.usefixtures("no_collector")
