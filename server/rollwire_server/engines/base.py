@@ -332,7 +332,8 @@ class Engine(Protocol):
         """Memory for an update beside the serving weights: one contiguous tensor for each that the
         manifest sends.
 
-        The manifest has been compared with the schema. The memory is freed when the mapping is.
+        The manifest has been compared with the schema. The memory may serve the next update once
+        nobody holds a tensor of the mapping; there may be none for two, so that is asked for then.
         """
 
     async def commit(self, staged: StagedUpdate, weights: WeightTag, policy: KvPolicy) -> Applied:
