@@ -84,7 +84,7 @@ def test_buckets_take_turns_and_only_those_without_a_home_share_buffers() -> Non
     manifest = plan([*describe_all({"a": torch.zeros(640, dtype=torch.uint8)})], bucket_bytes=64)
     memory = torch.zeros(640, dtype=torch.uint8)
     homes = [memory[64 * i :][:64] if i % 2 else None for i in range(10)]
-    slots = Slots(manifest.buckets, 0, homes, CPU)
+    slots = Slots(manifest.buckets, 0, homes, CPU, CPU)
     seen, buffers = [], set()
     under_way = [slot for _ in range(9) if (slot := slots.take()) is not None]
     assert 2 <= len(under_way) < 9
@@ -99,3 +99,12 @@ def test_buckets_take_turns_and_only_those_without_a_home_share_buffers() -> Non
             under_way.append(following)
     assert seen == list(range(10))
     assert len(buffers) < 5
+
+
+def test_headers_may_come_elsewhere_than_what_they_are_of() -> None:
+    manifest = three()
+    elsewhere = torch.device("meta")
+    slots = Slots(manifest.buckets, 0, [None] * len(manifest.buckets), CPU, elsewhere)
+    slot = slots.take()
+    assert slot is not None
+    assert (slot.header.device, slot.payload.device) == (elsewhere, CPU)

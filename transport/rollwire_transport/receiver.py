@@ -121,7 +121,8 @@ class Receiver:
             )
         buckets = self._manifest.buckets
         sealer = Sealer(buckets[first_bucket:], first_bucket, link.device)
-        slots = Slots(buckets, first_bucket, self._homes(first_bucket, link.device), link.device)
+        homes = self._homes(first_bucket, link.device)
+        slots = Slots(buckets, first_bucket, homes, link.device, link.header_device)
         in_flight: deque[tuple[Slot, Transfer]] = deque()
         come: list[Slot] = []
         sealed: deque[_Sealed] = deque()
@@ -197,16 +198,15 @@ class Receiver:
 
     def _seal(self, come: Sequence[Slot], sealer: Sealer, peer: str) -> _Sealed:
         """Computes records, and unpacks what is not in place; a device is only told to."""
-        numbers = []
+        records = []
         for slot in come:
-            record = sealer.seal(slot.index, slot.payload)
-            numbers += [slot.header, record]
+            records.append(sealer.seal(slot.index, slot.payload))
             if slot.index < self._next_bucket:
-                self._enter(_Sealed((slot,), HostCopy(torch.cat([slot.header, record]))), peer)
+                self._enter(_Sealed.of([slot], records[-1:]), peer)
             if not slot.in_place:
                 self._unpack(slot)
         # What a device copies is there once these are, which come after it.
-        return _Sealed(tuple(come), HostCopy(torch.cat(numbers)))
+        return _Sealed.of(come, records)
 
     def _unpack(self, slot: Slot) -> None:
         for span in self._manifest.buckets[slot.index].spans:
@@ -217,11 +217,11 @@ class Receiver:
 
     def _enter(self, some: _Sealed, peer: str) -> None:
         """Notes buckets that are what was sent; a device is done with them then."""
-        numbers = iter(some.numbers.read())
+        headers, records = iter(some.headers.read()), iter(some.records.read())
         for slot in some.slots:
             bucket = self._manifest.buckets[slot.index]
-            header = list(itertools.islice(numbers, HEADER))
-            record = list(itertools.islice(numbers, HEADER + len(bucket.spans)))
+            header = list(itertools.islice(headers, HEADER))
+            record = list(itertools.islice(records, HEADER + len(bucket.spans)))
             check_header(header, record[:HEADER], peer)
             self._ledger.enter(slot.index, record[HEADER:])
             if slot.index == self._next_bucket:
@@ -234,7 +234,13 @@ class _Sealed:
     """Buckets that have come; of each the header that came with it, and the record."""
 
     slots: tuple[Slot, ...]
-    numbers: HostCopy
+    headers: HostCopy
+    records: HostCopy
+
+    @classmethod
+    def of(cls, slots: Sequence[Slot], records: Sequence[Tensor]) -> _Sealed:
+        headers = [slot.header for slot in slots]
+        return cls(tuple(slots), HostCopy(torch.cat(headers)), HostCopy(torch.cat(list(records))))
 
 
 def _patient(device: torch.device) -> bool:

@@ -49,6 +49,7 @@ class Slots:
         first: The first that comes.
         homes: The memory of each that comes in place, from ``first`` on; None for the others.
         device: Where they come.
+        header_device: Where their headers do.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Slots:
         first: int,
         homes: Sequence[Tensor | None],
         device: torch.device,
+        header_device: torch.device,
     ) -> None:
         self._buckets = buckets
         self._first = self._next = first
@@ -67,7 +69,7 @@ class Slots:
             torch.empty(max(guests), dtype=torch.uint8, device=device) if guests else None
             for _ in homes[:_AT_ONCE]
         ]
-        self._headers = torch.zeros(len(homes), HEADER, dtype=torch.int64, device=device)
+        self._headers = torch.zeros(len(homes), HEADER, dtype=torch.int64, device=header_device)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 

@@ -47,12 +47,17 @@ class Link(abc.ABC):
     """One end of a group. Used by one thread, except for ``abort``.
 
     Attributes:
-        device: Where headers and payloads must lie.
+        device: Where payloads must lie, and the headers of those that are sent.
         upstream: The peer that this end receives from.
     """
 
     device: torch.device
     upstream: str
+
+    @property
+    def header_device(self) -> torch.device:
+        """Where the headers of those that are received must lie."""
+        return self.device
 
     @property
     def forwarded_bytes(self) -> int:

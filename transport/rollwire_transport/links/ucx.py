@@ -234,6 +234,11 @@ class _UcxLink(Link):
         self._thread.start()
 
     @property
+    def header_device(self) -> torch.device:
+        # Copied to a device, each would take a turn on it, for which whoever samples there waits.
+        return torch.device("cpu")
+
+    @property
     def forwarded_bytes(self) -> int:
         return self._forwarded_bytes
 
