@@ -6,6 +6,7 @@ gets on. So memory is locked when it is first opened, before the server samples.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -42,8 +43,12 @@ class CudaPages:
         cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device):  # a new thread is on the first one
             result = getattr(cuda, name)(*arguments)
-        if int(result) != 0:
-            raise RuntimeError(f"{name}: {cuda.cudaGetErrorString(result)}")
+            if int(result) != 0:
+                # CUDA keeps a failure until somebody asks for the last one, and torch asks after
+                # each kernel: the next one of this thread would seem to have failed.
+                with contextlib.suppress(RuntimeError):
+                    torch.ones(1, device=self._device)
+                raise RuntimeError(f"{name}: {cuda.cudaGetErrorString(result)}")
 
 
 class PageLock:
