@@ -207,6 +207,24 @@ def test_a_death_is_seen_by_rank_0_and_its_own_by_all() -> None:
         assert error.peer == "rank 0"
 
 
+def test_a_death_that_is_told_late_is_waited_for() -> None:
+    with group() as (trainer, _, two):
+        trainer.blame(lambda: False)  # nobody is to blame
+        looks = 0
+
+        def dies_meanwhile() -> bool:
+            nonlocal looks
+            looks += 1
+            if looks == 2:
+                two.close()
+            return False
+
+        with pytest.raises(TransportError, match="rank 2 left the group") as caught:
+            trainer.blame(dies_meanwhile)
+        assert caught.value.peer == "rank 2"
+        trainer.blame(lambda: True)
+
+
 def test_who_has_finished_may_leave() -> None:
     with group() as (trainer, one, two):
         for lines in (one, two):

@@ -27,7 +27,7 @@ from rollwire_transport.errors import SharedDevice, TransportError, TransportTim
 from rollwire_transport.links import addresses
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 TICKET_BYTES = 128
 CARD_BYTES = 16
@@ -38,6 +38,7 @@ _VERDICT = struct.Struct("<BI")
 
 _POLL_SECONDS = 0.005
 _LISTEN_SECONDS = 0.05
+_BLAME_SECONDS = 0.3  # by which a peer's end may be known here later than elsewhere
 
 
 class _Verdict(enum.IntEnum):
@@ -277,6 +278,15 @@ class Lines:
                 )
             if peer.left and not peer.finished:
                 raise TransportError(f"rank {rank} left the group", f"rank {rank}")
+
+    def blame(self, given_up: Callable[[], bool]) -> None:
+        """As ``check``, but waits a moment for it, or until ``given_up``: what moves the buckets
+        may lose a peer that died before its line tells so.
+        """
+        until = time.monotonic() + _BLAME_SECONDS
+        while time.monotonic() < until and not given_up():
+            self.check()
+            time.sleep(_POLL_SECONDS)
 
     def read(self) -> None:
         """Takes in what peers told, whatever it is."""

@@ -281,13 +281,12 @@ class _GlooLink(Link):
 
     def _lost(self, peer: str, error: BaseException) -> TransportError:
         """What broke a connection, which the members may know better than gloo."""
-        until = time.monotonic() + _VERDICT_SECONDS
-        while time.monotonic() < until:
-            try:
-                self._check()
-            except TransportError as verdict:
-                return verdict
-            time.sleep(_LOOK_SECONDS)
+        try:
+            self._lines.blame(lambda: self._aborted)
+        except TransportError as verdict:
+            return verdict
+        if self._aborted:
+            return _aborted()
         return _failure(f"the transfer with {peer} failed", error, math.inf, peer)
 
     def _post(self, post: _Post, header: Tensor, payload: Tensor) -> Transfer:

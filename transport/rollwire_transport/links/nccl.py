@@ -304,9 +304,9 @@ class _NcclLink(Link):
         try:
             yield
         except (libnccl.NcclError, RuntimeError) as error:
+            self._lines.blame(lambda: self._aborted)
             if self._aborted:
                 raise _aborted() from error
-            self._lines.check()
             raise TransportError(f"NCCL failed: {error}") from error
 
     def _reap(self, communicator: libnccl.Communicator | None) -> None:
