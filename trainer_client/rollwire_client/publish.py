@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 import uuid
 from typing import TYPE_CHECKING
 
@@ -79,7 +80,7 @@ class Publish:
         timeouts: PublishTimeouts,
         expected_digest: int | None = None,
     ) -> None:
-        self.version = version
+        self.version = _step(version)
         self.update_id = uuid.uuid4().hex
         self.sent_bytes = 0
         self.announced = asyncio.Event()
@@ -100,7 +101,7 @@ class Publish:
         self._request = weights_pb2.UpdateWeightsRequest(
             publisher=publisher,
             update_id=self.update_id,
-            version=version,
+            version=self.version,
             allow_version_rollback=allow_version_rollback,
             manifest=wire.manifest(self._manifest),
             stage_lease=wire.duration(timeouts.stage_lease),
@@ -128,7 +129,9 @@ class Publish:
             await through(self._end(following))
         for recipient in self._recipients:
             if recipient.error is not None:
-                logger.warning("version %s was not published: %s", self.version, recipient.error)
+                logger.warning(
+                    "version %s is not on every server: %s", self.version, recipient.error
+                )
         return PublishReport(
             version=self.version,
             update_id=self.update_id,
@@ -266,3 +269,18 @@ def _other_digest(recipient: Recipient, sent: int) -> DigestMismatchError:
         f"{sent:016x}",
         server=recipient.address,
     )
+
+
+def _step(version: int | None) -> int | None:
+    """A version as the API has it, of whatever integer it is: numpy's too."""
+    if version is None:
+        return None
+    try:
+        step = operator.index(version)
+    except TypeError:
+        raise TypeError(
+            f"version is the trainer's step, an integer, or None: not {version!r}"
+        ) from None
+    if not -(1 << 63) <= step < 1 << 63:
+        raise ValueError(f"version is the trainer's step, an integer of 64 bits: not {step}")
+    return step
