@@ -238,9 +238,9 @@ class _Sealed:
     records: HostCopy
 
     @classmethod
-    def of(cls, slots: Sequence[Slot], records: Sequence[Tensor]) -> _Sealed:
+    def of(cls, slots: Sequence[Slot], records: list[Tensor]) -> _Sealed:
         headers = [slot.header for slot in slots]
-        return cls(tuple(slots), HostCopy(torch.cat(headers)), HostCopy(torch.cat(list(records))))
+        return cls(tuple(slots), HostCopy(torch.cat(headers)), HostCopy(torch.cat(records)))
 
 
 def _patient(device: torch.device) -> bool:
