@@ -77,9 +77,9 @@ _kept = []  # operators go with the last reference to what declared them
 
 
 def _declare_torchvision() -> None:
-    from torch.library import Library
+    from torch import library
 
-    ops = Library("torchvision", "FRAGMENT")
+    ops = library.Library("torchvision", "FRAGMENT")
     _kept.append(ops)
     for op in _TORCHVISION_OPS:
         with contextlib.suppress(RuntimeError):  # a build of torchvision that declares it itself
