@@ -155,6 +155,8 @@ class Publisher:
             A handle, once every server that can has checked the update and reserved memory for it.
 
         Raises:
+            TypeError: ``version`` is no integer.
+            ValueError: It does not fit 64 bits.
             SchemaMismatchError: The tensors are not those that the servers want.
             PublishInProgressError: The publish before has not ended.
             StalePublisherError: A publisher with a higher term took over.
