@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from rollwire_transport import TransportError, TransportTimeout
+from rollwire_transport.links import control
 from rollwire_transport.links.control import TICKET_BYTES, Gathering, Lines, Signal, call
 
 if TYPE_CHECKING:
@@ -207,9 +208,10 @@ def test_a_death_is_seen_by_rank_0_and_its_own_by_all() -> None:
         assert error.peer == "rank 0"
 
 
-def test_a_death_that_is_told_late_is_waited_for() -> None:
+def test_a_death_that_is_told_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with group() as (trainer, _, two):
         trainer.blame(lambda: False)  # nobody is to blame
+        monkeypatch.setattr(control, "_BLAME_SECONDS", TIMEOUT)
         looks = 0
 
         def dies_meanwhile() -> bool:
