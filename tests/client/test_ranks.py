@@ -217,10 +217,32 @@ async def test_a_rank_that_does_not_come_is_named(
             return_exceptions=True,
         )
         assert isinstance(leader, SourceError)
-        assert "rank 2 has not called within 1 s" in str(leader)
-        assert isinstance(other, PublishError | SourceError)
-        with pytest.raises(SourceError, match="rank 0 of the trainer is gone"):
+        for told in (leader, other):
+            assert "rank 2 has not called within 1 s" in str(told)
+        with pytest.raises(PublishError, match="rank 2 has not called within 1 s"):
             await ranks[2].publish(None, 1, Source())
+        with pytest.raises(SourceError, match="rank 0 of the trainer is gone"):
+            await ranks[2].publish(None, 2, Source())
+        told = await asyncio.gather(
+            ranks[0].publish(publisher, 2, Source()),
+            ranks[1].publish(None, 2, Source()),
+            return_exceptions=True,
+        )
+        assert "rank 2 of the trainer is gone" in str(told[0])
+        assert "rank 2 of the trainer is gone" in str(told[1])
+
+
+async def test_a_rank_without_a_tensor_that_rank_0_gathers_says_so(
+    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
+) -> None:
+    async with trainer(monkeypatch, group, size=2) as (_, publisher, ranks):
+        sharded = policy()
+        for tensor in sharded.values():
+            tensor.full_tensor = tensor.clone
+        part = {name: tensor for name, tensor in sharded.items() if name != "layer.bias"}
+        outcome = await on_all(ranks, publisher, [sharded, part])
+        assert "rank 1 failed: SourceError: rank 0 gathers layer.bias" in str(outcome[0])
+        assert "layer.bias, which this rank does not have" in str(outcome[1])
 
 
 async def test_rank_0_that_does_not_come_is_not_waited_for_for_ever(

@@ -119,7 +119,9 @@ class Follower:
             given = self._given
         else:
             given = self._tensors.get(name)
-        if given is None or not (callable(given) or hasattr(given, "full_tensor")):
+        if given is None:
+            raise SourceError(f"rank 0 gathers {name}, which this rank does not have")
+        if not (callable(given) or hasattr(given, "full_tensor")):
             raise SourceError(f"rank 0 gathers {name}, which is no DTensor here")
         whole(given)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import threading
@@ -32,49 +33,63 @@ class Lead:
 
     Args:
         lines: To the other ranks.
+        timeout: Seconds that another rank may take to call, and that rank 0 may be silent.
 
     Attributes:
         over: Whether they were let go of.
     """
 
-    def __init__(self, lines: Mapping[int, Line]) -> None:
+    def __init__(self, lines: Mapping[int, Line], timeout: float) -> None:
         self._lines = lines
+        self._timeout = timeout
+        self._alive_seconds = min(_ALIVE_SECONDS, timeout / 4)
         self._telling = threading.Lock()
         self.over = False
 
-    async def assemble(self, call: str, timeout: float) -> None:
+    async def assemble(self, call: str) -> None:
         """Waits until the other ranks have made the same call.
 
         Args:
             call: What is called, and with what.
-            timeout: Seconds.
 
         Raises:
             SourceError: One has not, or made another, or is gone.
         """
+        calling = [
+            asyncio.create_task(self._called(rank, line, call))
+            for rank, line in self._lines.items()
+        ]
+        try:
+            waiting: set[asyncio.Task[None]] = set(calling)
+            while waiting:
+                _, waiting = await asyncio.wait(waiting, timeout=self._alive_seconds)
+                for line in self._lines.values():  # those that are here wait for the others
+                    with contextlib.suppress(ConnectionError):  # told by who listens to it
+                        line.tell(Word.ALIVE)
+            for task in calling:
+                task.result()
+        finally:
+            await end(calling)
 
-        async def one(rank: int, line: Line) -> None:
-            try:
-                async with asyncio.timeout(timeout):
+    async def _called(self, rank: int, line: Line, call: str) -> None:
+        try:
+            async with asyncio.timeout(self._timeout):
+                word, text = await line.hear()
+                while word is Word.FAILED:  # in a publish that was over already
                     word, text = await line.hear()
-                    while word is Word.FAILED:  # in a publish that was over already
-                        word, text = await line.hear()
-            except TimeoutError as error:
-                line.close()  # what it calls later is of the past
-                raise SourceError(
-                    f"rank {rank} has not called within {timeout:g} s, rank 0 {call}"
-                ) from error
-            except ConnectionError as error:
-                raise _gone(rank, error) from error
-            if (word, text) != (Word.HERE, call):
-                raise SourceError(f"the ranks differ: rank {rank} {text}, rank 0 {call}")
-
-        done = await asyncio.gather(
-            *(one(rank, line) for rank, line in self._lines.items()), return_exceptions=True
-        )
-        for problem in done:
-            if isinstance(problem, BaseException):
-                raise problem
+        except TimeoutError as error:
+            late = SourceError(
+                f"rank {rank} has not called within {self._timeout:g} s, rank 0 {call}: these "
+                "ranks cannot publish any more"
+            )
+            with contextlib.suppress(ConnectionError):
+                line.tell(Word.OVER, str(late))  # it learns when it calls
+            line.close()  # what it calls later is of the past
+            raise late from error
+        except ConnectionError as error:
+            raise _gone(rank, error) from error
+        if (word, text) != (Word.HERE, call):
+            raise SourceError(f"the ranks differ: rank {rank} {text}, rank 0 {call}")
 
     def iterated(self, source: Source) -> Source:
         """``source``, with the other ranks iterating over theirs in step."""
@@ -140,7 +155,7 @@ class Lead:
                 self._tell(Word.ALIVE)
                 done, _ = await asyncio.wait(
                     [waiting, *listening],
-                    timeout=_ALIVE_SECONDS,
+                    timeout=self._alive_seconds,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 for task in done - {waiting}:

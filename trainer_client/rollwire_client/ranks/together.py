@@ -156,9 +156,9 @@ class Ranks:
         """
         if self._lead is not None and not self._lead.over:
             raise _in_progress()
-        lead = self._lead = Lead(self._lines)
+        lead = self._lead = Lead(self._lines, self._timeout)
         try:
-            await lead.assemble(call, self._timeout)
+            await lead.assemble(call)
             yield lead
         except BaseException as error:
             lead.fail(error)
