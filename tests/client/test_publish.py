@@ -18,6 +18,7 @@ from rollwire.v1 import weights_pb2
 from rollwire_client import (
     ClosedError,
     DigestMismatchError,
+    Fleet,
     KvPolicy,
     Publisher,
     PublishFailedError,
@@ -409,6 +410,23 @@ async def test_closing_the_fleet_ends_a_publish() -> None:
         await until(lambda: all(handle.update_id in s.discards for s in servers))
         with pytest.raises(ClosedError):
             await publisher.publish(2, policy())
+
+
+async def test_a_fleet_that_is_not_open_is_not_published_to() -> None:
+    async with publishing(1) as (servers, _, _):
+        fleet = Fleet([servers[0].address])
+        for _ in range(2):  # never opened, then closed
+            publisher = Publisher(fleet)
+            for call in (
+                publisher.publish(1, policy()),
+                publisher.catch_up(policy()),
+                publisher.schema(),
+                publisher.prepare(),
+            ):
+                with pytest.raises(ClosedError, match="the fleet is not open: use it within"):
+                    await call
+            async with fleet:
+                assert await publisher.schema() == SCHEMA
 
 
 async def test_publish_itself_can_be_cancelled() -> None:

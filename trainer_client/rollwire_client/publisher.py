@@ -102,8 +102,10 @@ class Publisher:
         """The tensors that the servers want, in their order; asked once.
 
         Raises:
+            ClosedError: The fleet is not open.
             RollwireError: No server tells.
         """
+        self._fleet.check_open()
         if self._schema is None:
             self._schema = await self._ask_schema()
         return self._schema
@@ -118,6 +120,7 @@ class Publisher:
             device: Where the tensors will lie.
 
         Raises:
+            ClosedError: The fleet is not open.
             RollwireError: No server tells its schema.
         """
         import rollwire_transport as transport
@@ -157,6 +160,7 @@ class Publisher:
         Raises:
             TypeError: ``version`` is no integer.
             ValueError: It does not fit 64 bits.
+            ClosedError: The fleet is not open.
             SchemaMismatchError: The tensors are not those that the servers want.
             PublishInProgressError: The publish before has not ended.
             StalePublisherError: A publisher with a higher term took over.
@@ -196,6 +200,7 @@ class Publisher:
             empty where none was. A server that does not answer, sleeps or drains is left as it is.
 
         Raises:
+            ClosedError: The fleet is not open.
             DigestMismatchError: The tensors are not those of that version; nothing was committed.
             PublishFailedError: None of the servers could be brought up.
             PublishError: Nothing was published to this fleet yet; or see ``publish``.
@@ -227,8 +232,10 @@ class Publisher:
         """One publish at a time.
 
         Raises:
+            ClosedError: The fleet is not open.
             PublishInProgressError: The one before has not ended.
         """
+        self._fleet.check_open()
         if self._busy or (self._handle is not None and not self._handle.done):
             raise PublishInProgressError(
                 "the publish before has not ended: await its `committed` first"
