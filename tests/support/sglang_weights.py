@@ -57,7 +57,7 @@ class Beside:
     def __init__(self, model: Copying) -> None:
         self.model = model
 
-    async def update(self, command: str) -> None:
+    async def update(self, command: str, seconds: float) -> None:
         loader.load(self.model, [(command, torch.empty(0))])
 
 

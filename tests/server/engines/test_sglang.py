@@ -231,6 +231,30 @@ class TestServers:
             await asyncio.gather(pausing, return_exceptions=True)
 
     @pytest.mark.slow
+    @pytest.mark.parametrize("ended", [False, True])
+    async def test_a_scheduler_that_freezes_in_a_command_about_weights_is_noticed(
+        self, start_server: StartServer, tmp_path: Path, *, ended: bool
+    ) -> None:
+        """The server exits with a failure, or by the SIGTERM that comes meanwhile."""
+        server = start_server(
+            "--engine", "sglang", *flags("sglang", tmp_path),
+            "--engine-arg", f"unresponsive-seconds={600 if ended else 3}",
+        )  # fmt: skip
+        processes = running(of=server.process.pid)
+        async with connected(server.address) as api:
+            await api.pause()
+            os.kill(scheduler(server), signal.SIGSTOP)
+            verifying = asyncio.create_task(status(api, verify=True))
+            if ended:
+                await asyncio.wait([verifying], timeout=1)
+                assert not verifying.done()
+                server.process.terminate()
+            assert server.process.wait(NOTICED_SECONDS) == (0 if ended else 1)
+            await asyncio.gather(verifying, return_exceptions=True)
+        assert ("SGLang is dead: its scheduler" in server.log.read_text()) is not ended
+        assert_ended(processes)
+
+    @pytest.mark.slow
     async def test_with_tensor_parallelism_each_process_puts_its_part_in_place(
         self, start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -281,6 +305,16 @@ class TestServers:
         last = log.read_text().splitlines()[-1]
         assert last.startswith("rollwire-server: SGLang did not start: ")
         assert "no_such_thing" in last
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed")
+def test_without_sglang_a_server_says_what_it_needs(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    command = ["--engine", "sglang", *flags("sglang", tmp_path), "--listen", "127.0.0.1:0"]
+    server = ExecutedCommand(command, log, dict(os.environ))
+    assert server.wait(EXECUTED_START_SECONDS) == 1
+    last = log.read_text().splitlines()[-1]
+    assert last == "rollwire-server: needs sglang: install SGLang beside rollwire"
 
 
 def runs(pid: int) -> bool:

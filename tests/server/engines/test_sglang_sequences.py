@@ -187,3 +187,26 @@ def test_what_keeps_its_keys_and_values_owns_up_to_them() -> None:
     step, _ = sequences.take([chunk(a.rid, 6), chunk(fresh.rid, 7)], TAG)
     assert step.weights == TAG
     assert step.oldest_kv_revisions == [2, 3]
+
+
+def test_one_that_is_refused_ends_with_why() -> None:
+    asked = spec((1, 2))
+    sequences = sequences_of(asked)
+    (request,) = send_all(sequences)
+    end = sequences.refuse(request.rid, "too long")
+    assert end is not None
+    assert (end.key, end.reason, end.message) == (asked.key, EndReason.FAILED, "too long")
+    assert (len(sequences), sequences.sent) == (0, 0)
+
+
+@pytest.mark.parametrize("how", ["aborted", "recalled"])
+def test_one_that_is_refused_once_it_was_given_up_is_not_waited_for(how: str) -> None:
+    asked = spec((1, 2))
+    sequences = sequences_of(asked)
+    (request,) = send_all(sequences)
+    if how == "aborted":
+        sequences.remove([asked.key])
+    else:
+        sequences.recall(started=True)
+    assert sequences.refuse(request.rid, "too long") is None
+    assert not sequences.ending

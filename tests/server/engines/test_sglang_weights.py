@@ -76,9 +76,9 @@ class TestWeights:
         obeyed: list[str] = []
         obey = weights._bridge.update
 
-        async def noted(command: str) -> None:
+        async def noted(command: str, seconds: float) -> None:
             obeyed.append(json.loads(command)["do"])
-            await obey(command)
+            await obey(command, seconds)
 
         monkeypatch.setattr(weights._bridge, "update", noted)
         await weights.take_memory()
@@ -126,9 +126,9 @@ class TestWeights:
         await weights.take_memory()
         obey = weights._bridge.update
 
-        async def without_an_answer(command: str) -> None:
-            await obey(command)
-            raise TimeoutError("no answer")
+        async def without_an_answer(command: str, seconds: float) -> None:
+            await obey(command, seconds)
+            raise EngineError("no answer")
 
         with monkeypatch.context() as patch:
             patch.setattr(weights._bridge, "update", without_an_answer)

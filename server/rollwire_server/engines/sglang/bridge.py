@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import logging
 import os
 import signal
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,10 +34,9 @@ if TYPE_CHECKING:
     from .config import SglangConfig
     from .messages import Chunk, Facts, Receiver, Request
 
-UPDATE_SECONDS = 600.0
-"""For one weight command: reading a large checkpoint takes minutes."""
-
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class Bridge:
@@ -82,6 +82,8 @@ class Bridge:
     async def stop(self) -> None:
         """Ends its processes. Idempotent, also before ``start`` and after a failed one."""
         self._stopping = True
+        self._dead = self._dead or EngineError("SGLang is being stopped")
+        self._died.set()
         for descriptor in self._watched:
             self._living_loop().remove_reader(descriptor)
             os.close(descriptor)
@@ -118,6 +120,14 @@ class Bridge:
         self._dead = EngineError(f"SGLang is dead: {why}")
         self._died.set()
         self.receiver.on_death(self._dead)
+
+    async def vital(self, work: Awaitable[None], what: str) -> None:
+        """Does what SGLang is of no use without: it is given up when that fails."""
+        try:
+            await work
+        except Exception as error:
+            logger.exception("a bug: %s failed", what)
+            self.die(f"{what} failed: {type(error).__name__}: {error}")
 
     # Commands.
 
@@ -193,12 +203,29 @@ class Bridge:
         finally:
             del self._echoes[name]
 
-    async def update(self, command: str) -> None:
-        """Runs a command of ``loader.load`` in every scheduler process, between two steps."""
+    async def update(self, command: str, seconds: float) -> None:
+        """Runs a command of ``loader.load`` in every scheduler process, between two steps.
+
+        SGLang is dead if that takes ``seconds`` longer than it may be silent. Whoever cancels is
+        heard once it is over: a command that was begun would be in the way of the next.
+        """
+        limit = self._config.unresponsive_seconds + seconds
+        updating = asyncio.create_task(self._within(limit, self._update(self._living(), command)))
+        cancelled: asyncio.CancelledError | None = None
+        while not updating.done():
+            try:
+                await asyncio.wait([updating])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            updating.exception()  # retrieved
+            raise cancelled
+        updating.result()
+
+    async def _update(self, manager: Any, command: str) -> None:
         from sglang.srt.managers import io_struct
         from sglang.srt.utils import MultiprocessingSerializer
 
-        manager = self._living()
         # A name and an empty tensor: the weights themselves do not travel this way.
         message = MultiprocessingSerializer.serialize([(command, torch.empty(0))])
         asked = io_struct.UpdateWeightsFromTensorReqInput(
@@ -206,16 +233,14 @@ class Bridge:
             load_format=LOADER,
             flush_cache=False,
         )
-        async with asyncio.timeout(UPDATE_SECONDS):
-            if hasattr(manager, "begin_weight_update"):  # since 0.5.21
-                begin, end = io_struct.BeginWeightUpdateReqInput, io_struct.EndWeightUpdateReqInput
-                await self._succeeds(manager.begin_weight_update(begin()))
-                try:
-                    await self._succeeds(manager.update_weights_from_tensor(asked))
-                finally:
-                    await self._succeeds(manager.end_weight_update(end()))
-            else:
-                await self._succeeds(manager.update_weights_from_tensor(asked))
+        if not hasattr(manager, "begin_weight_update"):  # since 0.5.21
+            _succeeded(await manager.update_weights_from_tensor(asked))
+            return
+        begin, end = io_struct.BeginWeightUpdateReqInput, io_struct.EndWeightUpdateReqInput
+        _succeeded(await manager.begin_weight_update(begin()))
+        answer = await manager.update_weights_from_tensor(asked)
+        _succeeded(await manager.end_weight_update(end()))
+        _succeeded(answer)
 
     async def release_memory(self, tags: list[str]) -> None:
         """Gives device memory back: "kv_cache", "weights"."""
@@ -231,14 +256,11 @@ class Bridge:
         asked = ResumeMemoryOccupationReqInput(tags=tags)
         await self._promptly(self._living().resume_memory_occupation(asked))
 
-    async def _succeeds(self, call: Awaitable[tuple[bool, str]]) -> None:
-        success, message = await self._or_dead(call)
-        if not success:
-            raise EngineError(f"SGLang's update failed: {message}")
-
     async def _promptly(self, call: Awaitable[T]) -> T:
         """What ``call`` returns; SGLang is dead if that takes longer than it may be silent."""
-        limit = self._config.unresponsive_seconds
+        return await self._within(self._config.unresponsive_seconds, call)
+
+    async def _within(self, limit: float, call: Awaitable[T]) -> T:
         try:
             async with asyncio.timeout(limit):
                 return await self._or_dead(call)
@@ -275,15 +297,10 @@ class Bridge:
     # What the manager hands over.
 
     def read(self, reader: Callable[[], Awaitable[None]]) -> None:
-        """See ``Listener``; SGLang is given up when that loop fails."""
-
-        async def reading() -> None:
-            try:
-                await reader()
-            except Exception as error:  # whatever it is, nothing is read any more
-                self.die(f"reading its outputs failed: {type(error).__name__}: {error}")
-
-        self._reading = self._living_loop().create_task(reading(), name="sglang outputs")
+        """See ``Listener``."""
+        self._reading = self._living_loop().create_task(
+            self.vital(reader(), "reading its outputs"), name="sglang outputs"
+        )
 
     def on_chunks(self, chunks: list[Chunk]) -> None:
         """See ``Listener``."""
@@ -294,3 +311,9 @@ class Bridge:
         echo = self._echoes.get(name or "")
         if echo is not None and not echo.done():
             echo.set_result(None)
+
+
+def _succeeded(answer: tuple[bool, str]) -> None:
+    success, message = answer
+    if not success:
+        raise EngineError(f"SGLang's update failed: {message}")

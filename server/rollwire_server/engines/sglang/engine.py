@@ -76,6 +76,7 @@ class SglangEngine:
         self._tasks: list[asyncio.Task[None]] = []
         self._sink: Sink | None = None
         self._facts: Facts | None = None
+        self._info: EngineInfo | None = None
         self._tag: WeightTag | None = None
         self._weights: Weights | None = None
         self._sequences = Sequences(0)
@@ -100,10 +101,14 @@ class SglangEngine:
         self._weights = Weights(self._bridge, facts, folder, self._config.devices[0])
         self._tag = WeightTag(None, 0, server_id, await self._weights.read())
         await self._choose_staging(self._weights)
+        self._info = self._describe(self._weights)
         self._sink = sink
         self._tasks = [
-            asyncio.create_task(self._send(), name="sglang sequences"),
-            asyncio.create_task(self._listen(), name="sglang heartbeat"),
+            asyncio.create_task(self._bridge.vital(work, what), name=f"sglang {what}")
+            for work, what in (
+                (self._send(), "sending sequences"),
+                (self._listen(), "listening for its heartbeat"),
+            )
         ]
         return self._tag
 
@@ -131,20 +136,27 @@ class SglangEngine:
         self._sink = None
         for task in self._tasks:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-        self._tasks = []
+        letting_go = asyncio.create_task(self._let_go())
+        ending = [*self._tasks, letting_go]
         try:
-            if self._weights is not None:
-                async with asyncio.timeout(LETTING_GO_SECONDS):
-                    await self._weights.let_go()
-        except (EngineError, TimeoutError):
-            pass  # its processes end all the same
+            await asyncio.wait(ending, timeout=LETTING_GO_SECONDS)
         finally:
-            await self._bridge.stop()
+            await self._bridge.stop()  # whoever still waits for it learns that
+            await asyncio.gather(*ending, return_exceptions=True)
+        self._tasks = []
+
+    async def _let_go(self) -> None:
+        if self._weights is not None:
+            with contextlib.suppress(EngineError):  # its processes end all the same
+                await self._weights.let_go()
 
     def describe(self) -> EngineInfo:
         """See ``Engine``."""
+        if self._info is None:
+            raise EngineError("the engine has not started")
+        return self._info
+
+    def _describe(self, weights: Weights) -> EngineInfo:
         facts, config = self._known(), self._config
         basis = LogprobBasis.TEMPERATURE
         if facts.logprobs_before_temperature:
@@ -153,8 +165,8 @@ class SglangEngine:
             engine="sglang",
             model=config.model,
             device=config.devices[0],
-            staging="device" if self._started().on_devices else "host",
-            staging_bytes=self._started().nbytes,
+            staging="device" if weights.on_devices else "host",
+            staging_bytes=weights.nbytes,
             vocab_size=facts.vocab_size,
             context_length=facts.context_length,
             eos_token_ids=facts.eos_token_ids,
@@ -165,6 +177,7 @@ class SglangEngine:
             routed_experts=facts.routed_experts,
             unsupported_sampling=facts.unsupported_sampling,
             scaled_prompt_logprobs=False,
+            unsupported_sleep=_unsupported_sleep(facts),
         )
 
     def load(self) -> Load:
@@ -247,12 +260,13 @@ class SglangEngine:
             if (sequence := self._sequences.next_unsent(tag.revision)) is None:
                 return False
             sink = self._living()
+            request = self._sequences.send(sequence, tag.revision)
             try:
-                await self._bridge.send(self._sequences.send(sequence, tag.revision))
+                await self._bridge.send(request)
             except EngineError as error:
                 self._living()
-                end = self._sequences.end(sequence, str(error))
-                sink.on_step(Step(tag, [], [], [], ends=[end]))
+                if (end := self._sequences.refuse(request.rid, str(error))) is not None:
+                    sink.on_step(Step(tag, [], [], [], ends=[end]))
             return True
 
     async def _listen(self) -> None:
@@ -307,9 +321,6 @@ class SglangEngine:
         async with self._commands:
             self._living()
             facts, freed = self._known(), 0
-            backup = weights is SleepingWeights.HOST_BACKUP
-            if backup and facts.can_release_memory and not facts.keeps_weights_on_release:
-                raise EngineError("a host backup needs --engine-arg enable-weights-cpu-backup=true")
             if facts.can_release_memory:
                 await self._idle()
                 keep = weights is SleepingWeights.KEEP
@@ -375,3 +386,12 @@ class SglangEngine:
     def _free_device_bytes(self) -> int:
         devices = [] if self._config.on_cpu else self._config.devices
         return sum(int(torch.cuda.mem_get_info(device)[0]) for device in devices)
+
+
+def _unsupported_sleep(facts: Facts) -> dict[SleepingWeights, str]:
+    if not facts.can_release_memory or facts.keeps_weights_on_release:
+        return {}
+    return {
+        SleepingWeights.HOST_BACKUP: "SGLang keeps one with --engine-arg "
+        "enable-weights-cpu-backup=true alone; ask for KEEP or DISCARD"
+    }

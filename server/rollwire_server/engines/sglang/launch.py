@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 from functools import partial
-from multiprocessing import resource_tracker
+from multiprocessing import active_children, resource_tracker
 from typing import TYPE_CHECKING, Any
 
 from rollwire_server.engines.base import EngineError
@@ -20,6 +20,7 @@ from .outputs import manager_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from multiprocessing.process import BaseProcess
 
     from .config import SglangConfig
     from .outputs import Listener
@@ -38,6 +39,7 @@ class Launcher:
         self._listener = listener
         self._caller = Caller("rollwire-sglang")
         self._engine: Any = None
+        self._others: set[BaseProcess] | None = None  # of this process, that are not SGLang's
 
     async def start(self) -> Any:
         """SGLang's engine; raises EngineError with one line when it does not start."""
@@ -91,6 +93,7 @@ class Launcher:
         except ModuleNotFoundError as error:
             raise EngineError(f"needs {error.name}: install SGLang beside rollwire") from error
         manager = partial(manager_class(), self._listener)
+        self._others = set(active_children())
 
         class OurEngine(Engine):  # type: ignore[misc]  # no types
             run_scheduler_process_func = staticmethod(processes.run_scheduler)
@@ -116,10 +119,11 @@ class Launcher:
     def _shut_down(self) -> None:
         if self._engine is not None:
             self._engine.shutdown()
-            return
-        from sglang.srt.utils import kill_process_tree  # what a failed start left
+        elif self._others is not None:  # what a failed start left
+            from sglang.srt.utils import kill_process_tree
 
-        kill_process_tree(os.getpid(), include_parent=False)
+            for child in set(active_children()) - self._others:
+                kill_process_tree(child.pid)
 
 
 @contextlib.contextmanager

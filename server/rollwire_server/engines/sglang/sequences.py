@@ -182,11 +182,12 @@ class Sequences:
             step.oldest_kv_revisions = []
         return step, to_end
 
-    def end(self, sequence: Sequence, message: str) -> End:
-        """Ends one that SGLang does not take."""
+    def refuse(self, rid: str, message: str) -> End | None:
+        """Ends one that SGLang does not take; None if it was given up meanwhile."""
+        self.ending.pop(rid, None)
+        if (sequence := self._sent.pop(rid, None)) is None:
+            return None
         del self._live[sequence.spec.key]
-        if sequence.rid is not None:
-            self._sent.pop(sequence.rid, None)
         return End(sequence.spec.key, EndReason.FAILED, message)
 
     def kv_tokens(self) -> int:

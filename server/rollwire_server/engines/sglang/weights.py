@@ -17,7 +17,7 @@ import torch
 from rollwire_transport import sum_digests
 from rollwire_transport.tensors import nbytes
 
-from rollwire_server.engines.base import EngineError, TornWeightsError
+from rollwire_server.engines.base import ChangedWeightsError, EngineError, TornWeightsError
 
 from .checkpoint import describe_checkpoint
 from .page_lock import pages_of
@@ -38,6 +38,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CHANGE = ("put", "reload")
+READ = ("learn", "reload")
+READING_SECONDS = 600.0
+"""A command that reads a large checkpoint takes minutes."""
+SLOWEST = 1 << 29
+"""Bytes a second that any other gets through: locked, copied, loaded one by one or compared."""
 
 
 class Weights:
@@ -45,6 +50,7 @@ class Weights:
 
     Attributes:
         specs: The tensors that an update brings.
+        nbytes: What a full update takes.
         whole: They are those of one policy. If not, only a full update cures it.
     """
 
@@ -58,12 +64,8 @@ class Weights:
         self._memory: SharedMemory | None = None
         self._opened: Layout | None = None  # by the processes
         self.specs: list[TensorSpec] = []
+        self.nbytes = 0
         self.whole = True
-
-    @property
-    def nbytes(self) -> int:
-        """What a full update takes."""
-        return sum(nbytes(spec) for spec in self._sent())
 
     @property
     def on_devices(self) -> bool:
@@ -76,6 +78,7 @@ class Weights:
         Warms up what commits use.
         """
         self.specs, self._digests = await self._describe()
+        self.nbytes = sum(nbytes(spec) for spec in self._sent())
         tensors = [(s.name, s.dtype, s.shape) for s in self._sent()]
         for answer in await self._run("learn", tensors=tensors):
             if answer["recipe"] is not None:
@@ -85,7 +88,7 @@ class Weights:
     async def take_memory(self, devices: Sequence[torch.device] = ()) -> SharedMemory:
         """Takes memory for updates, on ``devices`` or else on the host, and keeps it.
 
-        Raises EngineError when there is no room for it.
+        Raises NoMemoryError when there is no room for it.
         """
         self._on_devices = devices
         await self.let_go()
@@ -168,10 +171,11 @@ class Weights:
         _, self._digests = await self._describe()
 
     async def digests(self) -> dict[str, int]:
-        """Of each tensor; raises EngineError when the memory is not what it was."""
+        """Of each tensor; raises ChangedWeightsError when the memory is not what it was."""
         changed = {name for answer in await self._run("compare") for name in answer["changed"]}
         if changed:
-            raise EngineError(f"the serving weights have changed: {', '.join(sorted(changed)[:3])}")
+            names = ", ".join(sorted(changed)[:3])
+            raise ChangedWeightsError(f"the serving weights have changed: {names}")
         return dict(self._digests)
 
     def _sent(self) -> list[TensorSpec]:
@@ -201,11 +205,13 @@ class Weights:
         EngineError.
         """
         ranks, failure = self._facts.ranks, ""
+        seconds = READING_SECONDS if do in READ else self.nbytes / SLOWEST
         with tempfile.TemporaryDirectory(prefix="rollwire-") as folder:
             try:
-                await self._bridge.update(json.dumps({"do": do, "answers": folder, **more}))
-            except (EngineError, TimeoutError) as error:
-                failure = str(error) or "no answer in time"
+                command = json.dumps({"do": do, "answers": folder, **more})
+                await self._bridge.update(command, seconds)
+            except EngineError as error:
+                failure = str(error)
             answers = await asyncio.to_thread(_answers, Path(folder))
         errors = [answer["error"] for answer in answers if answer["error"]]
         if not failure and not errors and len(answers) == ranks:
