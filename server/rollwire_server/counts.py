@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rollwire_server.update import Commit
+    from rollwire_server.update import Commit, Outcome
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class Counts:
         sampled_tokens: By the engine's steps.
         ended_sequences: By finish or error reason, lower case.
         refusals: Calls and sequences that were refused, by reason, lower case.
-        updates: By what came of them: "committed", "already_current" or "discarded".
+        updates: By what came of them.
         received_bytes: Of verified buckets.
         forwarded_bytes: Of buckets, passed on to other servers.
         on_commit: Called with each commit that put weights in place.
@@ -29,7 +29,7 @@ class Counts:
     sampled_tokens: int = 0
     ended_sequences: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
-    updates: Counter[str] = field(default_factory=Counter)
+    updates: Counter[Outcome] = field(default_factory=Counter)
     received_bytes: int = 0
     forwarded_bytes: int = 0
     on_commit: list[Callable[[Commit], None]] = field(default_factory=list)

@@ -13,10 +13,14 @@ import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
+from rollwire_server.engines.base import NoMemoryError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from google.protobuf.message import Message
+
+    from rollwire_server.engines.base import EngineError
 
 DOMAIN = "rollwire"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -40,6 +44,8 @@ class Reason(enum.Enum):
     BAD_REQUEST = grpc.StatusCode.INVALID_ARGUMENT, "a field that is missing or makes no sense"
 
     INTERNAL = grpc.StatusCode.INTERNAL, "a bug of the server"
+    ENGINE_FAILED = grpc.StatusCode.INTERNAL, "the engine failed at it; what serves is untouched"
+    NO_MEMORY = grpc.StatusCode.RESOURCE_EXHAUSTED, "the engine finds no memory for it"
 
     # Who calls.
     UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED, "no token, or one that is not known"
@@ -68,6 +74,10 @@ class Reason(enum.Enum):
     SLEEPING = grpc.StatusCode.UNAVAILABLE, "its memory is given back"
     AWAITING_WEIGHTS = grpc.StatusCode.UNAVAILABLE, "no update was committed yet"
     QUARANTINED = grpc.StatusCode.UNAVAILABLE, "a commit failed half way; a full update cures it"
+    UNSUPPORTED_SLEEP = (
+        grpc.StatusCode.FAILED_PRECONDITION,
+        "not what can become of this engine's weights while it sleeps",
+    )
 
     # Weight updates.
     FROZEN = grpc.StatusCode.FAILED_PRECONDITION, "this server takes no updates"
@@ -149,6 +159,20 @@ class ServiceError(Exception):
             details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
         code: int = self.reason.code.value[0]
         return status_pb2.Status(code=code, message=self.message, details=details)
+
+
+def of_engine(
+    error: EngineError, state: str = "", *, no_memory: Reason = Reason.NO_MEMORY
+) -> ServiceError:
+    """What a caller is told of an engine's failure.
+
+    Args:
+        error: What the engine raised.
+        state: What state things are in, and what to do.
+        no_memory: The reason where there was no memory for it.
+    """
+    reason = no_memory if isinstance(error, NoMemoryError) else Reason.ENGINE_FAILED
+    return ServiceError(reason, f"{error}; {state}" if state else str(error))
 
 
 def _cut(message: str) -> str:

@@ -7,6 +7,7 @@ mode is SERVING; in every other mode the mode matters more.
     STARTING ──loaded──▶ SERVING or AWAITING_WEIGHTS (--await-weights)
     AWAITING_WEIGHTS, QUARANTINED ──commit──▶ SERVING
     SERVING ──sleep──▶ SLEEPING ──wake──▶ SERVING or AWAITING_WEIGHTS (weights discarded)
+                               ──sleep failed──▶ SERVING
     SERVING, AWAITING_WEIGHTS ──torn commit──▶ QUARANTINED
     any ──drain──▶ DRAINING
 """
@@ -57,6 +58,7 @@ class Event(enum.Enum):
     COMMITTED = "committed"
     TORN = "torn"
     SLEPT = "slept"
+    SLEEP_FAILED = "sleep failed"
     WOKE = "woke"
     WOKE_EMPTY = "woke, awaiting weights"
     DRAIN = "drain"
@@ -79,6 +81,7 @@ class Rpc(enum.Enum):
     COMMIT_WEIGHTS = "CommitWeights"
     DISCARD_UPDATE = "DiscardUpdate"
     GET_WEIGHT_STATUS = "GetWeightStatus"
+    VERIFY = "GetWeightStatus with verify"
 
 
 MODES: dict[tuple[State, Event], State] = {
@@ -91,6 +94,7 @@ MODES: dict[tuple[State, Event], State] = {
     (State.SERVING, Event.TORN): State.QUARANTINED,
     (State.QUARANTINED, Event.TORN): State.QUARANTINED,
     (State.SERVING, Event.SLEPT): State.SLEEPING,
+    (State.SLEEPING, Event.SLEEP_FAILED): State.SERVING,
     (State.SLEEPING, Event.WOKE): State.SERVING,
     (State.SLEEPING, Event.WOKE_EMPTY): State.AWAITING_WEIGHTS,
     **{(state, Event.DRAIN): State.DRAINING for state in State},
@@ -98,6 +102,7 @@ MODES: dict[tuple[State, Event], State] = {
     (State.DRAINING, Event.COMMITTED): State.DRAINING,
     (State.DRAINING, Event.TORN): State.DRAINING,
     (State.DRAINING, Event.SLEPT): State.DRAINING,
+    (State.DRAINING, Event.SLEEP_FAILED): State.DRAINING,
     (State.DRAINING, Event.WOKE): State.DRAINING,
     (State.DRAINING, Event.WOKE_EMPTY): State.DRAINING,
 }
@@ -109,7 +114,7 @@ REFUSED: dict[State, set[Rpc]] = {
     State.STARTING: set(Rpc) - {Rpc.GET_SERVER_INFO, Rpc.ABORT},
     State.AWAITING_WEIGHTS: {Rpc.GENERATE, Rpc.SLEEP},
     State.SERVING: set(),
-    State.SLEEPING: {Rpc.GENERATE, Rpc.SLEEP, *_UPDATES},
+    State.SLEEPING: {Rpc.GENERATE, Rpc.SLEEP, Rpc.VERIFY, *_UPDATES},
     State.QUARANTINED: {Rpc.GENERATE, Rpc.SLEEP},
     State.DRAINING: {Rpc.GENERATE, Rpc.PAUSE, Rpc.SLEEP, Rpc.WAKE_UP, *_UPDATES},
 }

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import structlog
+
 from rollwire_server.engines.base import EngineError, SleepingWeights
-from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.errors import Reason, ServiceError, of_engine
 from rollwire_server.lifecycle import Event, Lifecycle, Rpc, State
 from rollwire_server.outcomes import outcome, result
 
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from rollwire_server.engines.base import Engine
     from rollwire_server.rollouts import Rollouts
     from rollwire_server.updates import Updates
+
+log = structlog.get_logger()
 
 
 class Memory:
@@ -36,7 +40,10 @@ class Memory:
         self._asleep = SleepingWeights.KEEP
 
     async def sleep(self, weights: SleepingWeights) -> int:
-        """Ends what is live, frees the KV cache and the weights as asked; returns bytes freed."""
+        """Ends what is live, frees the KV cache and the weights as asked; returns bytes freed.
+
+        Where the engine fails at it, the server goes on as before, without what was live.
+        """
         return await result(self._tasks.create_task(outcome(self._sleep(weights))))
 
     async def wake(self, *, reload_checkpoint: bool) -> None:
@@ -50,12 +57,29 @@ class Memory:
     async def _sleep(self, weights: SleepingWeights) -> int:
         async with self._one_at_a_time:
             self._lifecycle.check(Rpc.SLEEP)
+            self._check_supported(weights)
             await self._updates.drop(Reason.SLEEPING, "the server goes to sleep")
             self._lifecycle.check(Rpc.SLEEP)
             self._lifecycle.happened(Event.SLEPT)
-            self._asleep = weights
             await self._rollouts.interrupt_all("the server goes to sleep")
-            return await self._engine.sleep(weights)
+            try:
+                freed = await self._engine.sleep(weights)
+            except EngineError as error:
+                log.error("the server cannot sleep", why=str(error))  # noqa: TRY400  no bug
+                self._lifecycle.happened(Event.SLEEP_FAILED)
+                state = f"nothing was freed, the server is {self._lifecycle.state.value} again"
+                raise of_engine(error, state) from error
+            self._asleep = weights
+            return freed
+
+    def _check_supported(self, weights: SleepingWeights) -> None:
+        advice = self._engine.describe().unsupported_sleep.get(weights)
+        if advice is not None:
+            raise ServiceError(
+                Reason.UNSUPPORTED_SLEEP,
+                f"this server does not sleep with weights {weights.name}: {advice}; it is "
+                f"{self._lifecycle.state.value} as before",
+            )
 
     async def _wake(self, reload_checkpoint: bool) -> None:  # noqa: FBT001
         async with self._one_at_a_time:
@@ -71,9 +95,10 @@ class Memory:
                 )
             try:
                 await self._engine.wake(reload_checkpoint=reload_checkpoint)
+                if reload_checkpoint:
+                    await self._updates.served.reloaded()
             except EngineError as error:
-                raise ServiceError(Reason.STAGING_FAILED, str(error)) from error
-            if reload_checkpoint:
-                await self._updates.served.reloaded()
+                state = "the server sleeps on: wake it up again, or use another server"
+                raise of_engine(error, state) from error
             empty = discarded and not reload_checkpoint
             self._lifecycle.happened(Event.WOKE_EMPTY if empty else Event.WOKE)

@@ -12,11 +12,10 @@ from rollwire_server import __version__
 from rollwire_server.errors import Reason
 from rollwire_server.lifecycle import State
 from rollwire_server.sequences import FinishReason
-from rollwire_server.update import Phase
+from rollwire_server.update import Outcome, Phase
 
 if TYPE_CHECKING:
-    from collections import Counter
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from prometheus_client import Metric
 
@@ -32,7 +31,6 @@ STAGING_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 
 REASONS = [reason.name.lower() for reason in Reason]
 ENDS = [reason.value for reason in FinishReason] + REASONS
-OUTCOMES = ["committed", "already_current", "discarded"]
 
 
 class Metrics(Collector):
@@ -82,10 +80,17 @@ class Metrics(Collector):
         )  # fmt: skip
         yield _counter("sampled_tokens", "Tokens sampled.", counts.sampled_tokens)
         yield _counters(
-            "ended_sequences", "Sequences by how they ended.", counts.ended_sequences, ENDS
-        )
-        yield _counters("refusals", "Refused calls and sequences.", counts.refusals, REASONS)
-        yield _counters("updates", "Weight updates by outcome.", counts.updates, OUTCOMES)
+            "ended_sequences", "Sequences by how they ended.", "reason",
+            {end: counts.ended_sequences[end] for end in ENDS},
+        )  # fmt: skip
+        yield _counters(
+            "refusals", "Refused calls and sequences.", "reason",
+            {reason: counts.refusals[reason] for reason in REASONS},
+        )  # fmt: skip
+        yield _counters(
+            "updates", "Weight updates by outcome.", "outcome",
+            {outcome.value: counts.updates[outcome] for outcome in Outcome},
+        )  # fmt: skip
         yield _counter("update_received_bytes", "Bytes of updates.", counts.received_bytes)
         yield _counter(
             "update_forwarded_bytes", "Of those, passed on to other servers.",
@@ -152,10 +157,9 @@ def _counter(name: str, what: str, value: float) -> Metric:
     return CounterMetricFamily(f"rollwire_{name}", what, value)
 
 
-def _counters(name: str, what: str, counts: Counter[str], keys: Iterable[str]) -> Metric:
+def _counters(name: str, what: str, label: str, values: dict[str, int]) -> Metric:
     """Every key from the start, so that a rate is known from the first event on."""
-    label = "outcome" if name == "updates" else "reason"
     family = CounterMetricFamily(f"rollwire_{name}", what, labels=[label])
-    for key in keys:
-        family.add_metric([key], counts[key])
+    for key, value in values.items():
+        family.add_metric([key], value)
     return family

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
-from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.engines.base import EngineError
+from rollwire_server.errors import Reason, ServiceError, of_engine
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -23,6 +24,8 @@ async def outcome(work: Coroutine[Any, Any, T]) -> T | ServiceError:
         return await work
     except ServiceError as error:
         return _without_frames(error)
+    except EngineError as error:
+        return of_engine(error)
     except Exception as error:
         log.exception("a bug: something under way failed")
         return ServiceError(Reason.INTERNAL, f"{type(error).__name__}: {error}")

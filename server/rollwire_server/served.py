@@ -10,15 +10,16 @@ import rollwire_transport as transport
 import structlog
 
 from rollwire_server.engines.base import (
+    ChangedWeightsError,
     EngineError,
     KvPolicy,
     StagedUpdate,
     TornWeightsError,
     WeightTag,
 )
-from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.errors import Reason, ServiceError, of_engine
 from rollwire_server.lifecycle import Event, State
-from rollwire_server.update import Commit, told
+from rollwire_server.update import Commit, named, told
 
 if TYPE_CHECKING:
     from rollwire_server.counts import Counts
@@ -91,13 +92,17 @@ class ServedWeights:
             self._rollouts.committed(weights)
 
     async def intact(self) -> bool:
-        """Whether the memory still holds what was committed."""
+        """Whether the memory still holds what was committed; raises ServiceError when the engine
+        cannot tell.
+        """
         while True:
             committed = self._digests
             try:
                 digests = await self._engine.digests()
-            except EngineError:  # the memory was given back
+            except ChangedWeightsError:
                 return False
+            except EngineError as error:
+                raise of_engine(error, "so nothing is known of what serves") from error
             if committed is self._digests:  # else a commit came between
                 return digests == committed
 
@@ -115,12 +120,19 @@ class ServedWeights:
             )
 
     async def commit(self, update: Update, policy: KvPolicy) -> Commit:
-        """Makes a staged update the weights that serve."""
+        """Makes a staged update the weights that serve.
+
+        Raises ServiceError when that fails; the log says so first, as nobody may wait for it.
+        """
         announcement, now = update.announcement, self.weights
         digests = {**self._digests, **update.receiver.digests}
         digest = transport.sum_digests(digests.values())
-        self.check_version(announcement)  # another may have been committed meanwhile
-        self._check_conflict(announcement, digest)
+        try:
+            self.check_version(announcement)  # another may have been committed meanwhile
+            self._check_conflict(announcement, digest)
+        except ServiceError as error:
+            _say_failed(update, error)
+            raise
         same = announcement.version == now.version and digest == now.digest
         if same and self._lifecycle.state in (State.SERVING, State.PAUSED):
             commit = Commit(now, receive_ns=update.receive_ns, already_current=True)
@@ -157,8 +169,7 @@ class ServedWeights:
         paused_ns = time.monotonic_ns() - held_at
         log.info(
             "committed",
-            update_id=update.announcement.update_id,
-            version=version,
+            **named(update),
             revision=weights.revision,
             digest=f"{digest:016x}",
             held_sequences=held,
@@ -181,22 +192,30 @@ class ServedWeights:
         try:
             staged = StagedUpdate(update.staged, update.receiver.digests)
             return await self._engine.commit(staged, weights, policy)
+        except TornWeightsError as error:
+            raise await self._quarantine(update, error) from error
         except EngineError as error:
-            if isinstance(error, TornWeightsError):
-                raise await self._quarantine(error) from error
-            raise ServiceError(
+            failure = ServiceError(
                 Reason.COMMIT_FAILED,
                 f"{error}; nothing was changed, the server serves {told(self.weights)}",
-            ) from error
+            )
+            _say_failed(update, failure)
+            raise failure from error
         except Exception as error:
             log.exception("a bug: the commit failed")
-            raise await self._quarantine(error) from error
+            raise await self._quarantine(update, error) from error
 
-    async def _quarantine(self, error: Exception) -> ServiceError:
-        self._lifecycle.happened(Event.TORN)
-        await self._rollouts.interrupt_all(f"a commit failed half way: {error}")
-        return ServiceError(
+    async def _quarantine(self, update: Update, error: Exception) -> ServiceError:
+        failure = ServiceError(
             Reason.QUARANTINED,
             f"the commit failed half way ({error}): the server serves nothing until a full update "
             "is committed",
         )
+        _say_failed(update, failure)
+        self._lifecycle.happened(Event.TORN)
+        await self._rollouts.interrupt_all(f"a commit failed half way: {error}")
+        return failure
+
+
+def _say_failed(update: Update, failure: ServiceError) -> None:
+    log.error("commit failed", **named(update), reason=failure.reason.name, why=failure.message)

@@ -5,8 +5,8 @@ UpdateWeights ─▶ READY ─JoinTransport─▶ RECEIVING ─▶ STAGED ─Com
                                             ▼  │ JoinTransport
                                           STALLED
 
-In any of these phases: DiscardUpdate, a higher term, the UpdateWeights call ended before STAGED, or
-its lease over while it waits for its publisher ─▶ discarded
+In any of these phases: DiscardUpdate, a higher term, the UpdateWeights call ended before STAGED,
+its lease over while it waits for its publisher, or the server goes to sleep or down ─▶ discarded
 """
 
 from __future__ import annotations
@@ -36,6 +36,17 @@ class Phase(enum.Enum):
     RECEIVING = "receiving"
     STALLED = "stalled"
     STAGED = "staged"
+
+
+class Outcome(enum.Enum):
+    """What came of an update."""
+
+    COMMITTED = "committed"
+    ALREADY_CURRENT = "already_current"
+    DISCARDED = "discarded"
+    """Before its commit began, however far it was."""
+    FAILED = "failed"
+    """Its commit did."""
 
 
 # It waits for its publisher: to name a group, to name the next one, to commit.
@@ -194,6 +205,12 @@ def check_membership(
             f"{update.receiver.next_bucket} has not come yet",
             field="first_bucket",
         )
+
+
+def named(update: Update) -> dict[str, object]:
+    """What lines of the log call an update."""
+    announcement = update.announcement
+    return {"update_id": announcement.update_id, "version": announcement.version}
 
 
 def told(weights: WeightTag) -> str:

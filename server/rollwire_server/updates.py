@@ -16,17 +16,19 @@ import rollwire_transport as transport
 import structlog
 
 from rollwire_server.engines.base import EngineError
-from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.errors import Reason, ServiceError, of_engine
 from rollwire_server.lifecycle import Rpc, State
 from rollwire_server.logs import bind
 from rollwire_server.outcomes import outcome, result
 from rollwire_server.update import (
     WAITING,
     Commit,
+    Outcome,
     Phase,
     Update,
     check_membership,
     in_progress,
+    named,
     picks_up,
     told,
 )
@@ -110,7 +112,10 @@ class Updates:
     async def intact(self) -> bool:
         """Whether the memory still holds what was committed. Read once for all who ask meanwhile:
         it takes the engine's time.
+
+        Raises ServiceError when the server sleeps, or the engine cannot tell.
         """
+        self._lifecycle.check(Rpc.VERIFY)
         if self._verifying is None or self._verifying.done():
             self._verifying = self._tasks.create_task(outcome(self.served.intact()), name="verify")
         return await result(self._verifying)
@@ -317,13 +322,16 @@ class Updates:
         try:
             staged = await self._engine.stage(manifest)
         except EngineError as error:
-            raise ServiceError(Reason.STAGING_FAILED, str(error)) from error
+            state = f"the server serves {told(self.weights)}"
+            raise of_engine(error, state, no_memory=Reason.STAGING_FAILED) from error
         receiver = await asyncio.to_thread(transport.Receiver, manifest, staged)
         return Update(announcement, staged, receiver)
 
     async def _join(self, update: Update, membership: Membership, timeout: float) -> None:
         await self._leave_group(update)
         _check_still_wanted(update, membership)
+        if update.phase is Phase.STAGED:  # by what was still under way in the former group
+            return
         update.left = threading.Event()
         try:
             link = await asyncio.to_thread(
@@ -402,18 +410,20 @@ class Updates:
             )
         update.move(phase, detail)
         log.info(
-            "update", **_named(update), phase=phase.value, detail=detail,
+            "update", **named(update), phase=phase.value, detail=detail,
             next_bucket=update.receiver.next_bucket,
         )  # fmt: skip
 
     async def _commit(self, update: Update, policy: KvPolicy) -> Commit:
         update.end_lease()
+        ended = Outcome.FAILED
         try:
             commit = await self.served.commit(update, policy)
+            ended = Outcome.ALREADY_CURRENT if commit.already_current else Outcome.COMMITTED
         finally:
+            self._counts.updates[ended] += 1
             self.update = None
             update.let_go()
-        self._counts.updates["already_current" if commit.already_current else "committed"] += 1
         self._commits[update.announcement.update_id] = commit
         if len(self._commits) > COMMITS_REMEMBERED:
             self._commits.popitem(last=False)
@@ -440,8 +450,8 @@ class Updates:
         """
         if self.update is update:
             self.update = None
-            self._counts.updates["discarded"] += 1
-            log.info("update discarded", **_named(update), why=why)
+            self._counts.updates[Outcome.DISCARDED] += 1
+            log.info("update discarded", **named(update), why=why)
         update.end_lease()
         if update.failure is None:
             update.failure = ServiceError(reason, why)
@@ -460,12 +470,6 @@ class Updates:
         """No update is staged before this is done: engines may have memory for one at a time."""
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
-
-
-def _named(update: Update) -> dict[str, object]:
-    """What lines of the log call an update."""
-    announcement = update.announcement
-    return {"update_id": announcement.update_id, "version": announcement.version}
 
 
 def _check_still_wanted(update: Update, membership: Membership) -> None:

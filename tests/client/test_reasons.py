@@ -24,6 +24,7 @@ def test_every_reason_of_the_server_has_a_class(reason: Reason) -> None:
     assert type(error) is not RollwireError
     assert str(error) == f"somewhere:1: as told ({reason.name})"
     if not isinstance(error, errors.PublishError):  # an update is not tried elsewhere
-        own_fault = reason is Reason.INTERNAL  # of one server: another may do better
+        # Of one server: another may do better.
+        own_fault = reason in (Reason.INTERNAL, Reason.ENGINE_FAILED)
         assert error.elsewhere is (own_fault or reason.code in ELSEWHERE)
     assert reason.name in errors._BY_REASON, f"falls back to {type(by_code).__name__}"

@@ -30,6 +30,7 @@ JoinTransport         x            .            .       x          .          x
 CommitWeights         x            .            .       x          .          x
 DiscardUpdate         x            .            .       .          .          .
 GetWeightStatus       x            .            .       .          .          .
+GetWeightStatus_with_verify  x     .            .       x          .          .
 """
 PATHS: dict[State, list[Event]] = {
     State.STARTING: [],

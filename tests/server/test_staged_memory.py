@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import threading
 import weakref
@@ -12,20 +11,18 @@ from typing import TYPE_CHECKING
 import pytest
 import rollwire_transport as transport
 import torch
-from rollwire_server.counts import Counts
-from rollwire_server.engines.base import EngineError
+from rollwire_server.engines.base import EngineError, KvPolicy
 from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.outcomes import outcome, result
-from rollwire_server.served import ServedWeights
 from rollwire_server.update import Announcement, Membership, Phase, Publisher
-from rollwire_server.updates import Updates
-from support.engine_room import serving
+from support.engine_room import updating
 from support.memory_link import MemoryLink
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from rollwire_server.engines.base import Engine
+    from rollwire_server.updates import Updates
     from torch import Tensor
 
 PUBLISHER = Publisher("trainer", 1)
@@ -108,24 +105,13 @@ async def the_next_waits(
     assert memory.staged == 2
 
 
-@contextlib.asynccontextmanager
-async def updating() -> AsyncIterator[tuple[Updates, transport.Manifest]]:
-    async with serving() as (rollouts, lifecycle, engine), asyncio.TaskGroup() as tasks:
-        counts = Counts()
-        updates = Updates(
-            engine, lifecycle, ServedWeights(engine, lifecycle, rollouts, counts), counts, tasks,
-            frozen=False, bucket_timeout=5, listening=transport.Listening("127.0.0.1"),
-        )  # fmt: skip
-        yield updates, transport.plan(engine.schema())
-        await updates.drop(Reason.DRAINING, "the test is over")
-
-
 @pytest.mark.parametrize("lets_go", [True, False])
 async def test_an_update_whose_memory_is_not_let_go_of_ends(
     monkeypatch: pytest.MonkeyPatch, lets_go: bool
 ) -> None:
     monkeypatch.setattr(transport, "join", lambda *_, **__: Failing(lets_go=lets_go))
-    async with updating() as (updates, manifest), asyncio.timeout(20):
+    async with updating() as room, asyncio.timeout(20):
+        updates, manifest = room.updates, room.manifest
         reports = updates.announce(Announcement(PUBLISHER, "u", 1, False, manifest, 30.0))
         assert (await anext(reports)).phase is Phase.READY
         await updates.join(PUBLISHER, "u", Membership("e", "gloo", 1, 2, "127.0.0.1:1", 0), 5)
@@ -149,7 +135,8 @@ async def test_an_update_whose_memory_is_not_let_go_of_ends(
 @pytest.mark.usefixtures("no_collector")
 async def test_a_discarded_update_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "join", lambda *_, **__: Failing(lets_go=True))
-    async with updating() as (updates, manifest), asyncio.timeout(20):
+    async with updating() as room, asyncio.timeout(20):
+        updates, manifest = room.updates, room.manifest
         reports = updates.announce(Announcement(PUBLISHER, "u", 1, False, manifest, 30.0))
         await anext(reports)
         assert updates.update is not None
@@ -171,8 +158,9 @@ async def test_no_update_is_staged_while_the_one_before_is_let_go_of(
     """An engine may have memory for one."""
     link = Lingering()
     monkeypatch.setattr(transport, "join", lambda *_, **__: link)
-    async with updating() as (updates, manifest), asyncio.timeout(20):
-        memory = Memory(updates._engine, monkeypatch)
+    async with updating() as room, asyncio.timeout(20):
+        updates, manifest = room.updates, room.manifest
+        memory = Memory(room.engine, monkeypatch)
         reports = updates.announce(Announcement(PUBLISHER, "u", 1, False, manifest, 30.0))
         await anext(reports)
         await updates.join(PUBLISHER, "u", Membership("e", "gloo", 1, 2, "127.0.0.1:1", 0), 5)
@@ -189,8 +177,9 @@ async def test_no_update_is_staged_while_one_is_that_nobody_waits_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It goes on: another process may be in the middle of obeying."""
-    async with updating() as (updates, manifest), asyncio.timeout(20):
-        memory = Memory(updates._engine, monkeypatch)
+    async with updating() as room, asyncio.timeout(20):
+        updates, manifest = room.updates, room.manifest
+        memory = Memory(room.engine, monkeypatch)
         memory.may_stage.clear()
         reports = updates.announce(Announcement(PUBLISHER, "u", 1, False, manifest, 30.0))
         asking = asyncio.create_task(anext(reports))
@@ -213,3 +202,42 @@ async def test_a_refusal_keeps_no_memory_of_what_was_refused() -> None:
     with pytest.raises(ServiceError, match="no room"):
         await result(asyncio.create_task(outcome(fails())))
     assert memory[0]() is None
+
+
+class LastMoment(MemoryLink):
+    """All has come, and its end is seen only when the group is left."""
+
+    def __init__(self, sent: MemoryLink) -> None:
+        super().__init__()
+        self.messages = sent.messages
+        self.left = threading.Event()
+
+    def finish(self, timeout: float) -> None:
+        assert self.left.wait(20)
+
+    def abort(self) -> None:
+        self.left.set()
+
+
+async def test_an_update_that_is_staged_as_it_leaves_a_group_stays_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A new group has nothing for it, and may fail."""
+    async with updating() as room, asyncio.timeout(20):
+        updates, manifest = room.updates, room.manifest
+        sender, sent = transport.Sender(manifest), MemoryLink()
+        weight = torch.ones(manifest.tensors[0].shape)
+        sender.send(sent, {"weight": weight}.items, first_bucket=0, bucket_timeout=5)
+        links = [LastMoment(sent), Failing(lets_go=True)]
+        monkeypatch.setattr(transport, "join", lambda *_, **__: links.pop(0))
+        reports = updates.announce(Announcement(PUBLISHER, "u", 1, False, manifest, 30.0))
+        await anext(reports)
+        for epoch in ("first", "second"):
+            await updates.join(PUBLISHER, "u", Membership(epoch, "gloo", 1, 2, "127.0.0.1:1", 0), 5)
+        while (await anext(reports)).phase is not Phase.STAGED:
+            pass
+        assert updates.update is not None
+        if updates.update.receiving is not None:  # in whatever group
+            await updates.update.receiving
+        commit = await updates.commit(PUBLISHER, "u", sender.digest, KvPolicy.KEEP)
+        assert commit.weights.version == 1

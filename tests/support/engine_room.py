@@ -1,15 +1,23 @@
-"""The server's sequences without gRPC."""
+"""The server without gRPC: its sequences, its weights, its sleep."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
+import rollwire_transport as transport
 from rollwire_server.counts import Counts
+from rollwire_server.engines.base import WeightTag
 from rollwire_server.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollwire_server.errors import Reason
 from rollwire_server.lifecycle import Event, Lifecycle
+from rollwire_server.memory import Memory
 from rollwire_server.rollouts import Rollouts
+from rollwire_server.served import ServedWeights
+from rollwire_server.updates import Updates
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -30,3 +38,37 @@ async def serving() -> AsyncIterator[tuple[Rollouts, Lifecycle, SyntheticEngine]
         yield rollouts, lifecycle, engine
     finally:
         await engine.stop()
+
+
+@dataclass(frozen=True)
+class Room:
+    """A server of one tensor "weight"; ``manifest`` is that of a full update."""
+
+    rollouts: Rollouts
+    lifecycle: Lifecycle
+    engine: SyntheticEngine
+    counts: Counts
+    updates: Updates
+    memory: Memory
+    manifest: transport.Manifest
+
+
+@contextlib.asynccontextmanager
+async def updating() -> AsyncIterator[Room]:
+    """A server that takes updates and sleeps, in this process, with the synthetic engine."""
+    async with serving() as (rollouts, lifecycle, engine), asyncio.TaskGroup() as tasks:
+        counts = Counts()
+        served = ServedWeights(engine, lifecycle, rollouts, counts)
+        digest = transport.sum_digests((await engine.digests()).values())
+        await served.loaded(WeightTag(None, 0, "server", digest))
+        updates = Updates(
+            engine, lifecycle, served, counts, tasks,
+            frozen=False, bucket_timeout=5, listening=transport.Listening("127.0.0.1"),
+        )  # fmt: skip
+        memory = Memory(engine, lifecycle, rollouts, updates, tasks)
+        lifecycle.attach(engine)
+        holding = tasks.create_task(lifecycle.run())
+        manifest = transport.plan(engine.schema())
+        yield Room(rollouts, lifecycle, engine, counts, updates, memory, manifest)
+        await updates.drop(Reason.DRAINING, "the test is over")
+        holding.cancel()

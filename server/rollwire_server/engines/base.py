@@ -26,6 +26,14 @@ class EngineError(Exception):
     """The engine cannot do what was asked; it and its weights are as they were."""
 
 
+class NoMemoryError(EngineError):
+    """There is no memory for it."""
+
+
+class ChangedWeightsError(EngineError):
+    """The memory that serves does not hold what was last put in place."""
+
+
 class TornWeightsError(EngineError):
     """A commit failed half way: the memory may hold a mixture of two policies."""
 
@@ -233,6 +241,8 @@ class EngineInfo:
         unsupported_sampling: Fields of ``SamplingParams`` that it cannot keep to: requests that
             set them are refused.
         scaled_prompt_logprobs: Those of the prompt can be of logits / temperature.
+        unsupported_sleep: What cannot become of its weights while it sleeps, and what to do about
+            that.
     """
 
     engine: str
@@ -250,6 +260,7 @@ class EngineInfo:
     routed_experts: bool
     unsupported_sampling: frozenset[str] = frozenset()
     scaled_prompt_logprobs: bool = True
+    unsupported_sleep: Mapping[SleepingWeights, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +345,7 @@ class Engine(Protocol):
 
         The manifest has been compared with the schema. The memory may serve the next update once
         nobody holds a tensor of the mapping; there may be none for two, so that is asked for then.
+        Raises NoMemoryError when there is none, EngineError when it fails in another way.
         """
 
     async def commit(self, staged: StagedUpdate, weights: WeightTag, policy: KvPolicy) -> Applied:
@@ -347,13 +359,20 @@ class Engine(Protocol):
     async def digests(self) -> dict[str, int]:
         """The digest of each tensor that serves, aliases left out.
 
-        Raises EngineError when the memory was given back, or is not what was put in place.
+        Raises ChangedWeightsError when they are not those that were put in place, EngineError when
+        they cannot be read: the memory was given back, or the engine fails.
         """
 
     async def sleep(self, weights: SleepingWeights) -> int:
         """Frees the KV cache, and the weights as asked; returns the bytes freed. No sequence is
-        live.
+        live, and what is asked is supported.
+
+        Raises EngineError when that fails: nothing is freed then.
         """
 
     async def wake(self, *, reload_checkpoint: bool) -> None:
-        """Takes the memory back; see ``sleep``."""
+        """Takes the memory back; see ``sleep``.
+
+        Raises NoMemoryError when there is none, EngineError when the checkpoint cannot be read
+        again or the engine fails: it sleeps on then.
+        """

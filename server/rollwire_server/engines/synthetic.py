@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from rollwire_transport import TensorSpec, tensor_digest
 
+from rollwire_server.engines.allocating import allocating
 from rollwire_server.engines.base import (
     Applied,
     End,
@@ -206,7 +207,9 @@ class SyntheticEngine:
     async def stage(self, manifest: Manifest) -> Mapping[str, Tensor]:
         """See ``Engine``."""
         self._awake()
-        return {spec.name: torch.empty(spec.shape) for spec in manifest.tensors}
+        what = f"an update of {self._config.weight_bytes >> 20} MiB cannot be staged"
+        with allocating(what, "leave the server more memory"):
+            return {spec.name: torch.empty(spec.shape) for spec in manifest.tensors}
 
     async def commit(self, staged: StagedUpdate, weights: WeightTag, policy: KvPolicy) -> Applied:
         """See ``Engine``."""

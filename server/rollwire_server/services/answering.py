@@ -1,5 +1,5 @@
-"""What every RPC does: its lines of the log say what it is about; a ServiceError becomes its
-status, a bug is logged.
+"""What every RPC does: its lines of the log say what it is about; a ServiceError or EngineError
+becomes its status, a bug is logged.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 import structlog
 
-from rollwire_server.errors import ServiceError, answer
+from rollwire_server.engines.base import EngineError
+from rollwire_server.errors import ServiceError, answer, of_engine
 from rollwire_server.logs import bind, is_callers_fault
 from rollwire_server.parsing import check_parsed
 
@@ -40,7 +41,8 @@ def answering(handler: Handler[Response]) -> Handler[Response]:
         try:
             check_parsed(request)
             return await handler(self, request, context)
-        except ServiceError as error:
+        except (ServiceError, EngineError) as raised:
+            error = raised if isinstance(raised, ServiceError) else of_engine(raised)
             self.counts.refusals[error.reason.name.lower()] += 1
             log.info(
                 "refused", rpc=handler.__name__, reason=error.reason.name, message=error.message

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from rollwire_transport import sum_digests
 
+from rollwire_server.engines.allocating import allocating
 from rollwire_server.engines.base import (
     Applied,
     End,
@@ -23,7 +24,6 @@ from rollwire_server.engines.base import (
 )
 
 from .batch import pack
-from .checkpoint import first_line
 from .report import Report
 from .sampling import Noise, Rows, log_probabilities, sample
 from .slots import SlotTable
@@ -140,23 +140,31 @@ class Runner:
         """Frees memory; see ``Engine.sleep``."""
         if self.table.live.any() or self.table.waiting:
             raise EngineError("sequences are live: end them before the engine goes to sleep")
+        freed = self.weights.sleep(weights) + self._cache.free()
         self._asleep = True
         self.table.forget()
-        freed = self._cache.free() + self.weights.sleep(weights)
         _return_unused(self._model.device)
         return freed
 
     def wake(self, *, reload_checkpoint: bool) -> None:
         """Takes the memory back; see ``Engine.wake``."""
+        checkpoint = checkpoint_tensors(self._read_again()) if reload_checkpoint else None
         if self._asleep:
-            try:
+            self._take_memory()
+        if checkpoint is not None:
+            self.weights.reload(checkpoint)
+        self._asleep = False
+
+    def _take_memory(self) -> None:
+        """All that sleep freed, or nothing."""
+        try:
+            with allocating("the engine cannot wake up", "leave it more memory"):
                 self._cache.take()
                 self.weights.wake()
-            except torch.OutOfMemoryError as error:
-                raise EngineError(f"not enough memory to wake up: {first_line(error)}") from error
-        if reload_checkpoint:
-            self.weights.reload(checkpoint_tensors(self._read_again()))
-        self._asleep = False
+        except EngineError:
+            self._cache.free()
+            _return_unused(self._model.device)
+            raise
 
     @torch.inference_mode()
     def step(self) -> Step | None:

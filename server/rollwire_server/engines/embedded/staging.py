@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 import rollwire_transport as transport
 import torch
 
-from rollwire_server.engines.base import EngineError
+from rollwire_server.engines.allocating import allocating
+from rollwire_server.engines.base import NoMemoryError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -44,28 +46,28 @@ def memory_like(targets: Mapping[str, Tensor], place: StagingPlace) -> dict[str,
     """A contiguous tensor like each of ``targets``, uninitialized, one after the other as in the
     buckets of an update.
 
-    Raises EngineError when there is no room for them.
+    Raises NoMemoryError when there is no room for them.
     """
     device = next((target.device for target in targets.values() if target.is_cuda), None)
     if device is None:
-        return in_slabs(targets, lambda size: torch.empty(size, dtype=torch.uint8))
+        with _staging(targets, "in host memory"):
+            return in_slabs(targets, lambda size: torch.empty(size, dtype=torch.uint8))
     if place is not StagingPlace.HOST:
         try:
-            return in_slabs(
-                targets, lambda size: torch.empty(size, dtype=torch.uint8, device=device)
-            )
-        except torch.OutOfMemoryError as error:
+            with _staging(targets, "on the device"):
+                return in_slabs(
+                    targets, lambda size: torch.empty(size, dtype=torch.uint8, device=device)
+                )
+        except NoMemoryError:
             torch.cuda.empty_cache()
             if place is StagingPlace.DEVICE:
-                raise EngineError(_no_room(targets, "on the device", error)) from error
-    try:
+                raise
+    with _staging(targets, "in pinned host memory"):
         return in_slabs(
             targets,
             lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True),
             most=PINNED_BYTES,
         )
-    except RuntimeError as error:
-        raise EngineError(_no_room(targets, "in pinned host memory", error)) from error
 
 
 def in_slabs(
@@ -88,9 +90,9 @@ def in_slabs(
     return staged
 
 
-def _no_room(targets: Mapping[str, Tensor], where: str, error: Exception) -> str:
+def _staging(targets: Mapping[str, Tensor], where: str) -> AbstractContextManager[None]:
     needed = sum(target.nbytes for target in targets.values())
-    return (
-        f"an update of {needed >> 20} MiB cannot be staged {where} ({str(error).splitlines()[0]}): "
-        "start the server with another --staging, or leave it more memory"
+    return allocating(
+        f"an update of {needed >> 20} MiB cannot be staged {where}",
+        "start the server with another --staging, or leave it more memory",
     )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from rollwire_transport import describe_all, tensor_digests
 
+from rollwire_server.engines.allocating import allocating
 from rollwire_server.engines.base import EngineError, SleepingWeights, TornWeightsError
 from rollwire_server.engines.grouped_copy import copy_all
 
@@ -89,16 +90,23 @@ class Weights:
         self.whole = True
 
     def sleep(self, how: SleepingWeights) -> int:
-        """Frees the weights' memory as asked; returns its bytes."""
+        """Frees the weights' memory as asked; returns its bytes.
+
+        Raises EngineError, with nothing freed, when the host has no memory for a backup.
+        """
         tensors = list(self._owned())
         on_host = all(tensor.device.type == "cpu" for tensor in tensors)
         if how is SleepingWeights.KEEP or (how is SleepingWeights.HOST_BACKUP and on_host):
             return 0
+        freed = sum(tensor.nbytes for tensor in tensors)
         if how is SleepingWeights.HOST_BACKUP:
-            self._backup = [tensor.detach().to("cpu").pin_memory() for tensor in tensors]
+            with allocating(
+                f"{freed >> 20} MiB of weights cannot be kept in pinned host memory",
+                "leave the server more of it, or let it sleep with weights KEEP or DISCARD",
+            ):
+                self._backup = [tensor.detach().to("cpu").pin_memory() for tensor in tensors]
         else:
             self.whole = False
-        freed = sum(tensor.nbytes for tensor in tensors)
         self._serving.clear()
         self._shapes = [tensor.shape for tensor in tensors]
         for tensor in tensors:
@@ -106,13 +114,18 @@ class Weights:
         return freed
 
     def wake(self) -> None:
-        """Takes the memory back that ``sleep`` freed, and the weights if there is a backup."""
+        """Takes the memory back that ``sleep`` freed, and the weights if there is a backup.
+
+        Raises what torch raises when there is none, with nothing taken.
+        """
         if not self._shapes:
             return
-        for index, (tensor, shape) in enumerate(zip(self._owned(), self._shapes, strict=True)):
-            tensor.data = tensor.new_zeros(shape)
-            if self._backup is not None:
-                tensor.data.copy_(self._backup[index])
+        owned = list(self._owned())
+        taken = [tensor.new_zeros(shape) for tensor, shape in zip(owned, self._shapes, strict=True)]
+        for source, target in zip(self._backup or [], taken, strict=False):
+            target.copy_(source)
+        for tensor, memory in zip(owned, taken, strict=True):
+            tensor.data = memory
         self._backup = None
         self._shapes = []
         tensors = checkpoint_tensors(self._hf)

@@ -18,6 +18,7 @@ import torch
 from rollwire_transport import padded
 from rollwire_transport.tensors import nbytes
 
+from rollwire_server.engines.allocating import allocating
 from rollwire_server.engines.base import EngineError
 
 from . import cuda_memory
@@ -118,20 +119,19 @@ class SharedMemory:
 
 
 def on_host(specs: Sequence[TensorSpec]) -> SharedMemory:
-    """Memory for tensors in a file without a name; raises EngineError when there is none."""
+    """Memory for tensors in a file without a name; raises NoMemoryError when there is none."""
     part_of, (size,) = _divide(specs, parts=1)
     descriptor = os.memfd_create("rollwire-staging")
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
+    what = f"an update of {size >> 20} MiB cannot be staged in host memory"
     try:
-        os.posix_fallocate(descriptor, 0, size)
-        part = {"path": path, "size": size, "inode": os.fstat(descriptor).st_ino}
-        memory = SharedMemory([_open(part, 0)], [part], part_of)
-    except (OSError, RuntimeError) as error:
+        with allocating(what, "leave the server more memory"):
+            os.posix_fallocate(descriptor, 0, size)
+            part = {"path": path, "size": size, "inode": os.fstat(descriptor).st_ino}
+            memory = SharedMemory([_open(part, 0)], [part], part_of)
+    except EngineError:
         os.close(descriptor)
-        raise EngineError(
-            f"an update of {size >> 20} MiB cannot be staged in host memory ({error}): leave the "
-            "server more memory"
-        ) from error
+        raise
     memory.pieces[0].at_end(os.close, descriptor)
     return memory
 
@@ -141,19 +141,17 @@ def on_devices(
 ) -> SharedMemory:
     """Memory for tensors, spread evenly over ``devices``, for ``ranks`` processes.
 
-    Raises EngineError when there is none.
+    Raises NoMemoryError when there is none.
     """
     part_of, sizes = _divide(specs, parts=len(devices))
-    try:
+    with allocating(
+        f"an update of {sum(sizes) >> 20} MiB cannot be staged on {len(devices)} devices",
+        "give SGLang less (--engine-arg mem-fraction-static=…) or start with --staging host",
+    ):
         memories = [
             torch.empty(size, dtype=torch.uint8, device=device)
             for size, device in zip(sizes, devices, strict=True)
         ]
-    except torch.OutOfMemoryError as error:
-        raise EngineError(
-            f"an update of {sum(sizes) >> 20} MiB cannot be staged on {len(devices)} devices: give "
-            "SGLang less (--engine-arg mem-fraction-static=…) or start with --staging host"
-        ) from error
     parts = [{"ranks": [cuda_memory.share(memory) for _ in range(ranks)]} for memory in memories]
     return SharedMemory(memories, parts, part_of)
 
