@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import re
 import socket
+import struct
 import threading
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ from client.publishing import TIMEOUTS, holds, publishing
 from client.scripted import until
 from client.scripted_weights import SCHEMA, policy
 from rollwire_client import PublishError, PublishInProgressError, Ranks, SourceError
+from rollwire_client.ranks.follower import Follower
 from rollwire_client.ranks.line import Line, Word
 
 if TYPE_CHECKING:
@@ -243,6 +246,58 @@ async def test_a_rank_without_a_tensor_that_rank_0_gathers_says_so(
         outcome = await on_all(ranks, publisher, [sharded, part])
         assert "rank 1 failed: SourceError: rank 0 gathers layer.bias" in str(outcome[0])
         assert "layer.bias, which this rank does not have" in str(outcome[1])
+
+
+async def test_a_rank_with_no_tensors_ends_it_for_all(
+    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
+) -> None:
+    async with trainer(monkeypatch, group) as (servers, publisher, ranks):
+        over = threading.Event()
+
+        def waits_for_the_others() -> Iterator[tuple[str, Tensor]]:
+            over.wait(20)
+            yield from Source()()
+
+        wrong = [{"embed.weight": Source}, list(policy().items())]
+        running = asyncio.create_task(on_all(ranks, publisher, [waits_for_the_others, *wrong]))
+        await until(lambda: ranks[0]._lead is not None and ranks[0]._lead.over)
+        over.set()
+        told = errors(await running)
+        assert re.match(r"SourceError: rank [12] failed: SchemaMismatchError: nothing was", told[0])
+        assert all("SchemaMismatchError: nothing was sent: " in other for other in told[1:])
+        assert "embed.weight: a type is no tensor of torch's" in " ".join(told[1:])
+        assert [server.commits for server in servers] == [[], []]
+        # They are in step still.
+        handle, *others = await on_all(ranks, publisher, [Source() for _ in ranks])
+        assert others == [None, None]
+        await handle.committed
+
+
+async def test_why_rank_0_did_not_publish_is_told_though_this_rank_fails_too() -> None:
+    here, there = tcp_pair()
+    here.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    begun, over = threading.Event(), threading.Event()
+
+    def fails_in_consequence() -> Iterator[tuple[str, Tensor]]:
+        begun.set()
+        over.wait(20)
+        raise ConnectionResetError("by rank 0, in the middle of a gather")
+        yield
+
+    with contextlib.closing(Line(here)) as rank_0, contextlib.closing(Line(there)) as line:
+        following = asyncio.create_task(
+            Follower(line, fails_in_consequence, 20).follow("publishes")
+        )
+        assert await rank_0.hear() == (Word.HERE, "publishes")
+        rank_0.tell(Word.AGAIN)
+        rank_0.tell(Word.NEXT)
+        assert await asyncio.to_thread(begun.wait, 20)
+        rank_0.tell(Word.OVER, "all servers are gone")
+        rank_0.close()  # so that this rank cannot tell of its own failure
+        over.set()
+        with pytest.raises(PublishError, match="did not publish: all servers are gone") as caught:
+            await following
+        assert "in the middle of a gather" in str(caught.value.__cause__)
 
 
 async def test_rank_0_that_does_not_come_is_not_waited_for_for_ever(

@@ -44,11 +44,7 @@ def fit(
     """
     if callable(tensors):
         return list(schema), tensors if lead is None else lead.iterated(tensors)
-    if not isinstance(tensors, Mapping):
-        raise SchemaMismatchError(
-            f"nothing was sent: a {type(tensors).__name__} is neither a mapping of names to "
-            "tensors nor a function that gives an iterator of (name, tensor)"
-        )
+    require_tensors(tensors)
     sent = _chosen(tensors, schema, partial=partial)
     aliases = [s for s in schema if s.alias_of in sent]
     specs = [transport.describe(name, tensors[mine]) for name, mine in sent.items()]
@@ -58,6 +54,22 @@ def fit(
             yield name, tensors[mine] if lead is None else lead.gathered(mine, tensors[mine])
 
     return specs + aliases, source
+
+
+def require_tensors(tensors: Mapping[str, Tensor] | Source) -> None:
+    """Raises SchemaMismatchError unless these are tensors by name, or a callable."""
+    if callable(tensors):
+        return
+    if not isinstance(tensors, Mapping):
+        raise SchemaMismatchError(
+            f"nothing was sent: a {type(tensors).__name__} is neither a mapping of names to "
+            "tensors nor a function that gives an iterator of (name, tensor)"
+        )
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise SchemaMismatchError(
+                f"nothing was sent: {name}: a {type(tensor).__name__} is no tensor of torch's"
+            )
 
 
 def device_of(tensors: Mapping[str, Tensor] | Source) -> torch.device | None:

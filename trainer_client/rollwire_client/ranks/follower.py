@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import queue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from rollwire_client.errors import PublishError, SourceError
 from rollwire_client.ranks.line import Line, Word
 from rollwire_client.threads import in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -35,21 +37,21 @@ class Follower:
         self._items: Iterator[tuple[str, Given]] = iter(())
         self._name = ""  # of what was taken last
         self._given: Given | None = None
+        self._failed = ""  # what rank 0 was told
 
     async def follow(self, call: str) -> None:
         """Returns when the tensors may change again.
 
         Raises:
-            PublishError: Rank 0 could not publish.
+            SchemaMismatchError: What this rank has is no mapping of tensors, and not callable.
             SourceError: This rank could not do its part, or rank 0 is gone or silent.
+            PublishError: Rank 0 could not publish.
         """
-        from rollwire_transport import beside
-
-        from rollwire_client.schema import device_of
-
-        working = in_thread(beside(device_of(self._tensors), self._work))
+        with contextlib.suppress(ConnectionError):  # it may have said why
+            self._line.tell(Word.HERE, call)
+        working = in_thread(self._beginning())
         try:
-            verdict, why = await self._obey(call)
+            verdict, why = await self._obey()
         except BaseException:
             self._line.close()  # what rank 0 says later is of the past
             raise
@@ -63,14 +65,28 @@ class Follower:
                 f"this rank has not ended what rank 0 asked for within {self._timeout:g} s: its "
                 f"thread is left to itself{f'; rank 0: {why}' if why else ''}"
             )
-        working.result()
+        failure = working.exception()
+        # Rank 0 repeats what ended the publish; others fail in its consequence.
+        if failure is not None and (verdict is not Word.OVER or self._failed in why):
+            raise failure
         if verdict is Word.OVER:
-            raise PublishError(f"rank 0 did not publish: {why}")
+            raise PublishError(f"rank 0 did not publish: {why}") from failure
 
-    async def _obey(self, call: str) -> tuple[Word, str]:
+    def _beginning(self) -> Callable[[], None]:
+        """What the thread does; rank 0, which knows that this rank is here, hears if it fails."""
+        from rollwire_transport import beside
+
+        from rollwire_client.schema import device_of, require_tensors
+
+        try:
+            require_tensors(self._tensors)
+            return beside(device_of(self._tensors), self._work)
+        except Exception as error:
+            return functools.partial(self._fail, error)
+
+    async def _obey(self) -> tuple[Word, str]:
         """Passes on what rank 0 says, until it lets go."""
         try:
-            self._line.tell(Word.HERE, call)
             while True:
                 async with asyncio.timeout(self._timeout):
                     word, text = await self._line.hear()
@@ -93,11 +109,15 @@ class Follower:
             while (command := self._commands.get()) is not None:
                 self._do(*command)
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            self._line.tell(Word.FAILED, why)
-            if isinstance(error, SourceError):
-                raise
-            raise SourceError(f"the source of this rank raised {why}") from error
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        self._failed = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(ConnectionError):  # told by who listens
+            self._line.tell(Word.FAILED, self._failed)
+        if isinstance(error, PublishError):
+            raise error
+        raise SourceError(f"the source of this rank raised {self._failed}") from error
 
     def _do(self, word: Word, text: str) -> None:
         if word is Word.GATHER:

@@ -82,9 +82,7 @@ class Lead:
                 f"rank {rank} has not called within {self._timeout:g} s, rank 0 {call}: these "
                 "ranks cannot publish any more"
             )
-            with contextlib.suppress(ConnectionError):
-                line.tell(Word.OVER, str(late))  # it learns when it calls
-            line.close()  # what it calls later is of the past
+            line.dismiss(str(late))  # it learns when it calls, which is then of the past
             raise late from error
         except ConnectionError as error:
             raise _gone(rank, error) from error

@@ -73,6 +73,12 @@ class Line:
         message, _, self._heard = self._heard.partition(b"\n")
         return _read(message)
 
+    def dismiss(self, why: str) -> None:
+        """Hangs up; the other end hears ``OVER`` first."""
+        with contextlib.suppress(ConnectionError):
+            self.tell(Word.OVER, why)
+        self.close()
+
     def close(self) -> None:
         """Hangs up. Any number of times."""
         with contextlib.suppress(OSError):

@@ -55,23 +55,26 @@ def _receive_others(group: ProcessGroup, host: str, size: int, timeout: float) -
         ) from error
     secret = secrets.token_hex(_SECRET_BYTES // 2)
     lines: dict[int, Line] = {}
-    deadline = time.monotonic() + timeout
-    with listener:
-        _note(group, f"{secret} {rendezvous}")
-        while len(lines) < size - 1:
-            listener.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError as error:
-                missing = [rank for rank in range(1, size) if rank not in lines]
-                raise PublishError(
-                    f"rank {missing[0]} did not come to {rendezvous} within {timeout:g} s"
-                ) from error
-            rank = _read_hello(connection, secret)
-            if rank is None or rank in lines:
-                connection.close()
-            else:
-                lines[rank] = Line(connection)
+    try:
+        with listener:
+            _note(group, f"{secret} {rendezvous}")
+            deadline = time.monotonic() + timeout
+            while missing := [rank for rank in range(1, size) if rank not in lines]:
+                try:
+                    connection = _accept(listener, deadline)
+                except TimeoutError as error:
+                    raise PublishError(
+                        f"rank {missing[0]} did not come to {rendezvous} within {timeout:g} s"
+                    ) from error
+                rank = _read_hello(connection, secret, deadline)
+                if rank in missing:
+                    lines[rank] = Line(connection)
+                else:
+                    connection.close()
+    except BaseException as error:  # those that have come do not wait for the others
+        for line in lines.values():
+            line.dismiss(str(error) or type(error).__name__)
+        raise
     return lines
 
 
@@ -91,19 +94,32 @@ def _find_rank_0(group: ProcessGroup, rank: int, timeout: float) -> Line:
     return Line(connection)
 
 
-def _read_hello(connection: socket.socket, secret: str) -> int | None:
-    """The rank of one who belongs here."""
-    connection.settimeout(_HELLO_SECONDS)
+def _accept(listener: socket.socket, deadline: float) -> socket.socket:
+    listener.settimeout(_left(deadline))
+    return listener.accept()[0]
+
+
+def _read_hello(connection: socket.socket, secret: str, deadline: float) -> int:
+    """The rank of one who belongs here; 0 for anybody else."""
+    deadline = min(deadline, time.monotonic() + _HELLO_SECONDS)
     hello = b""
     try:
         while missing := _SECRET_BYTES + _RANK_BYTES - len(hello):
+            connection.settimeout(_left(deadline))
             if not (piece := connection.recv(missing)):
-                return None
+                return 0
             hello += piece
     except OSError:
-        return None
+        return 0
     told, rank = hello[:_SECRET_BYTES], hello[_SECRET_BYTES:]
-    return int(rank) if secrets.compare_digest(told, secret.encode()) else None
+    return int(rank) if secrets.compare_digest(told, secret.encode()) else 0
+
+
+def _left(deadline: float) -> float:
+    """Seconds to go; raises TimeoutError when there are none."""
+    if (seconds := deadline - time.monotonic()) <= 0:
+        raise TimeoutError
+    return seconds
 
 
 def _note(group: ProcessGroup, text: str) -> str:

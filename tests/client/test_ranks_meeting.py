@@ -1,0 +1,104 @@
+"""How the ranks of a sharded trainer meet; here each of them is a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import socket
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+import torch.distributed as dist
+from rollwire_client import PublishError
+from rollwire_client.ranks import meeting
+from rollwire_client.ranks.follower import Follower
+from rollwire_client.ranks.line import Word
+from rollwire_transport.links import addresses
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rollwire_client.ranks.line import Line
+
+HELLO_BYTES = 40
+
+
+class Trainer:
+    """``size`` ranks that have a process group in common; rank 0's note is all that they need."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+        self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
+        monkeypatch.setattr(dist, "get_rank", lambda rank: rank)
+        monkeypatch.setattr(dist, "get_world_size", lambda _: size)
+        monkeypatch.setattr(meeting, "_note", self._note)
+
+    def _note(self, rank: int, text: str) -> str:
+        if rank == 0:
+            self._notes.put(text)
+            return text
+        text = self._notes.get(timeout=20)
+        self._notes.put(text)
+        return text
+
+    def come(self, rank: int, timeout: float = 20) -> asyncio.Future[dict[int, Line]]:
+        return asyncio.ensure_future(
+            asyncio.to_thread(meeting.meet, rank, "127.0.0.1", timeout)  # type: ignore[arg-type]
+        )
+
+    def stranger(self) -> socket.socket:
+        """A connection of somebody who found the address."""
+        _, _, rendezvous = self._note(-1, "").partition(" ")
+        return socket.create_connection(addresses.split(rendezvous), timeout=20)
+
+
+async def test_all_ranks_meet_whoever_else_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(monkeypatch, 3)
+    leading = trainer.come(0)
+    with await asyncio.to_thread(trainer.stranger) as stranger:
+        stranger.sendall(b"0" * HELLO_BYTES)
+        others = [trainer.come(rank) for rank in (2, 1)]
+        lines = await leading
+        assert stranger.recv(1) == b""
+    with contextlib.ExitStack() as stack:
+        for line in lines.values():
+            stack.enter_context(contextlib.closing(line))
+        for rank, other in zip((2, 1), others, strict=True):
+            line = stack.enter_context(contextlib.closing((await other)[0]))
+            lines[rank].tell(Word.NEXT, str(rank))
+            assert await line.hear() == (Word.NEXT, str(rank))
+
+
+async def test_those_that_came_learn_at_once_that_another_did_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = Trainer(monkeypatch, 3)
+    leading, coming = trainer.come(0, timeout=1), trainer.come(1)
+    with contextlib.closing((await coming)[0]) as line:
+        with pytest.raises(PublishError, match=r"rank 2 did not come to .* within 1 s"):
+            await leading
+        with pytest.raises(PublishError, match="rank 0 did not publish: rank 2 did not come"):
+            await Follower(line, {}, 600).follow("publishes")
+
+
+async def test_a_stranger_who_trickles_does_not_hold_up_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = Trainer(monkeypatch, 2)
+    leading = trainer.come(0, timeout=0.3)
+    sent = await asyncio.to_thread(_trickle, trainer, leading.done)
+    assert sent < HELLO_BYTES
+    with pytest.raises(PublishError, match="rank 1 did not come"):
+        await leading
+
+
+def _trickle(trainer: Trainer, over: Callable[[], bool]) -> int:
+    """Says a byte every tenth of a second until nobody listens, and how many it were."""
+    sent = 0
+    with trainer.stranger() as stranger, contextlib.suppress(OSError):
+        while sent < HELLO_BYTES and not over():
+            stranger.sendall(b"0")
+            sent += 1
+            time.sleep(0.1)
+    return sent
