@@ -118,17 +118,12 @@ class Access:
         ):
             if path is not None:
                 self._files[scope] = _File(path)
-        if (rollout := self._files.get(Scope.ROLLOUT)) is not None:
-            if (control := self._files.get(Scope.CONTROL)) is None:
-                raise SecurityError(
-                    "--rollout-token-file alone would leave weight updates open to all: give "
-                    "--control-token-file too"
-                )
-            if rollout.content.strip() == control.content.strip():
-                raise SecurityError(
-                    "the rollout token and the control token are the same, so that whoever may "
-                    "sample could change the weights: make two"
-                )
+        if Scope.ROLLOUT in self._files and Scope.CONTROL not in self._files:
+            raise SecurityError(
+                "--rollout-token-file alone would leave weight updates open to all: give "
+                "--control-token-file too"
+            )
+        self._tokens = self._read_tokens()
         if self._files and settings.tls_cert is None and not _is_loopback(settings.listen):
             raise SecurityError(
                 f"tokens would travel in the clear to {settings.listen}: give --tls-cert and "
@@ -139,6 +134,7 @@ class Access:
         """Raises ServiceError unless the call may do what needs ``scope``."""
         if scope is Scope.OPEN or scope not in self._files:
             return
+        self._refresh()
         given = _bearer(metadata)
         if self._is(Scope.CONTROL, given):
             return
@@ -154,15 +150,37 @@ class Access:
             )
 
     def _is(self, scope: Scope, given: bytes) -> bool:
-        if (file := self._files.get(scope)) is None:
-            return False
+        token = self._tokens.get(scope)
+        return token is not None and hmac.compare_digest(token, given)
+
+    def _refresh(self) -> None:
+        """Takes the tokens that the files hold now; the last ones count where those cannot be."""
+        changed = []
+        for scope, file in self._files.items():
+            try:
+                if file.refresh():
+                    changed.append(scope.value)
+            except OSError as error:
+                log.warning("token file cannot be used: the last one counts", scope=scope.value,
+                            error=error.strerror)  # fmt: skip
+        if not changed:
+            return
         try:
-            if file.refresh():
-                log.info("token read again", scope=scope.value)
-        except OSError as error:
-            log.warning("token file cannot be used: the last one counts", scope=scope.value,
-                        error=error.strerror)  # fmt: skip
-        return hmac.compare_digest(file.content.strip(), given)
+            self._tokens = self._read_tokens()
+        except SecurityError as error:
+            log.warning("tokens cannot be used: the last ones count", error=str(error))
+        else:
+            log.info("tokens read again", scopes=changed)
+
+    def _read_tokens(self) -> dict[Scope, bytes]:
+        """Raises SecurityError if one opens what the other is for."""
+        tokens = {scope: file.content.strip() for scope, file in self._files.items()}
+        if len(set(tokens.values())) < len(tokens):
+            raise SecurityError(
+                "the rollout token and the control token are the same, so that whoever may sample "
+                "could change the weights: make two"
+            )
+        return tokens
 
 
 class Authentication(grpc.aio.ServerInterceptor):

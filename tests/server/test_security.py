@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ROLLOUT, CONTROL = "rollout-secret", "control-secret"
 SYNTHETIC = ("--engine", "synthetic")
+SCHEMA = "/rollwire.v1.WeightService/GetWeightSchema"
 
 
 def bearer(token: str) -> tuple[tuple[str, str], ...]:
@@ -120,6 +121,35 @@ async def test_a_token_that_changes(
     events = [json.loads(line) for line in server.log.read_text().splitlines()]
     problems = [told["error"] for told in events if told["event"].startswith("token file cannot")]
     assert problems == ["it is empty", "No such file or directory"]
+
+
+async def test_tokens_that_become_the_same_do_not_count(
+    start_server: StartServer, tokens: list[str], tmp_path: Path
+) -> None:
+    """Else whoever may sample could change the weights."""
+    server = start_server(*SYNTHETIC, *tokens)
+    rollout, control = "/rollwire.v1.RolloutService/GetServerInfo", SCHEMA
+    async with grpc.aio.insecure_channel(server.address) as channel:
+
+        def renew(name: str, token: str) -> None:
+            (tmp_path / "new").write_text(token)
+            (tmp_path / "new").replace(tmp_path / name)
+
+        for name, token in (("control", f"{ROLLOUT}\n"), ("rollout", CONTROL)):
+            renew(name, token)
+            for _ in range(3):
+                assert await reason(channel, control, ROLLOUT) == "PERMISSION_DENIED"
+                assert await reason(channel, rollout, ROLLOUT) == ""
+                assert await reason(channel, control, CONTROL) == ""
+            renew(name, {"control": CONTROL, "rollout": ROLLOUT}[name])
+            assert await reason(channel, rollout, ROLLOUT) == ""
+        renew("control", "third")
+        assert await reason(channel, control, "third") == ""
+        assert await reason(channel, control, CONTROL) == "UNAUTHENTICATED"
+    events = [json.loads(line) for line in server.log.read_text().splitlines()]
+    problems = [told["error"] for told in events if told["event"].startswith("tokens cannot")]
+    assert len(problems) == 2
+    assert all("are the same" in problem for problem in problems)
 
 
 def secure(address: str, authority: Authority, own: Certificate | None = None) -> grpc.aio.Channel:
