@@ -122,14 +122,17 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Frees device memory: the KV cache, and the weights as asked. Live sequences end with FINISH_REASON_INTERRUPTED.
+        """Frees device memory: the KV cache, and the weights as asked. Live sequences end with FINISH_REASON_INTERRUPTED. What
+        cannot become of this engine's weights is refused before anything ends (UNSUPPORTED_SLEEP). Where the engine fails
+        at it (ENGINE_FAILED, NO_MEMORY), nothing is freed and the server goes on as before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WakeUp(self, request, context):
-        """Takes the memory back. Discarded weights are gone: the server then awaits an update, or reloads its checkpoint.
+        """Takes the memory back. Discarded weights are gone: the server then awaits an update, or reloads its checkpoint. Where
+        that fails (NO_MEMORY, ENGINE_FAILED), the server sleeps on, and can be asked again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,9 +35,14 @@ class RolloutServiceStub:
     weights are committed then. Idempotent.
     """
     Sleep: _aio.UnaryUnaryMultiCallable[_rollout_pb2.SleepRequest, _rollout_pb2.SleepResponse]
-    """Frees device memory: the KV cache, and the weights as asked. Live sequences end with FINISH_REASON_INTERRUPTED."""
+    """Frees device memory: the KV cache, and the weights as asked. Live sequences end with FINISH_REASON_INTERRUPTED. What
+    cannot become of this engine's weights is refused before anything ends (UNSUPPORTED_SLEEP). Where the engine fails
+    at it (ENGINE_FAILED, NO_MEMORY), nothing is freed and the server goes on as before.
+    """
     WakeUp: _aio.UnaryUnaryMultiCallable[_rollout_pb2.WakeUpRequest, _rollout_pb2.WakeUpResponse]
-    """Takes the memory back. Discarded weights are gone: the server then awaits an update, or reloads its checkpoint."""
+    """Takes the memory back. Discarded weights are gone: the server then awaits an update, or reloads its checkpoint. Where
+    that fails (NO_MEMORY, ENGINE_FAILED), the server sleeps on, and can be asked again.
+    """
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetServerInfoRequest, _rollout_pb2.GetServerInfoResponse]
     """What this server is, holds and is doing."""
 
@@ -98,7 +103,10 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.SleepRequest,
         context: _aio.ServicerContext[_rollout_pb2.SleepRequest, _abc.Awaitable[_rollout_pb2.SleepResponse]],
     ) -> _abc.Awaitable[_rollout_pb2.SleepResponse]:
-        """Frees device memory: the KV cache, and the weights as asked. Live sequences end with FINISH_REASON_INTERRUPTED."""
+        """Frees device memory: the KV cache, and the weights as asked. Live sequences end with FINISH_REASON_INTERRUPTED. What
+        cannot become of this engine's weights is refused before anything ends (UNSUPPORTED_SLEEP). Where the engine fails
+        at it (ENGINE_FAILED, NO_MEMORY), nothing is freed and the server goes on as before.
+        """
 
     @_abc_1.abstractmethod
     def WakeUp(
@@ -106,7 +114,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.WakeUpRequest,
         context: _aio.ServicerContext[_rollout_pb2.WakeUpRequest, _abc.Awaitable[_rollout_pb2.WakeUpResponse]],
     ) -> _abc.Awaitable[_rollout_pb2.WakeUpResponse]:
-        """Takes the memory back. Discarded weights are gone: the server then awaits an update, or reloads its checkpoint."""
+        """Takes the memory back. Discarded weights are gone: the server then awaits an update, or reloads its checkpoint. Where
+        that fails (NO_MEMORY, ENGINE_FAILED), the server sleeps on, and can be asked again.
+        """
 
     @_abc_1.abstractmethod
     def GetServerInfo(

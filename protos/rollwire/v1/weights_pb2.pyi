@@ -555,7 +555,9 @@ class GetWeightStatusRequest(_message.Message):
 
     VERIFY_FIELD_NUMBER: _builtins.int
     verify: _builtins.bool
-    """Read the weights in the engine's memory again and compare them with how they were right after the commit."""
+    """Read the weights in the engine's memory again and compare them with how they were right after the commit. Refused
+    while the server sleeps (SLEEPING), and where the engine cannot read them (ENGINE_FAILED).
+    """
     def __init__(
         self,
         *,

@@ -101,7 +101,8 @@ class WeightServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request, context):
-        """Announces an update and reports on it until it is staged. Ending the call before STAGED discards the update.
+        """Announces an update and reports on it until it is staged. Ending the call before STAGED discards the update. Without
+        memory for it beside what serves, it ends with STAGING_FAILED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -31,7 +31,9 @@ class WeightServiceStub:
     GetWeightSchema: _aio.UnaryUnaryMultiCallable[_weights_pb2.GetWeightSchemaRequest, _weights_pb2.GetWeightSchemaResponse]
     """The tensors that this server wants: names, dtypes, shapes and aliases, as a checkpoint has them."""
     UpdateWeights: _aio.UnaryStreamMultiCallable[_weights_pb2.UpdateWeightsRequest, _weights_pb2.UpdateWeightsResponse]
-    """Announces an update and reports on it until it is staged. Ending the call before STAGED discards the update."""
+    """Announces an update and reports on it until it is staged. Ending the call before STAGED discards the update. Without
+    memory for it beside what serves, it ends with STAGING_FAILED.
+    """
     JoinTransport: _aio.UnaryUnaryMultiCallable[_weights_pb2.JoinTransportRequest, _weights_pb2.JoinTransportResponse]
     """Joins the transport group of an announced update, leaving the update's former group if it had one. Called on all
     members at once; returns when the group stands, or fails by the call's deadline. A no-op once the update is staged:
@@ -73,7 +75,9 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.UpdateWeightsRequest,
         context: _aio.ServicerContext[_weights_pb2.UpdateWeightsRequest, _abc.AsyncIterator[_weights_pb2.UpdateWeightsResponse]],
     ) -> _abc.AsyncIterator[_weights_pb2.UpdateWeightsResponse]:
-        """Announces an update and reports on it until it is staged. Ending the call before STAGED discards the update."""
+        """Announces an update and reports on it until it is staged. Ending the call before STAGED discards the update. Without
+        memory for it beside what serves, it ends with STAGING_FAILED.
+        """
 
     @_abc_1.abstractmethod
     def JoinTransport(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from rollwire_server.engines.base import EngineError, TornWeightsError
+from rollwire_server.engines.base import ChangedWeightsError, EngineError, TornWeightsError
 from rollwire_server.engines.sglang import loader
 from rollwire_server.engines.sglang.checkpoint import describe_checkpoint
 from rollwire_server.engines.sglang.recipe import NoRecipeError, copies, learn
@@ -145,8 +145,19 @@ class TestWeights:
     ) -> None:
         await weights.put(staged_update(self.staged(1, "good", "late")))
         model.fused.data[3, 1] += 1e-6
-        with pytest.raises(EngineError, match="have changed: fused"):
+        with pytest.raises(ChangedWeightsError, match="have changed: fused"):
             await weights.digests()
+
+    async def test_memory_that_nobody_compares_has_not_changed(
+        self, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def dead(command: str, seconds: float) -> None:
+            raise EngineError("SGLang is dead")
+
+        monkeypatch.setattr(weights._bridge, "update", dead)
+        with pytest.raises(EngineError, match="could not obey: SGLang is dead") as caught:
+            await weights.digests()
+        assert not isinstance(caught.value, ChangedWeightsError)
 
     @pytest.mark.parametrize("model", [Fragile()])
     async def test_what_fails_half_way_is_torn_until_a_full_update(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rollwire_server.engines.allocating import allocating
+from rollwire_server.engines.base import EngineError, NoMemoryError
 from rollwire_server.engines.embedded.staging import StagingPlace, choose, in_slabs, memory_like
 from rollwire_transport import describe_all, plan
 from rollwire_transport.slots import home
@@ -60,3 +64,30 @@ def test_buckets_have_their_place_in_it() -> None:
     staged = memory_like(targets, HOST)
     there = {i: as_bytes(staged[spec.name]) for i, spec in enumerate(manifest.tensors)}
     assert all(home(bucket, there, CPU) is not None for bucket in manifest.buckets)
+
+
+def test_an_update_that_no_memory_is_left_for_is_named_as_such() -> None:
+    targets = {"large": torch.empty(1).expand(1 << 50)}
+    with pytest.raises(NoMemoryError, match=f"an update of {1 << 32} MiB cannot be staged"):
+        memory_like(targets, HOST)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), NoMemoryError),
+        (OSError(errno.ENOSPC, "No space left on device"), NoMemoryError),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), NoMemoryError),
+        (RuntimeError("CUDA error: out of memory\nmore lines"), NoMemoryError),
+        (MemoryError(), NoMemoryError),
+        (OSError(errno.EPERM, "Operation not permitted"), EngineError),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), EngineError),
+    ],
+)
+def test_only_memory_that_is_not_there_counts_as_none(
+    error: Exception, kind: type[EngineError]
+) -> None:
+    said = pytest.raises(EngineError, match=r"^it failed \(.+\): leave more$")
+    with said as caught, allocating("it failed", "leave more"):
+        raise error
+    assert type(caught.value) is kind
