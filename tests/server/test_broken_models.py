@@ -1,16 +1,20 @@
-"""Weights and steps that fail: one sequence ends, or all go on elsewhere; the server serves on."""
+"""Weights and steps that fail: one sequence ends, or all go on elsewhere; the server serves on if
+it can.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import resource
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 import torch
 from rollwire.v1 import common_pb2
+from rollwire_server.engines.embedded.failures import MOST_IN_A_ROW
 from safetensors.torch import load_file, save_file
 from support.calls import Generation, connected, generate, reason_of, request
 from support.checkpoints import dense
@@ -19,7 +23,7 @@ from support.publishing import Update
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from support.servers import StartServer
+    from support.servers import ServerProcess, StartServer
 
 POISON = 77
 
@@ -82,6 +86,7 @@ async def test_a_step_that_raises_interrupts_its_sequences(
     """The system refuses the step's memory: what was sampled is told, and goes on elsewhere."""
     model = dense(tmp_path / "wide", vocab_size=32768)
     server = start_server("--model", str(model))
+    server.breaks = True
     greedy = {"temperature": 0, "ignore_eos": True}
     async with connected(server.address) as api:
         whole = await generate(api, request((1, 2, 3), 1000, **greedy))
@@ -103,6 +108,34 @@ async def test_a_step_that_raises_interrupts_its_sequences(
         assert output.tokens + rest.tokens == whole.tokens
         wide = await generate(api, request(range(2048), 5, prompt_logprobs=True))
         assert len(wide.prompt_logprobs) == 2047
+    told, *_ = _events(server, "a step failed: its sequences go on elsewhere")
+    assert "Traceback" in told["exception"]
+    assert told["level"] == "error"
+
+
+async def test_a_server_whose_every_step_fails_ends(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    """So that its orchestrator starts another."""
+    server = start_server("--model", str(dense(tmp_path / "wide", vocab_size=32768)))
+    server.breaks = True
+    with memory_limit(server.process.pid, spare=64 << 20):
+        async with connected(server.address) as api:
+            for _ in range(MOST_IN_A_ROW):
+                wide = await generate(api, request(range(2048), 5, prompt_logprobs=True))
+                assert (wide.reason, wide.tokens) == ("INTERRUPTED", [])
+            assert wide.finish is not None
+            assert "the engine died: 16 steps failed in a row" in wide.finish.message
+        assert server.ended() == 1
+    (died,) = _events(server, "the engine died")
+    assert "16 steps failed in a row, the last with" in died["error"]
+    last = server.log.read_text().splitlines()[-1]
+    assert last.startswith("rollwire-server: 16 steps failed in a row")
+
+
+def _events(server: ServerProcess, event: str) -> list[dict[str, Any]]:
+    lines = [line for line in server.log.read_text().splitlines() if line.startswith("{")]
+    return [told for line in lines if (told := json.loads(line))["event"] == event]
 
 
 @contextlib.contextmanager
@@ -115,4 +148,5 @@ def memory_limit(pid: int, *, spare: int) -> Iterator[None]:
     try:
         yield
     finally:
-        resource.prlimit(pid, resource.RLIMIT_AS, unlimited)
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            resource.prlimit(pid, resource.RLIMIT_AS, unlimited)

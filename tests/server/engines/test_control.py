@@ -9,11 +9,13 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rollwire_server.engines.base import EndReason, EngineError, KvPolicy, Load, WeightTag
 from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from rollwire_server.engines.embedded.builtin import build
+from rollwire_server.engines.embedded.failures import MOST_IN_A_ROW
 from rollwire_server.engines.embedded.model import Model
 from rollwire_server.engines.embedded.runner import Runner
 from support.engines import Recorder, prompts, running, spec, staged_update
@@ -147,6 +149,40 @@ async def test_a_step_that_raises_ends_its_sequences_and_no_others(
     assert "RuntimeError: out of luck" in failed[0].end.message
     assert all(s.token_ids == expected.token_ids for s in fine)
     assert driver.recorder.failure is None
+
+
+async def test_an_engine_whose_every_step_fails_is_dead(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (prompt,) = prompts(20)
+    whole = Model.logits
+    broken = True
+
+    def failing(self: Model, batch: Any, rows: Any) -> Any:
+        if broken:
+            raise RuntimeError("out of luck")
+        return whole(self, batch, rows)
+
+    monkeypatch.setattr(Model, "logits", failing)
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(MOST_IN_A_ROW - 1):
+            (failed,) = await driver.sample(spec(prompt))
+            assert failed.reason is EndReason.FAILED
+        broken = False
+        (fine,) = await driver.sample(spec(prompt))
+        assert fine.reason is EndReason.LENGTH
+        broken = True
+        for _ in range(MOST_IN_A_ROW - 1):
+            (failed,) = await driver.sample(spec(prompt))
+            assert failed.reason is EndReason.FAILED
+        driver.submit(spec(prompt))
+        await driver.recorder.until(lambda: driver.recorder.failure is not None)
+    assert str(driver.recorder.failure) == (
+        f"{MOST_IN_A_ROW} steps failed in a row, the last with RuntimeError: out of luck"
+    )
+    told = [line for line in logs if line["event"].startswith("a step failed")]
+    assert 1 <= len(told) < MOST_IN_A_ROW, "not once for each"
+    assert isinstance(told[0]["exc_info"], RuntimeError)
 
 
 async def test_a_dead_loop_is_told_and_answers_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from rollwire_server.engines.base import (
 )
 
 from .batch import pack
+from .failures import Failures
 from .report import Report
 from .sampling import Noise, Rows, log_probabilities, sample
 from .slots import SlotTable
@@ -79,6 +80,7 @@ class Runner:
         self._asleep = False
         self._announced = 0
         self._added = 0
+        self._failures = Failures()
         self.table = SlotTable(cache.slots, context)
         self.routing = model.routers.store(cache.slots, context)
         self.weights = Weights(model.hf, staging)
@@ -170,7 +172,8 @@ class Runner:
     def step(self) -> Step | None:
         """Computes and samples what is next; None if there is nothing to do, or if it must not.
 
-        An error ends the sequences that were to be computed, with FAILED.
+        An error ends the sequences that were to be computed, with FAILED. Raises EngineError when
+        one step after another fails.
         """
         if self._held or self._asleep or not self.weights.whole:
             return None
@@ -180,13 +183,16 @@ class Runner:
         slots = [*plan.decoding.tolist(), *(chunk.slot for chunk in plan.chunks)]
         keys = [self.table.at(slot).spec.key for slot in slots]
         try:
-            return self._run(plan)
+            step = self._run(plan)
         except Exception as error:  # whatever it is, other sequences can go on
+            self._failures.one(error)
             self._clear(np.array(slots, dtype=np.int64))
             self.table.remove(keys)
             message = f"the engine's step failed: {type(error).__name__}: {error}"
             ends = [End(key, EndReason.FAILED, message) for key in keys]
             return Step(self.tag, [], [], [], ends=ends)
+        self._failures.none()
+        return step
 
     def _run(self, plan: Plan) -> Step:
         table = self.table
