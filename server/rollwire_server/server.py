@@ -115,7 +115,7 @@ class RolloutServer:
                     await self._stopping.wait()
                     await self._drain(updates)
                 except (EngineError, EndpointError, StartError) as error:
-                    self._failure = StartError(str(error))
+                    self._failure = self._failure or StartError(str(error))
                 finally:
                     self._retract()
                     await endpoints.stop()
@@ -169,6 +169,8 @@ class RolloutServer:
         await updates.served.loaded(weights)
         device = self._engine.describe().device
         await asyncio.to_thread(transport.prepare, device, self._listening)
+        if self._stopping.is_set():  # a signal came, or the engine died: it never serves
+            return
         gc.collect()
         gc.freeze()  # else a full collection walks over all of torch: a quarter of a second
         self._lifecycle.attach(self._engine)
@@ -231,7 +233,7 @@ class RolloutServer:
             self._hurry.set()
             return
         self._stopping.set()
-        if self._lifecycle.state is not State.STARTING:  # then it goes down once it has loaded
+        if self._lifecycle.state is not State.STARTING:  # else it goes down once it has loaded
             self._lifecycle.happened(Event.DRAIN)
 
     def _on_hangup(self) -> None:
