@@ -61,11 +61,11 @@ class Memory:
             await self._updates.drop(Reason.SLEEPING, "the server goes to sleep")
             self._lifecycle.check(Rpc.SLEEP)
             self._lifecycle.happened(Event.SLEPT)
-            await self._rollouts.interrupt_all("the server goes to sleep")
             try:
+                await self._rollouts.interrupt_all("the server goes to sleep")
                 freed = await self._engine.sleep(weights)
             except EngineError as error:
-                log.error("the server cannot sleep", why=str(error))  # noqa: TRY400  no bug
+                log.error("the server cannot fall asleep", why=str(error))  # noqa: TRY400  no bug
                 self._lifecycle.happened(Event.SLEEP_FAILED)
                 state = f"nothing was freed, the server is {self._lifecycle.state.value} again"
                 raise of_engine(error, state) from error
@@ -98,6 +98,7 @@ class Memory:
                 if reload_checkpoint:
                     await self._updates.served.reloaded()
             except EngineError as error:
+                log.error("the server cannot wake up", why=str(error))  # noqa: TRY400  no bug
                 state = "the server sleeps on: wake it up again, or use another server"
                 raise of_engine(error, state) from error
             empty = discarded and not reload_checkpoint

@@ -17,16 +17,14 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import rollwire_transport as transport
-
-from rollwire_server.errors import Reason, ServiceError
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import rollwire_transport as transport
     from torch import Tensor
 
     from rollwire_server.engines.base import WeightTag
+    from rollwire_server.errors import ServiceError
 
 
 class Phase(enum.Enum):
@@ -159,52 +157,6 @@ class Update:
         if self.lease_timer is not None:
             self.lease_timer.cancel()
         self.lease_timer = self.lease_ends = None
-
-
-def in_progress(current: Update) -> ServiceError:
-    """The refusal of another update while this one is under way."""
-    announcement = current.announcement
-    return ServiceError(
-        Reason.UPDATE_IN_PROGRESS,
-        f"update {announcement.update_id} of publisher {announcement.publisher.id!r} is "
-        f"{current.phase.value}: commit or discard it first",
-        metadata={"update_id": announcement.update_id},
-    )
-
-
-def picks_up(announcement: Announcement, current: Update) -> bool:
-    """Whether this is a staged update announced again: its answer was lost."""
-    return announcement == current.announcement and current.phase is Phase.STAGED
-
-
-def check_membership(
-    update: Update, membership: Membership, listening: transport.Listening
-) -> None:
-    """Raises ServiceError when a group makes no sense for an update."""
-    backends = transport.available_backends(listening)
-    backend = backends.get(membership.backend)
-    if backend is None or not backend.ok:
-        usable = ", ".join(name for name, backend in backends.items() if backend.ok) or "none"
-        why = f" ({backend.reason})" if backend is not None else ""
-        raise ServiceError(
-            Reason.BAD_REQUEST,
-            f"this server cannot use backend {membership.backend!r}{why}, only {usable}",
-            field="backend",
-        )
-    if not 0 < membership.rank < membership.world_size:
-        raise ServiceError(
-            Reason.BAD_REQUEST,
-            f"rank {membership.rank} is no receiver's in a group of {membership.world_size}: "
-            "the trainer has rank 0",
-            field="ranks",
-        )
-    if membership.first_bucket > update.receiver.next_bucket:
-        raise ServiceError(
-            Reason.BAD_REQUEST,
-            f"a group that begins with bucket {membership.first_bucket} leaves a gap: bucket "
-            f"{update.receiver.next_bucket} has not come yet",
-            field="first_bucket",
-        )
 
 
 def named(update: Update) -> dict[str, object]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -15,23 +14,22 @@ from typing import TYPE_CHECKING, Any
 import rollwire_transport as transport
 import structlog
 
+from rollwire_server.checks import (
+    check_commit,
+    check_kind,
+    check_manifest,
+    check_membership,
+    check_publisher,
+    in_progress,
+    picks_up,
+)
 from rollwire_server.engines.base import EngineError
 from rollwire_server.errors import Reason, ServiceError, of_engine
-from rollwire_server.lifecycle import Rpc, State
+from rollwire_server.lifecycle import Rpc
 from rollwire_server.logs import bind
 from rollwire_server.outcomes import outcome, result
-from rollwire_server.update import (
-    WAITING,
-    Commit,
-    Outcome,
-    Phase,
-    Update,
-    check_membership,
-    in_progress,
-    named,
-    picks_up,
-    told,
-)
+from rollwire_server.receiving import Receiving
+from rollwire_server.update import WAITING, Commit, Outcome, Phase, Update, named, told
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -81,8 +79,12 @@ class Updates:
         self.served = served
         self._counts = counts
         self._tasks = tasks
-        self._bucket_timeout = bucket_timeout
         self.listening = listening
+        self._receiving = Receiving(
+            engine, served, counts, tasks,
+            bucket_timeout=bucket_timeout, listening=listening,
+            move=self._move, give_up=self._give_up,
+        )  # fmt: skip
         self._admission = asyncio.Lock()
         self.frozen = frozen
         self.update: Update | None = None
@@ -162,7 +164,7 @@ class Updates:
             update.end_lease()
             update.epoch = membership.epoch
             update.joining = self._tasks.create_task(
-                outcome(self._join(update, membership, timeout)), name=f"join {update_id}"
+                outcome(self._receiving.join(update, membership, timeout)), name=f"join {update_id}"
             )
         if update.joining is not None:
             await result(update.joining)
@@ -181,7 +183,7 @@ class Updates:
         self._check_publisher(publisher)
         update = self._expect(update_id)
         if update.committing is None:
-            self._check_commit(update, expected_digest)
+            check_commit(update, expected_digest, self.weights)
             update.committing = self._tasks.create_task(
                 outcome(self._commit(update, policy)), name=f"commit {update_id}"
             )
@@ -212,58 +214,11 @@ class Updates:
             )
 
     def _check_publisher(self, publisher: Publisher) -> None:
-        known = self.publisher
-        if known is None or publisher == known or publisher.term > known.term:
-            return
-        raise ServiceError(
-            Reason.STALE_PUBLISHER,
-            f"publisher {publisher.id!r} with term {publisher.term} is refused: "
-            f"{known.id!r} with term {known.term} took over; a trainer that is to take over "
-            "needs a higher term",
-            metadata={"publisher_id": known.id, "term": str(known.term)},
-        )
+        check_publisher(publisher, self.publisher)
 
     def _check_announcement(self, announcement: Announcement) -> None:
-        manifest = announcement.manifest
-        if manifest.encoding is not transport.Encoding.FULL:
-            raise ServiceError(
-                Reason.UNSUPPORTED_ENCODING,
-                "deltas are not supported: publish a full update",
-                field="manifest.encoding",
-            )
+        check_kind(announcement.manifest, self._lifecycle.state)
         self.served.check_version(announcement)
-        if manifest.partial and self._lifecycle.state in (
-            State.QUARANTINED,
-            State.AWAITING_WEIGHTS,
-        ):
-            raise ServiceError(
-                Reason.BASE_MISMATCH,
-                f"a partial update cannot stand on what a server holds that is "
-                f"{self._lifecycle.state.value}: publish a full one",
-            )
-
-    def _check_manifest(self, manifest: transport.Manifest) -> None:
-        try:
-            transport.validate(manifest)
-            transport.compare(manifest, self._engine.schema())
-        except transport.ManifestError as error:
-            raise ServiceError(Reason.MANIFEST_MISMATCH, str(error), field="manifest") from error
-
-    def _check_commit(self, update: Update, expected_digest: int) -> None:
-        update_id = update.announcement.update_id
-        if update.phase is not Phase.STAGED:
-            raise ServiceError(
-                Reason.NOT_STAGED,
-                f"update {update_id} is {update.phase.value}, not staged; the server serves "
-                f"{told(self.weights)}",
-            )
-        if (digest := update.receiver.digest) != expected_digest:
-            raise ServiceError(
-                Reason.DIGEST_MISMATCH,
-                f"update {update_id} has digest {digest:016x} here and {expected_digest:016x} at "
-                f"the trainer: discard it and publish again; the server serves "
-                f"{told(self.weights)}",
-            )
 
     def _expect(self, update_id: str) -> Update:
         if self.update is None or self.update.announcement.update_id != update_id:
@@ -295,7 +250,8 @@ class Updates:
             self._check_announcement(announcement)
             if announcement.version is not None:
                 self.announced_version = announcement.version
-            await asyncio.to_thread(self._check_manifest, announcement.manifest)
+            schema = self._engine.schema()
+            await asyncio.to_thread(check_manifest, announcement.manifest, schema)
             self._check(Rpc.UPDATE_WEIGHTS)
             self.publisher = announcement.publisher
             await self.drop(
@@ -326,77 +282,6 @@ class Updates:
             raise of_engine(error, state, no_memory=Reason.STAGING_FAILED) from error
         receiver = await asyncio.to_thread(transport.Receiver, manifest, staged)
         return Update(announcement, staged, receiver)
-
-    async def _join(self, update: Update, membership: Membership, timeout: float) -> None:
-        await self._leave_group(update)
-        _check_still_wanted(update, membership)
-        if update.phase is Phase.STAGED:  # by what was still under way in the former group
-            return
-        update.left = threading.Event()
-        try:
-            link = await asyncio.to_thread(
-                transport.join,
-                membership.backend,
-                epoch=membership.epoch,
-                rank=membership.rank,
-                world_size=membership.world_size,
-                rendezvous=membership.rendezvous,
-                timeout=timeout,
-                device=self._engine.describe().device,
-                closed=update.left,
-                listening=self.listening,
-            )
-        except transport.TransportError as error:
-            _check_still_wanted(update, membership)
-            self._move(update, Phase.STALLED, str(error))
-            late = isinstance(error, transport.TransportTimeout)
-            raise ServiceError(
-                Reason.TRANSPORT_TIMEOUT if late else Reason.TRANSPORT_FAILED,
-                str(error),
-                metadata={"peer": error.peer or ""},
-            ) from error
-        try:
-            _check_still_wanted(update, membership)
-        except ServiceError:
-            await asyncio.to_thread(link.close)
-            raise
-        update.link = link
-        self._move(update, Phase.RECEIVING)
-        update.receiving = self._tasks.create_task(
-            self._receive(update, link, membership.first_bucket),
-            name=f"receive {update.announcement.update_id}",
-        )
-
-    async def _receive(self, update: Update, link: transport.Link, first_bucket: int) -> None:
-        began, had = time.monotonic_ns(), update.receiver.received_bytes
-        try:
-            await asyncio.to_thread(
-                update.receiver.receive,
-                link,
-                first_bucket=first_bucket,
-                bucket_timeout=self._bucket_timeout,
-            )
-        except transport.DigestMismatch as error:
-            update.failure = ServiceError(
-                Reason.DIGEST_MISMATCH,
-                f"{error}; the update is discarded, the server serves {told(self.weights)}",
-            )
-            self._move(update, Phase.STALLED, str(error))
-        except transport.TransportError as error:
-            if update.link is link:
-                self._move(update, Phase.STALLED, str(error))
-        except Exception as error:
-            log.exception("a bug: receiving failed")
-            self._move(update, Phase.STALLED, f"{type(error).__name__}: {error}")
-        else:
-            self._move(update, Phase.STAGED)
-        finally:
-            update.receive_ns += time.monotonic_ns() - began
-            self._counts.received_bytes += update.receiver.received_bytes - had
-            let_go = await asyncio.to_thread(link.close)
-            self._counts.forwarded_bytes += link.forwarded_bytes
-            if not (let_go or update.receiver.complete):
-                self._give_up(update, "its former group may still write into what is staged")
 
     def _move(self, update: Update, phase: Phase, detail: str = "") -> None:
         """Enters a phase; where it waits for its publisher, its lease begins."""
@@ -429,16 +314,6 @@ class Updates:
             self._commits.popitem(last=False)
         return commit
 
-    async def _leave_group(self, update: Update) -> None:
-        """Ends the update's former group, if it had one."""
-        update.left.set()
-        link, update.link = update.link, None
-        if link is not None:
-            link.abort()
-            update.forwarded_bytes += link.forwarded_bytes
-        if update.receiving is not None:
-            await update.receiving
-
     def _give_up(self, update: Update, why: str) -> None:
         if update.committing is None:
             update_id = update.announcement.update_id
@@ -463,19 +338,10 @@ class Updates:
         return ending
 
     async def _end(self, update: Update) -> None:
-        await self._leave_group(update)
+        await self._receiving.leave(update)
         update.let_go()
 
     def _ends(self, task: asyncio.Task[Any]) -> None:
         """No update is staged before this is done: engines may have memory for one at a time."""
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
-
-
-def _check_still_wanted(update: Update, membership: Membership) -> None:
-    """Raises ServiceError if an update was dropped, or joins another group by now."""
-    if update.failure is not None:
-        raise update.failure
-    if update.epoch != membership.epoch:
-        update_id = update.announcement.update_id
-        raise ServiceError(Reason.NOT_STAGED, f"update {update_id} joins another group")

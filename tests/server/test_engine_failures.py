@@ -178,7 +178,7 @@ async def test_a_server_whose_engine_does_not_fall_asleep_serves_on(
         assert room.lifecycle.state is before
         events = [(line["event"], line.get("state")) for line in lines]
         assert events == [
-            ("state", "sleeping"), ("the server cannot sleep", None), ("state", before.value),
+            ("state", "sleeping"), ("the server cannot fall asleep", None), ("state", before.value),
         ]  # fmt: skip
         await room.memory.sleep(SleepingWeights.KEEP)
         assert room.lifecycle.state is State.SLEEPING
