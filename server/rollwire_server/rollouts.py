@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from rollwire_server.engines.base import EndReason
+from rollwire_server.engines.base import EndReason, EngineError
 from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.lifecycle import Rpc
 from rollwire_server.retained import Retained
@@ -229,16 +229,23 @@ class Rollouts:
     # What the engine tells (Sink).
 
     def on_step(self, step: Step) -> None:
-        """Appends what a step sampled, and lets the readers know."""
-        sampling, weights = self._sampling, step.weights
-        self._counts.sampled_tokens += len(step.keys)
-        oldest = step.oldest_kv_revisions or itertools.repeat(weights.revision)
+        """Appends what a step sampled, and lets the readers know.
+
+        A step whose columns differ in length ends the server: from then on nobody could say which
+        token is whose.
+        """
+        if (ragged := _ragged(step)) is not None:
+            self.on_failure(ragged)
+            return
+        sampling, weights, rows = self._sampling, step.weights, len(step.keys)
+        self._counts.sampled_tokens += rows
+        oldest = step.oldest_kv_revisions or itertools.repeat(weights.revision, rows)
         for key, extras in step.extras.items():
             if (sequence := sampling.get(key)) is not None:
                 sequence.extend(extras, weights)
                 self._tell(sequence)
         for key, token, logprob, revision in zip(
-            step.keys, step.token_ids, step.logprobs, oldest, strict=False
+            step.keys, step.token_ids, step.logprobs, oldest, strict=True
         ):
             sequence = sampling.get(key)
             if sequence is None:  # ended by the server while the step ran
@@ -463,6 +470,18 @@ def is_too_new(version: int | None, request: Request) -> bool:
 def told_version(version: int | None) -> str:
     """A version in a message's words."""
     return "an untagged update" if version is None else f"version {version}"
+
+
+def _ragged(step: Step) -> EngineError | None:
+    """What is wrong with a step whose columns differ in length."""
+    keys, tokens, logprobs = len(step.keys), len(step.token_ids), len(step.logprobs)
+    revisions = len(step.oldest_kv_revisions)
+    if keys == tokens == logprobs and revisions in (0, keys):
+        return None
+    return EngineError(
+        f"one step has {keys} keys of sequences, {tokens} tokens, {logprobs} log-probabilities and "
+        f"{revisions} KV revisions: a bug of the engine"
+    )
 
 
 def _end_of(sequence: Sequence, end: End) -> Finish | ServiceError:

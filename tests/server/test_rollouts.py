@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from rollwire_server import rollouts as module
-from rollwire_server.engines.base import SamplingParams, SequenceSpec
+from rollwire_server.engines.base import SamplingParams, SequenceSpec, Step
 from rollwire_server.errors import Reason, ServiceError
-from rollwire_server.sequences import Outbox, Request
+from rollwire_server.sequences import Finish, FinishReason, Outbox, Request
 from support.engine_room import serving
 
 if TYPE_CHECKING:
@@ -54,3 +54,28 @@ async def test_a_grace_is_no_longer_than_a_sequence() -> None:
     async with serving() as (rollouts, _, _):
         reader = rollouts.start(asked(rollouts, "a", grace=1e9), Outbox())
         assert reader.sequence.request.detach_grace == 60
+
+
+@pytest.mark.parametrize("column", ["keys", "token_ids", "logprobs", "oldest_kv_revisions"])
+async def test_a_step_with_ragged_columns_ends_the_server_and_no_token_is_told(
+    monkeypatch: pytest.MonkeyPatch, column: str
+) -> None:
+    async with serving() as (rollouts, _, _):
+        died: list[BaseException] = []
+        monkeypatch.setattr(rollouts, "_engine_died", died.append)
+        readers = [
+            rollouts.start(asked(rollouts, name, tokens=4000), Outbox()) for name in ("a", "b")
+        ]
+        keys = [reader.sequence.request.spec.key for reader in readers]
+        step = Step(rollouts.tag, keys, [7, 8], [-1.0, -2.0], [0, 0])
+        getattr(step, column).pop()
+        rollouts.on_step(step)
+        (error,) = died
+        assert "a bug of the engine" in str(error)
+        for reader in readers:
+            end = reader.sequence.end
+            assert isinstance(end, Finish)
+            assert (end.reason, end.output_tokens) == (FinishReason.INTERRUPTED, 0)
+            assert "one step has " in end.message
+        rollouts.on_step(Step(rollouts.tag, keys, [7, 8], [-1.0, -2.0]))
+        assert [len(reader.sequence.tokens) for reader in readers] == [0, 0]
