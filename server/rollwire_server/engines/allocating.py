@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import traceback
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,11 +21,13 @@ FULL = ("out of memory", "Cannot allocate memory")  # as torch says it, of devic
 def allocating(what: str, advice: str) -> Iterator[None]:
     """Says "WHAT (why): ADVICE" when memory cannot be taken within.
 
-    Raises NoMemoryError when there is none, EngineError when it fails in another way.
+    Raises NoMemoryError when there is none, EngineError when it fails in another way. What was
+    taken before is not kept by the error.
     """
     try:
         yield
     except (MemoryError, OSError, RuntimeError) as error:
+        traceback.clear_frames(error.__traceback__)
         why = str(error).strip().splitlines() or [type(error).__name__]
         kind = NoMemoryError if _is_no_memory(error) else EngineError
         raise kind(f"{what} ({why[0]}): {advice}") from error

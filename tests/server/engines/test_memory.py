@@ -4,7 +4,9 @@ import math
 from typing import TYPE_CHECKING
 
 import pytest
-from rollwire_server.engines.base import EngineError, KvPolicy, SleepingWeights
+import torch
+from rollwire_server.engines.base import EngineError, KvPolicy, NoMemoryError, SleepingWeights
+from rollwire_server.engines.embedded.weights import Weights
 from rollwire_transport import Manifest
 from support.engines import prompts, spec, staged_update
 
@@ -69,6 +71,28 @@ async def test_discarded_weights_come_back_with_a_full_update(driver: Driver) ->
     await driver.engine.release()
     (after,) = await driver.sample(spec(prompt, seed=1))
     assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), NoMemoryError),
+        (torch.AcceleratorError("CUDA error: uncorrectable ECC error"), EngineError),
+        (RuntimeError("The size of tensor a must match"), RuntimeError),
+    ],
+)
+async def test_a_device_that_is_full_or_fails_is_told_from_a_bug(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception]
+) -> None:
+    def fails(_: Weights) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Weights, "digests", fails)
+        with pytest.raises(kind, match=str(error)) as caught:
+            await driver.engine.digests()
+    assert type(caught.value) is kind
+    assert await driver.engine.digests()
 
 
 async def test_an_engine_with_sequences_does_not_sleep(driver: Driver) -> None:

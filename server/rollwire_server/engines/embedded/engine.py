@@ -9,8 +9,11 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollwire_server.engines.base import EngineError, Load
+import torch
 
+from rollwire_server.engines.base import EngineError, Load, NoMemoryError
+
+from .checkpoint import first_line
 from .startup import start_runner
 
 if TYPE_CHECKING:
@@ -238,6 +241,12 @@ def _obey(command: _Command, runner: Runner, tell: _Teller) -> None:
         return
     try:
         value = command.do(runner)
+    except torch.OutOfMemoryError as error:
+        full = NoMemoryError(f"the device is full: {first_line(error)}")
+        tell(_settle, command.result, None, full)
+    except torch.AcceleratorError as error:
+        failure = EngineError(f"the device fails: {first_line(error)}")
+        tell(_settle, command.result, None, failure)
     except Exception as error:
         tell(_settle, command.result, None, error)
     else:
