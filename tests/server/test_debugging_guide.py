@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollwire.v1 import common_pb2, rollout_pb2, weights_pb2
+
 if TYPE_CHECKING:
     from support.servers import StartServer
 
@@ -28,6 +30,16 @@ def examples() -> list[tuple[str, str]]:
     return shown
 
 
+def fields() -> set[str]:
+    """Of all messages of the API."""
+    return {
+        field.name
+        for module in (common_pb2, rollout_pb2, weights_pb2)
+        for message in module.DESCRIPTOR.message_types_by_name.values()
+        for field in message.fields
+    }
+
+
 def likened(output: str) -> str:
     """Without what differs from server to server."""
     output = re.sub(r'"[0-9a-f]{32}"', '"ID"', output)
@@ -37,6 +49,14 @@ def likened(output: str) -> str:
 
 def test_the_page_shows_something() -> None:
     assert len(examples()) >= 10
+
+
+def test_what_the_page_explains_is_in_the_api() -> None:
+    page = (ROOT / "docs" / "debugging.md").read_text()
+    prose = re.sub(r"^```.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE)
+    named = set(re.findall(r"`([a-z_]+)`", prose))
+    assert "update_phase" in named
+    assert named - {"rollwire", "list", "describe", "grpc_health_probe"} <= fields()
 
 
 def test_every_command_says_what_the_page_says(start_server: StartServer) -> None:
