@@ -67,7 +67,7 @@ class Memory:
             except EngineError as error:
                 log.error("the server cannot fall asleep", why=str(error))  # noqa: TRY400  no bug
                 self._lifecycle.happened(Event.SLEEP_FAILED)
-                state = f"nothing was freed, the server is {self._lifecycle.state.value} again"
+                state = f"nothing was freed, and the server is {self._lifecycle.state.value}"
                 raise of_engine(error, state) from error
             self._asleep = weights
             return freed

@@ -172,7 +172,7 @@ async def test_a_server_whose_engine_does_not_fall_asleep_serves_on(
                 await room.memory.sleep(SleepingWeights.KEEP)
         assert caught.value.reason is Reason.ENGINE_FAILED
         assert (
-            f"it did not end its steps; nothing was freed, the server is {before.value} again"
+            f"it did not end its steps; nothing was freed, and the server is {before.value}"
             in (caught.value.message)
         )
         assert room.lifecycle.state is before

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from rollwire_server.engines.base import ChangedWeightsError, EngineError, TornWeightsError
+from rollwire_server.engines.base import (
+    ChangedWeightsError,
+    EngineError,
+    SleepingWeights,
+    TornWeightsError,
+)
 from rollwire_server.engines.sglang import loader
 from rollwire_server.engines.sglang.checkpoint import describe_checkpoint
+from rollwire_server.engines.sglang.config import SglangConfig
+from rollwire_server.engines.sglang.engine import SglangEngine
 from rollwire_server.engines.sglang.recipe import NoRecipeError, copies, learn
 from rollwire_server.engines.sglang.shared_memory import on_host
+from rollwire_server.engines.sglang.weights import Weights
 from rollwire_transport import TensorSpec
 from support.contract import flags
 from support.engines import staged_update
-from support.sglang_weights import Copying, Fragile, weights_of
+from support.sglang_weights import FACTS, Copying, Fragile, weights_of
 from torch import nn
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
     from rollwire_server.engines.sglang.shared_memory import Staged
-    from rollwire_server.engines.sglang.weights import Weights
     from torch import Tensor
 
 
@@ -272,6 +280,24 @@ class TestRecipe:
         with pytest.raises(NoRecipeError, match="mul"):
             learn(model, [("good", "float32", (2, 2))])
         assert model.fused.eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("releases", "keeps", "refused"),
+    [
+        (False, False, set()),  # nothing is really freed
+        (True, False, {SleepingWeights.HOST_BACKUP}),
+        (True, True, set()),
+    ],
+)
+def test_a_host_backup_is_what_sglang_was_started_with(
+    releases: bool, keeps: bool, refused: set[SleepingWeights]
+) -> None:
+    facts = dataclasses.replace(FACTS, can_release_memory=releases, keeps_weights_on_release=keeps)
+    engine = SglangEngine(SglangConfig("a model", "auto", "cpu", 4))
+    engine._facts = facts
+    described = engine._describe(Weights(None, facts, Path(), torch.device("cpu")))  # type: ignore[arg-type]
+    assert described.unsupported_sleep.keys() == refused
 
 
 def test_a_tied_output_is_an_alias(tmp_path: Path) -> None:
