@@ -11,11 +11,11 @@ import pytest
 import rollwire_transport as transport
 import torch
 from rollwire.v1 import common_pb2, weights_pb2
+from rollwire_client import wire
 from support.calls import Api, Generation, Output, Stream, generate, reason_of, request
 from support.publishing import (
     TERMS,
     Update,
-    as_message,
     next_version,
     no_update,
     random_weights,
@@ -260,7 +260,7 @@ async def test_a_manifest_that_does_not_fit_names_every_tensor(api: Api) -> None
 
 async def test_nonsense_is_refused_and_the_server_serves_on(api: Api) -> None:
     change = await update(api, 21)
-    good = as_message(change.manifest)
+    good = wire.manifest(change.manifest)
     delta = weights_pb2.Manifest()
     delta.CopyFrom(good)
     delta.encoding = weights_pb2.ENCODING_DELTA
@@ -272,7 +272,8 @@ async def test_nonsense_is_refused_and_the_server_serves_on(api: Api) -> None:
     assert await refusal(change.announce(weights_pb2.Manifest())) == "MANIFEST_MISMATCH"
     nameless = dataclasses.replace(change, update_id="")
     assert await refusal(nameless.announce()) == "BAD_REQUEST"
-    await change.announce()
+    good.ClearField("encoding")  # as FULL
+    await change.announce(good)
     epoch = uuid.uuid4().hex
     for wrong in (
         {"backend": "carrier pigeon"},

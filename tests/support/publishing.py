@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import grpc
 import rollwire_transport as transport
 import torch
-from google.protobuf.duration_pb2 import Duration
 from rollwire.v1 import weights_pb2
+from rollwire_client import wire
 from torch import Tensor
 
 from support.calls import until
@@ -44,33 +44,6 @@ async def next_version(api: Api) -> int:
     return (await api.info()).highest_version + 1
 
 
-def as_message(manifest: transport.Manifest) -> weights_pb2.Manifest:
-    return weights_pb2.Manifest(
-        tensors=[
-            weights_pb2.TensorSpec(
-                name=t.name, dtype=t.dtype, shape=t.shape, alias_of=t.alias_of or ""
-            )
-            for t in manifest.tensors
-        ],
-        buckets=[
-            weights_pb2.Bucket(
-                size=bucket.size,
-                spans=[
-                    weights_pb2.Span(
-                        tensor=s.tensor,
-                        tensor_offset=s.tensor_offset,
-                        bucket_offset=s.bucket_offset,
-                        length=s.length,
-                    )
-                    for s in bucket.spans
-                ],
-            )
-            for bucket in manifest.buckets
-        ],
-        partial=manifest.partial,
-    )
-
-
 @dataclass
 class Update:
     """One update of one server, step by step: announce → transfer → commit."""
@@ -98,16 +71,14 @@ class Update:
 
     async def announce(self, manifest: weights_pb2.Manifest | None = None) -> None:
         """Until READY."""
-        lease = Duration()
-        lease.FromNanoseconds(int(self.lease * 1e9))
         self.call = self.api.weights.UpdateWeights(
             weights_pb2.UpdateWeightsRequest(
                 publisher=self.who,
                 update_id=self.update_id,
                 version=self.version,
                 allow_version_rollback=self.rollback,
-                manifest=manifest or as_message(self.manifest),
-                stage_lease=lease,
+                manifest=manifest or wire.manifest(self.manifest),
+                stage_lease=wire.duration(self.lease),
             ),
             timeout=60,
         )
