@@ -17,8 +17,9 @@ import structlog
 from rollwire_server.engines.base import EndReason, EngineError
 from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.lifecycle import Rpc
+from rollwire_server.readers import Reader
 from rollwire_server.retained import Retained
-from rollwire_server.sequences import FinishReason, Reader, Sequence, new_sequence
+from rollwire_server.sequences import FinishReason, Sequence, new_sequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from rollwire_server.counts import Counts
     from rollwire_server.engines.base import End, Engine, Step, WeightTag
     from rollwire_server.lifecycle import Lifecycle
-    from rollwire_server.sequences import Finish, Outbox, Request
+    from rollwire_server.readers import Outbox
+    from rollwire_server.sequences import Finish, Request
 
 log = structlog.get_logger()
 

@@ -17,7 +17,8 @@ from rollwire_server import rollouts as rollouts_module
 from rollwire_server.counts import Counts
 from rollwire_server.engines.base import SamplingParams, SequenceSpec
 from rollwire_server.errors import Reason, ServiceError
-from rollwire_server.sequences import Outbox, Request
+from rollwire_server.readers import Outbox
+from rollwire_server.sequences import Request
 from rollwire_server.served import ServedWeights
 from rollwire_server.services.weight_service import MOST_ANNOUNCEMENTS, WeightService
 from rollwire_server.updates import Updates
@@ -28,8 +29,8 @@ from support.publishing import no_update
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rollwire_server.readers import Reader
     from rollwire_server.rollouts import Rollouts
-    from rollwire_server.sequences import Reader
     from support.calls import Api
     from support.servers import StartServer
 

@@ -9,7 +9,8 @@ import pytest
 from rollwire_server import rollouts as module
 from rollwire_server.engines.base import SamplingParams, SequenceSpec, Step
 from rollwire_server.errors import Reason, ServiceError
-from rollwire_server.sequences import Finish, FinishReason, Outbox, Request
+from rollwire_server.readers import Outbox
+from rollwire_server.sequences import Finish, FinishReason, Request
 from support.engine_room import serving
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.lifecycle import Rpc
 from rollwire_server.logs import MOST_CHARACTERS
 from rollwire_server.parsing import check_parsed
-from rollwire_server.sequences import Outbox
+from rollwire_server.readers import Outbox
 from rollwire_server.services import messages
 from rollwire_server.services.requests import read_request
 
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from rollwire_server.counts import Counts
     from rollwire_server.engines.base import Engine, WeightTag
     from rollwire_server.lifecycle import Lifecycle
+    from rollwire_server.readers import Chunk, Reader
     from rollwire_server.rollouts import Rollouts
-    from rollwire_server.sequences import Chunk, Reader, Run
+    from rollwire_server.sequences import Run
 
 log = structlog.get_logger()
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from rollwire_server.engines.base import PromptLogprobs, RoutedExperts, WeightTag
-    from rollwire_server.sequences import Chunk, Finish
+    from rollwire_server.readers import Chunk
+    from rollwire_server.sequences import Finish
 
 STATES = {state: common_pb2.ServerState.Value(f"SERVER_STATE_{state.name}") for state in State}
 FINISH_REASONS = {

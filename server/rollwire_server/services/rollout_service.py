@@ -11,9 +11,9 @@ from rollwire_server.engines.base import SleepingWeights
 from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.lifecycle import Rpc
 from rollwire_server.logs import bind
+from rollwire_server.readers import Outbox
 from rollwire_server.reception import client_of
 from rollwire_server.security import Scope
-from rollwire_server.sequences import Outbox
 from rollwire_server.services import messages
 from rollwire_server.services.answering import answering
 from rollwire_server.services.columns import RolloutStream
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from rollwire_server.engines.base import Engine
     from rollwire_server.lifecycle import Lifecycle
     from rollwire_server.memory import Memory
+    from rollwire_server.readers import Reader
     from rollwire_server.rollouts import Rollouts
     from rollwire_server.security import Access
-    from rollwire_server.sequences import Reader
     from rollwire_server.services.info import ServerInfo
     from rollwire_server.updates import Updates
 
