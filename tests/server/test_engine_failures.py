@@ -171,9 +171,8 @@ async def test_a_server_whose_engine_does_not_fall_asleep_serves_on(
             with capture_logs() as lines, pytest.raises(ServiceError) as caught:
                 await room.memory.sleep(SleepingWeights.KEEP)
         assert caught.value.reason is Reason.ENGINE_FAILED
-        assert (
+        assert caught.value.message == (
             f"it did not end its steps; nothing was freed, and the server is {before.value}"
-            in (caught.value.message)
         )
         assert room.lifecycle.state is before
         events = [(line["event"], line.get("state")) for line in lines]
@@ -224,7 +223,7 @@ async def test_a_server_without_memory_to_wake_up_sleeps_on(start_server: StartS
         before = await generate(api, request((4, 5), 30, seed=1))
         kept = rollout_pb2.SleepRequest(weights=rollout_pb2.SLEEPING_WEIGHTS_KEEP)
         assert (await api.rollouts.Sleep(kept, timeout=20)).freed_bytes >= 1 << 27
-        with no_more_memory(server, 1 << 26):
+        with no_more_memory(server, 80 << 20):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=20)
             assert reason_of(caught.value) == "NO_MEMORY"

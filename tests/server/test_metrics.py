@@ -58,6 +58,7 @@ async def test_a_server_tells_what_it_does(start_server: StartServer) -> None:
         for name in ("version", "announced_version", "committed_timestamp_seconds"):
             assert (f"rollwire_weights_{name}", ()) not in before
         assert before["rollwire_refusals_total", ("queue_full",)] == 0
+        assert before["rollwire_updates_total", ("failed",)] == 0
 
         await generate(api, request((1,), 20))
         with pytest.raises(grpc.aio.AioRpcError):
