@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import structlog
@@ -18,7 +17,7 @@ from rollwire_server.engines.base import EndReason, EngineError
 from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.lifecycle import Rpc
 from rollwire_server.readers import Reader
-from rollwire_server.retained import Retained
+from rollwire_server.records import Records, check_prefix
 from rollwire_server.sequences import FinishReason, Sequence, new_sequence
 
 if TYPE_CHECKING:
@@ -31,11 +30,6 @@ if TYPE_CHECKING:
     from rollwire_server.sequences import Finish, Request
 
 log = structlog.get_logger()
-
-ATTEMPTS_REMEMBERED = 100_000
-MOST_KEPT = 10_000  # to be picked up
-MOST_UNREAD = 10_000  # by streams that are there
-MOST_BYTES = 1 << 29  # of either
 
 
 class Rollouts:
@@ -67,12 +61,9 @@ class Rollouts:
         self._max_sequence_seconds = max_sequence_seconds
         self._engine_died = engine_died
         self._keys = itertools.count(1)
-        self._records: dict[str, Sequence] = {}
+        self._records = Records()
         self._sampling: dict[int, Sequence] = {}
         self._awaiting_version: dict[Sequence, None] = {}
-        self._kept = Retained(MOST_KEPT, MOST_BYTES)
-        self._unread = Retained(MOST_UNREAD, MOST_BYTES)
-        self._attempts: OrderedDict[str, int] = OrderedDict()
         self._dropped: list[int] = []
         self._drops = asyncio.Event()
         self._idle = asyncio.Event()
@@ -105,8 +96,7 @@ class Rollouts:
         """
         if request.detach_grace > (most := self._max_sequence_seconds):
             request = dataclasses.replace(request, detach_grace=most)
-        record = self._records.get(request.request_id)
-        self._refuse_stale(request, record)
+        record = self._records.find(request)
         if record is not None and record.request.attempt == request.attempt:
             self._lifecycle.check(Rpc.PICK_UP)
             return self._pick_up(record, request, outbox, handle)
@@ -120,9 +110,8 @@ class Rollouts:
                 self._refuse_full()
         if record is not None:
             self._end(record, record.finish(FinishReason.SUPERSEDED, "a newer attempt took over"))
-            self._forget(record)
-        self._remember(request)
-        self._records[request.request_id] = sequence
+            self._records.forget(record)
+        self._records.add(sequence)
         log.debug(
             "sequence begun", request_id=request.request_id, attempt=request.attempt,
             prompt_tokens=len(request.spec.prompt), given_tokens=len(request.spec.prefix),
@@ -130,7 +119,7 @@ class Rollouts:
         reader = self._attach(sequence, outbox, handle)
         if complete is not None:
             self._end(sequence, sequence.finish(complete))
-        elif is_too_old(self._version, request):
+        elif request.wants_newer(self._version):
             self._awaiting_version[sequence] = None
             self._idle.clear()
             self._arm_timeout(sequence)
@@ -145,12 +134,12 @@ class Rollouts:
         if sequence.reader is not reader:
             return
         sequence.reader = None
-        self._unread.discard(sequence)
+        self._records.unread.discard(sequence)
         grace = sequence.request.detach_grace
-        if self._records.get(sequence.request.request_id) is not sequence:
+        if sequence not in self._records:
             return  # it has ended, and was forgotten
         if grace > 0:
-            self._arm(sequence, "grace", grace, self._grace_over)
+            sequence.arm("grace", grace, self._grace_over)
         else:
             self._grace_over(sequence)
 
@@ -175,12 +164,12 @@ class Rollouts:
 
     async def abort_all(self) -> int:
         """Ends every live sequence."""
-        live = [(r.request.request_id, None) for r in self._records.values() if r.end is None]
+        live = [(record.request.request_id, None) for record in self._records.live()]
         return (await self.abort(live))[0]
 
     async def interrupt_all(self, message: str) -> int:
         """Gives every live sequence up: they go on elsewhere."""
-        live = [record for record in self._records.values() if record.end is None]
+        live = self._records.live()
         for record in live:
             self._end(record, record.finish(FinishReason.INTERRUPTED, message))
         await self._drop()
@@ -198,9 +187,9 @@ class Rollouts:
         """
         for record in list(self._sampling.values()):
             request = record.request
-            if is_too_new(version, request):
+            if request.wants_older(version):
                 bound = f"beyond max_weight_version {request.max_weight_version}"
-            elif is_too_old(version, request):
+            elif request.wants_newer(version):
                 bound = f"below min_weight_version {request.min_weight_version}"
             else:
                 continue
@@ -213,10 +202,10 @@ class Rollouts:
         self._weights = weights
         for sequence in list(self._awaiting_version):
             request = sequence.request
-            if is_too_old(weights.version, request):
+            if request.wants_newer(weights.version):
                 continue
             del self._awaiting_version[sequence]
-            if is_too_new(weights.version, request):
+            if request.wants_older(weights.version):
                 message = f"version {weights.version} came, beyond {request.max_weight_version}"
                 self._end(sequence, sequence.finish(FinishReason.INTERRUPTED, message))
             else:
@@ -262,24 +251,11 @@ class Rollouts:
     def on_failure(self, error: BaseException) -> None:
         """The engine is dead: its sequences go on elsewhere, the server goes down."""
         message = f"the engine died: {error}"
-        for record in list(self._records.values()):
-            if record.end is None:
-                self._end(record, record.finish(FinishReason.INTERRUPTED, message))
+        for record in self._records.live():
+            self._end(record, record.finish(FinishReason.INTERRUPTED, message))
         self._engine_died(error)
 
     # Refusals.
-
-    def _refuse_stale(self, request: Request, record: Sequence | None) -> None:
-        seen = self._attempts.get(request.request_id, 0)
-        if record is not None:
-            seen = max(seen, record.request.attempt)
-        if request.attempt < seen:
-            raise ServiceError(
-                Reason.STALE_ATTEMPT,
-                f"attempt {request.attempt} of {request.request_id} comes after attempt {seen}: "
-                "the newer one owns the sequence",
-                metadata={"attempt_seen": str(seen)},
-            )
 
     def _refuse_full(self) -> None:
         limit = self._engine.describe().max_running_sequences + self._max_waiting
@@ -291,7 +267,7 @@ class Rollouts:
             )
 
     def _refuse_unread(self) -> None:
-        if self._unread.full:
+        if self._records.unread.full:
             raise ServiceError(
                 Reason.QUEUE_FULL,
                 "what has ended and was not read yet takes all the memory that it may: read the "
@@ -299,7 +275,7 @@ class Rollouts:
             )
 
     def _refuse_weights(self, request: Request) -> None:
-        if is_too_new(self._version, request):
+        if request.wants_older(self._version):
             raise ServiceError(
                 Reason.WEIGHTS_TOO_NEW,
                 f"the server serves version {self._version}, newer than max_weight_version "
@@ -314,21 +290,7 @@ class Rollouts:
     # The life of one record.
 
     def _pick_up(self, record: Sequence, request: Request, outbox: Outbox, handle: int) -> Reader:
-        spec, have = request.spec, record.tokens
-        offset = len(spec.prefix)
-        same = list(spec.prompt) == list(record.request.spec.prompt)
-        if not same or offset > len(have) or list(spec.prefix) != list(have[:offset]):
-            raise ServiceError(
-                Reason.PREFIX_MISMATCH,
-                f"the given {offset} output tokens are not the first of the {len(have)} that "
-                f"attempt {request.attempt} of {request.request_id} has: start a new attempt",
-            )
-        if offset < record.prefix_length:
-            raise ServiceError(
-                Reason.PREFIX_MISMATCH,
-                f"this attempt began after {record.prefix_length} output tokens and cannot tell "
-                f"again what came before: pick it up from there, not from {offset}",
-            )
+        offset = check_prefix(record, request)
         log.debug(
             "sequence picked up", request_id=request.request_id, attempt=request.attempt,
             given_tokens=offset,
@@ -336,9 +298,9 @@ class Rollouts:
         if record.reader is not None:
             record.reader.supersede()
         record.request = dataclasses.replace(record.request, detach_grace=request.detach_grace)
-        self._disarm(record, "grace")
+        record.disarm("grace")
         if record.end is not None:
-            self._arm(record, "grace", request.detach_grace, self._forget)
+            record.arm("grace", request.detach_grace, self._records.forget)
         return self._attach(record, outbox, handle, offset)
 
     def _attach(
@@ -347,7 +309,7 @@ class Rollouts:
         at = sequence.prefix_length if offset is None else offset
         sequence.reader = Reader(sequence, outbox, handle, at)
         if sequence.end is not None:
-            self._unread.add(sequence)
+            self._records.unread.add(sequence)
         outbox.put(sequence.reader)
         return sequence.reader
 
@@ -373,7 +335,7 @@ class Rollouts:
             self._dropped.append(key)
             self._drops.set()
         self._awaiting_version.pop(sequence, None)
-        self._disarm(sequence, "timeout")
+        sequence.disarm("timeout")
         self._counts.ended_sequences[end.reason.name.lower()] += 1
         request = sequence.request
         log.debug(
@@ -384,21 +346,19 @@ class Rollouts:
             self._idle.set()
         self._tell(sequence)
         if sequence.reader is not None:
-            self._unread.add(sequence)
+            self._records.unread.add(sequence)
         grace = request.detach_grace
         if grace <= 0:
-            self._forget(sequence)
+            self._records.forget(sequence)
             return
-        self._kept.add(sequence)
-        while self._kept.full:
-            self._forget(self._kept.oldest)
-        if self._records.get(request.request_id) is sequence and "grace" not in sequence.timers:
-            self._arm(sequence, "grace", grace, self._forget)
+        self._records.keep(sequence)
+        if sequence in self._records and "grace" not in sequence.timers:
+            sequence.arm("grace", grace, self._records.forget)
 
     def _grace_over(self, sequence: Sequence) -> None:
         if sequence.end is None:
             self._end(sequence, sequence.finish(FinishReason.ABORTED, "its stream was lost"))
-        self._forget(sequence)
+        self._records.forget(sequence)
 
     def _timed_out(self, sequence: Sequence, seconds: float) -> None:
         if sequence.end is not None:
@@ -418,19 +378,6 @@ class Rollouts:
             )
         self._end(sequence, error)
 
-    def _forget(self, sequence: Sequence) -> None:
-        self._kept.discard(sequence)
-        for name in list(sequence.timers):
-            self._disarm(sequence, name)
-        if self._records.get(sequence.request.request_id) is sequence:
-            del self._records[sequence.request.request_id]
-
-    def _remember(self, request: Request) -> None:
-        self._attempts[request.request_id] = request.attempt
-        self._attempts.move_to_end(request.request_id)
-        if len(self._attempts) > ATTEMPTS_REMEMBERED:
-            self._attempts.popitem(last=False)
-
     def _tell(self, sequence: Sequence) -> None:
         if sequence.reader is not None:
             sequence.reader.outbox.put(sequence.reader)
@@ -438,35 +385,7 @@ class Rollouts:
     def _arm_timeout(self, sequence: Sequence) -> None:
         timeout, most = sequence.request.timeout, self._max_sequence_seconds
         seconds = most if timeout is None else min(timeout, most)
-        self._arm(sequence, "timeout", seconds, self._timed_out, seconds)
-
-    def _arm(
-        self,
-        sequence: Sequence,
-        name: str,
-        seconds: float,
-        then: Callable[..., None],
-        *arguments: object,
-    ) -> None:
-        self._disarm(sequence, name)
-        loop = asyncio.get_running_loop()
-        sequence.timers[name] = loop.call_later(seconds, then, sequence, *arguments)
-
-    def _disarm(self, sequence: Sequence, name: str) -> None:
-        if (timer := sequence.timers.pop(name, None)) is not None:
-            timer.cancel()
-
-
-def is_too_old(version: int | None, request: Request) -> bool:
-    """Whether a request asks for newer weights; an absent version is older than any."""
-    least = request.min_weight_version
-    return least is not None and (version is None or version < least)
-
-
-def is_too_new(version: int | None, request: Request) -> bool:
-    """Whether a request asks for older weights."""
-    most = request.max_weight_version
-    return most is not None and version is not None and version > most
+        sequence.arm("timeout", seconds, self._timed_out, seconds)
 
 
 def told_version(version: int | None) -> str:

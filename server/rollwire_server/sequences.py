@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 from array import array
 from dataclasses import dataclass, field, replace
@@ -10,8 +11,7 @@ from typing import TYPE_CHECKING
 from rollwire_server.engines.base import PromptLogprobs
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from rollwire_server.engines.base import Extras, RoutedExperts, SequenceSpec, WeightTag
     from rollwire_server.errors import ServiceError
@@ -64,6 +64,16 @@ class Request:
     max_weight_version: int | None = None
     detach_grace: float = 0.0
     timeout: float | None = None
+
+    def wants_newer(self, version: int | None) -> bool:
+        """Whether these weights are too old for it; an absent version is older than any."""
+        least = self.min_weight_version
+        return least is not None and (version is None or version < least)
+
+    def wants_older(self, version: int | None) -> bool:
+        """Whether these weights are too new for it."""
+        most = self.max_weight_version
+        return most is not None and version is not None and version > most
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +173,17 @@ class Sequence:
         numbers += 2 * sum(len(token_ids) for token_ids, _ in self.tops)
         extras = sum(extra.held_bytes for extra in self.extras)
         return OWN_BYTES + NUMBER_BYTES * numbers + 8 * len(self.tokens) + extras
+
+    def arm(self, name: str, seconds: float, then: Callable[..., None], *arguments: object) -> None:
+        """Calls ``then`` with this sequence in so many seconds, instead of what ``name`` did."""
+        self.disarm(name)
+        loop = asyncio.get_running_loop()
+        self.timers[name] = loop.call_later(seconds, then, self, *arguments)
+
+    def disarm(self, name: str) -> None:
+        """Nothing is called."""
+        if (timer := self.timers.pop(name, None)) is not None:
+            timer.cancel()
 
     def complete(self) -> FinishReason | None:
         """Whether the prefix alone ends the sequence, and why."""

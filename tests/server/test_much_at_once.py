@@ -13,7 +13,7 @@ import grpc
 import pytest
 import rollwire_transport as transport
 from rollwire.v1 import weights_pb2
-from rollwire_server import rollouts as rollouts_module
+from rollwire_server import records
 from rollwire_server.counts import Counts
 from rollwire_server.engines.base import SamplingParams, SequenceSpec
 from rollwire_server.errors import Reason, ServiceError
@@ -62,7 +62,7 @@ def read(reader: Reader) -> None:
 
 
 async def test_who_never_reads_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollouts_module, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(records, "MOST_BYTES", 1 << 20)
     async with serving() as (rollouts, _, _), asyncio.timeout(60):
         unread = []
         for _ in range(8):  # of some 150 KB each
@@ -79,7 +79,7 @@ async def test_who_never_reads_fills_no_memory(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_of_what_is_kept_large_ones_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollouts_module, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(records, "MOST_BYTES", 1 << 20)
     async with serving() as (rollouts, _, _), asyncio.timeout(60):
         ended = []
         for _ in range(20):
