@@ -244,7 +244,8 @@ class RolloutServer:
             log.info("SIGHUP: files of TLS and tokens are read again whenever they change")
 
     def _on_engine_died(self, error: BaseException) -> None:
-        log.error("the engine died", error=str(error), exc_info=error)
+        explained = isinstance(error, EngineError)  # all else is a bug
+        log.error("the engine died", error=str(error), exc_info=None if explained else error)
         self._failure = EngineDied(str(error))
         self._lifecycle.happened(Event.DRAIN)
         self._stopping.set()

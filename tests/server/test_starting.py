@@ -50,6 +50,8 @@ async def run(
             assert "ready" not in [line["event"] for line in lines]
             states = [line["state"] for line in lines if line["event"] == "state"]
             assert set(states) <= {"draining"}
+            died = [line["exc_info"] for line in lines if line["event"] == "the engine died"]
+            assert all(isinstance(error, MemoryError) for error in died), "a bug has a traceback"
 
 
 def failing_step(self: SyntheticEngine, state: object) -> None:
