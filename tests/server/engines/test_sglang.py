@@ -210,7 +210,9 @@ class TestServers:
         assert output.finish.output_tokens == len(output.tokens) >= 3
         assert server.process.wait(NOTICED_SECONDS) == 1
         assert not server.log.with_suffix(".json").exists()
-        assert "\nrollwire-server: SGLang is dead: " in server.log.read_text()
+        last = server.log.read_text().splitlines()[-1]
+        assert last.startswith("rollwire-server: SGLang is dead: ")
+        assert ("was ended by SIGKILL" in last) is (number == signal.SIGKILL)
         assert_ended(processes)
 
     @pytest.mark.slow
@@ -295,16 +297,21 @@ class TestServers:
         assert_ended(processes)
 
     @pytest.mark.slow
-    def test_a_wrong_argument_is_told_in_one_line(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("argument", "told"),
+        [("no-such-thing=1", "no_such_thing"), ("attention-backend=odd", "odd")],
+    )
+    def test_a_wrong_argument_is_told_in_one_line(
+        self, tmp_path: Path, argument: str, told: str
+    ) -> None:
+        """Whether SGLang finds it out at once, or one of its processes later."""
         log = tmp_path / "server.log"
         command = ["--engine", "sglang", *flags("sglang", tmp_path), "--listen", "127.0.0.1:0"]
-        server = ExecutedCommand(
-            [*command, "--engine-arg", "no-such-thing=1"], log, dict(os.environ)
-        )
+        server = ExecutedCommand([*command, "--engine-arg", argument], log, dict(os.environ))
         assert server.wait(EXECUTED_START_SECONDS) == 1
         last = log.read_text().splitlines()[-1]
         assert last.startswith("rollwire-server: SGLang did not start: ")
-        assert "no_such_thing" in last
+        assert told in last
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed")
@@ -314,7 +321,7 @@ def test_without_sglang_a_server_says_what_it_needs(tmp_path: Path) -> None:
     server = ExecutedCommand(command, log, dict(os.environ))
     assert server.wait(EXECUTED_START_SECONDS) == 1
     last = log.read_text().splitlines()[-1]
-    assert last == "rollwire-server: needs sglang: install SGLang beside rollwire"
+    assert last == "rollwire-server: needs sglang: pip install 'rollwire[sglang]'"
 
 
 def runs(pid: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -19,6 +20,7 @@ from rollwire_server.engines.sglang import loader
 from rollwire_server.engines.sglang.checkpoint import describe_checkpoint
 from rollwire_server.engines.sglang.config import SglangConfig
 from rollwire_server.engines.sglang.engine import SglangEngine
+from rollwire_server.engines.sglang.notes import Note
 from rollwire_server.engines.sglang.recipe import NoRecipeError, copies, learn
 from rollwire_server.engines.sglang.shared_memory import on_host
 from rollwire_server.engines.sglang.weights import Weights
@@ -199,42 +201,41 @@ class TestWeights:
 class TestLoader:
     """What runs inside SGLang's scheduler processes."""
 
-    def obey(self, model: nn.Module, folder: Path, do: str, **more: object) -> dict[str, object]:
-        command = json.dumps({"do": do, "answers": str(folder), **more})
-        loader.load(model, [(command, torch.empty(0))])
-        answer: dict[str, object] = json.loads((folder / "0.json").read_text())
+    def obey(self, model: nn.Module, do: str, **more: object) -> dict[str, object]:
+        with contextlib.closing(Note()) as note:
+            command = json.dumps({"do": do, "answers": [note.path], **more})
+            loader.load(model, [(command, torch.empty(0))])
+            answer: dict[str, object] = json.loads(note.read())
         return answer
 
     @pytest.mark.parametrize("model", [Copying(), Fragile()])
-    def test_staged_tensors_get_in_place_and_are_known_from_then_on(
-        self, model: Copying, tmp_path: Path
-    ) -> None:
+    def test_staged_tensors_get_in_place_and_are_known_from_then_on(self, model: Copying) -> None:
         tensors = [("good", "float32", (2, 2)), ("late", "float32", (2, 2))]
-        self.obey(model, tmp_path, "learn", tensors=tensors)
+        self.obey(model, "learn", tensors=tensors)
         specs = [TensorSpec("good", "float32", (2, 2))]
         staged = on_host(specs).lend(specs)
         staged["good"].copy_(torch.arange(4.0).view(2, 2))
         told = staged.layout.told()
-        opened = self.obey(model, tmp_path, "open", staged=told)
+        opened = self.obey(model, "open", staged=told)
         assert model.fused.eq(0).all()
-        put = self.obey(model, tmp_path, "put")
+        put = self.obey(model, "put")
         assert (opened["touched"], put["touched"], put["error"]) == (False, True, None)
         assert model.fused.tolist() == [[0, 1], [2, 3], [0, 0], [0, 0]]
-        assert self.obey(model, tmp_path, "compare")["changed"] == []
+        assert self.obey(model, "compare")["changed"] == []
         model.fused.data[0, 0] = 1
-        assert self.obey(model, tmp_path, "compare")["changed"] == ["fused"]
+        assert self.obey(model, "compare")["changed"] == ["fused"]
 
     def test_a_failure_says_whether_weights_were_touched(self, tmp_path: Path) -> None:
         specs = [TensorSpec(name, "float32", (2, 2)) for name in ("good", "bad")]
         staged = on_host(specs).lend(specs)
         model = Fragile()
-        self.obey(model, tmp_path, "open", staged=staged.layout.told())
-        torn = self.obey(model, tmp_path, "put")
+        self.obey(model, "open", staged=staged.layout.told())
+        torn = self.obey(model, "put")
         assert torn["touched"]
         assert torn["error"] == "KeyError: 'bad'"
         gone = staged.layout.told()
         gone["parts"][0]["path"] = str(tmp_path / "nothing")
-        whole = self.obey(Fragile(), tmp_path, "open", staged=gone)
+        whole = self.obey(Fragile(), "open", staged=gone)
         assert not whole["touched"]
         assert whole["error"]
 

@@ -105,13 +105,20 @@ class Bridge:
             try:
                 descriptor = os.pidfd_open(pid)
             except ProcessLookupError:
-                self.die(f"its process {pid} has ended")
+                self._on_end(pid, None)
                 return
             self._watched.append(descriptor)
-            self._living_loop().add_reader(descriptor, self.die, f"its process {pid} has ended")
+            self._living_loop().add_reader(descriptor, self._on_end, pid, descriptor)
+
+    def _on_end(self, pid: int, descriptor: int | None) -> None:
+        if self._launcher.failure():
+            self._on_child_failed()
+        else:
+            self.die(f"its process {pid} {_how_it_ended(descriptor)}")
 
     def _on_child_failed(self) -> None:
-        self.die("one of its processes failed: its own log lines say why")
+        why = self._launcher.failure() or "its own log lines say why"
+        self.die(f"one of its processes failed: {why}")
 
     def die(self, why: str) -> None:
         """Gives SGLang up: whoever waits for it learns that, and so does the receiver."""
@@ -265,7 +272,7 @@ class Bridge:
             async with asyncio.timeout(limit):
                 return await self._or_dead(call)
         except TimeoutError:
-            self.die(f"its scheduler has not answered for {limit:g} s")
+            self.die(f"its scheduler has not answered for {limit:.3g} s")
             raise self._dead or EngineError("SGLang does not run") from None
 
     async def _or_dead(self, call: Awaitable[T]) -> T:
@@ -311,6 +318,19 @@ class Bridge:
         echo = self._echoes.get(name or "")
         if echo is not None and not echo.done():
             echo.set_result(None)
+
+
+def _how_it_ended(descriptor: int | None) -> str:
+    """Of a process, by its pidfd; it stays to be waited for by who started it."""
+    if descriptor is None:
+        return "has ended"
+    with contextlib.suppress(ChildProcessError):
+        end = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if end is not None and end.si_code == os.CLD_EXITED:
+            return f"has ended with {end.si_status}"
+        if end is not None:
+            return f"was ended by {signal.Signals(end.si_status).name}"
+    return "has ended"
 
 
 def _succeeded(answer: tuple[bool, str]) -> None:

@@ -22,7 +22,11 @@ OWN = {
     "custom_weight_loader",
     "stream_interval",
     "dp_size",
+    "watchdog_timeout",
 }
+
+# SGLang's own watchdog takes a pause for a hang, and would end it.
+NEVER_SECONDS = 1e9
 
 # On a CPU, where SGLang itself chooses what is not there.
 ON_CPU = {
@@ -61,6 +65,8 @@ class SglangConfig:
     def __post_init__(self) -> None:
         if refused := sorted(OWN & self.arguments.keys()):
             raise EngineError(f"--engine-arg: {', '.join(refused)}: the server sets this itself")
+        if self.arguments.get("pp_size", 1) != 1:
+            raise EngineError("--engine-arg: pp-size: a server spreads by tp-size only")
         if not isinstance(self.unresponsive_seconds, int | float) or self.unresponsive_seconds <= 0:
             raise EngineError("--engine-arg: unresponsive-seconds must be a number above 0")
 
@@ -75,7 +81,7 @@ class SglangConfig:
         if self.on_cpu:
             return [torch.device("cpu")]
         first, step = torch.device(self.device).index or 0, self.arguments.get("gpu_id_step", 1)
-        ranks = self.arguments.get("tp_size", 1) * self.arguments.get("pp_size", 1)
+        ranks = self.arguments.get("tp_size", 1)
         return [torch.device("cuda", first + i * step) for i in range(ranks)]
 
     def server_args(self, loader: str) -> dict[str, Any]:
@@ -94,6 +100,7 @@ class SglangConfig:
             "skip_tokenizer_init": True,
             "custom_weight_loader": [loader],
             "stream_interval": 1,
+            "watchdog_timeout": NEVER_SECONDS,
         }
 
 

@@ -321,7 +321,11 @@ class SglangEngine:
         async with self._commands:
             self._living()
             facts, freed = self._known(), 0
-            if facts.can_release_memory:
+            if not facts.can_release_memory:
+                logger.warning(
+                    "sleep frees no memory without --engine-arg enable-memory-saver=true"
+                )
+            else:
                 await self._idle()
                 keep = weights is SleepingWeights.KEEP
                 self._released = ["kv_cache"] if keep else ["kv_cache", "weights"]

@@ -9,6 +9,7 @@ import os
 import signal
 from functools import partial
 from multiprocessing import active_children, resource_tracker
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollwire_server.engines.base import EngineError
@@ -16,6 +17,7 @@ from rollwire_server.engines.base import EngineError
 from . import processes
 from .caller import Caller
 from .messages import Facts
+from .notes import Note
 from .outputs import manager_class
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class Launcher:
         self._caller = Caller("rollwire-sglang")
         self._engine: Any = None
         self._others: set[BaseProcess] | None = None  # of this process, that are not SGLang's
+        self._failures: Note | None = None
 
     async def start(self) -> Any:
         """SGLang's engine; raises EngineError with one line when it does not start."""
@@ -53,6 +56,14 @@ class Launcher:
             await asyncio.wrap_future(self._caller.call(self._shut_down))
         self._caller.stop()
         self._engine = None
+        if self._failures is not None:
+            self._failures.close()
+            self._failures = None
+
+    def failure(self) -> str:
+        """What ended the first of its processes that failed, as that said itself; may be empty."""
+        told = self._failures.read() if self._failures is not None else ""
+        return next(iter(told.splitlines()), "")
 
     def facts(self) -> Facts:
         """What the engine that was started is."""
@@ -76,7 +87,7 @@ class Launcher:
             keeps_weights_on_release=bool(args.enable_weights_cpu_backup),
             unsupported_sampling=frozenset(unsupported),
             processes=list(engine.get_all_child_pids()),
-            ranks=args.tp_size * args.pp_size,
+            ranks=args.tp_size,
             routed_experts=bool(args.enable_return_routed_experts) and not self._config.on_cpu,
         )
 
@@ -91,13 +102,16 @@ class Launcher:
         try:
             from sglang.srt.entrypoints.engine import Engine, init_tokenizer_manager
         except ModuleNotFoundError as error:
-            raise EngineError(f"needs {error.name}: install SGLang beside rollwire") from error
+            raise EngineError(f"needs {error.name}: pip install 'rollwire[sglang]'") from error
         manager = partial(manager_class(), self._listener)
         self._others = set(active_children())
+        note = self._failures = Note()
 
         class OurEngine(Engine):  # type: ignore[misc]  # no types
-            run_scheduler_process_func = staticmethod(processes.run_scheduler)
-            run_detokenizer_process_func = staticmethod(processes.run_detokenizer)
+            run_scheduler_process_func = staticmethod(partial(processes.run_scheduler, note.path))
+            run_detokenizer_process_func = staticmethod(
+                partial(processes.run_detokenizer, note.path)
+            )
             init_tokenizer_manager_func = staticmethod(
                 lambda *args, **kwargs: init_tokenizer_manager(
                     *args, **{**kwargs, "TokenizerManagerClass": manager}
@@ -108,7 +122,7 @@ class Launcher:
         try:
             engine = OurEngine(**{k: v for k, v in arguments.items() if v is not None})
         except Exception as error:
-            line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            line = self.failure() or next(iter(str(error).splitlines()), type(error).__name__)
             raise EngineError(f"SGLang did not start: {line}") from error
         # It would end this process; deaths are seen by the bridge, and told.
         watchdog = engine.tokenizer_manager._subprocess_watchdog
@@ -119,11 +133,19 @@ class Launcher:
     def _shut_down(self) -> None:
         if self._engine is not None:
             self._engine.shutdown()
+            _remove_sockets(self._engine.port_args)
         elif self._others is not None:  # what a failed start left
             from sglang.srt.utils import kill_process_tree
 
             for child in set(active_children()) - self._others:
                 kill_process_tree(child.pid)
+
+
+def _remove_sockets(port_args: Any) -> None:
+    """Removes the files that SGLang's processes met at."""
+    for address in vars(port_args).values():
+        if isinstance(address, str) and address.startswith("ipc://"):
+            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Puts weights in place inside SGLang's scheduler processes; SGLang calls ``load`` by its name.
 
-A command is JSON in the place of a tensor's name; the answer of each process is a file of JSON in a
-folder that the command names. The weights themselves lie in shared memory.
+A command is JSON in the place of a tensor's name, and so is the answer of each process, in a note
+that the command names. The weights themselves lie in shared memory.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rollwire_server.engines.grouped_copy import copy_all
 
 from .checkpoint import read_tensors
 from .fingerprint import Fingerprints
+from .notes import write
 from .page_lock import PageLock, pages_of
 from .recipe import NoRecipeError, copies, learn
 from .shared_memory import Layout, opened, views
@@ -49,10 +50,7 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         answer["error"] = f"{type(error).__name__}: {error}"
     answer["touched"] = loader.touched
     with contextlib.suppress(OSError):  # nobody waits for the answer any more
-        path = Path(command["answers"], f"{_rank()}.json")
-        begun = path.with_suffix(".begun")  # half of an answer is none
-        begun.write_text(json.dumps(answer))
-        begun.rename(path)
+        write(command["answers"][_rank()], json.dumps(answer))
 
 
 class Loader:

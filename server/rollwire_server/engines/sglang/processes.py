@@ -1,4 +1,5 @@
-"""SGLang's processes, as they begin: none outlives the server, and a pause leaves nothing untold.
+"""SGLang's processes, as they begin: none outlives the server, a pause leaves nothing untold, and
+what ends them is told.
 
 SGLang ties them to their parent only when they have imported everything; one whose parent was
 killed before that would stay for good.
@@ -6,7 +7,9 @@ killed before that would stay for good.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
 import multiprocessing
 import os
 import signal
@@ -14,12 +17,15 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+from .notes import write
+
 PR_SET_PDEATHSIG = 1
 
 
-def run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """A scheduler process, from start to end."""
+def run_scheduler(note: str, *args: Any, **kwargs: Any) -> None:
+    """A scheduler process, from start to end; its failure is written to ``note``."""
     _end_with_parent()
+    _tell_failures("sglang.srt.managers.scheduler", note)
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
     from sglang.srt.managers.scheduler_components.output_streamer import (
         SchedulerOutputStreamer,
@@ -30,9 +36,10 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     run_scheduler_process(*args, **kwargs)
 
 
-def run_detokenizer(*args: Any, **kwargs: Any) -> None:
-    """The detokenizer process, from start to end."""
+def run_detokenizer(note: str, *args: Any, **kwargs: Any) -> None:
+    """The detokenizer process, from start to end; its failure is written to ``note``."""
     _end_with_parent()
+    _tell_failures("sglang.srt.managers.detokenizer_manager", note)
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     run_detokenizer_process(*args, **kwargs)
@@ -109,6 +116,25 @@ def _just_runs(req: Any) -> bool:
         and not req.logprob.top_logprobs_num
         and not req.finished()
     )
+
+
+class _Failures(logging.Handler):
+    """Writes what ended a process to a note: SGLang logs a traceback then, and exits with 0."""
+
+    def __init__(self, note: str) -> None:
+        super().__init__(logging.ERROR)
+        self._note = note
+
+    def emit(self, record: logging.LogRecord) -> None:
+        told = record.getMessage()
+        if "hit an exception" in told:
+            *_, last = told.strip().splitlines()
+            with contextlib.suppress(OSError):
+                write(self._note, f"{last}\n")
+
+
+def _tell_failures(logger: str, note: str) -> None:
+    logging.getLogger(logger).addHandler(_Failures(note))
 
 
 def _end_with_parent() -> None:

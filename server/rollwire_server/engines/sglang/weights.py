@@ -7,10 +7,9 @@ compared with itself: each process takes a fingerprint right after a commit, and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +19,13 @@ from rollwire_transport.tensors import nbytes
 from rollwire_server.engines.base import ChangedWeightsError, EngineError, TornWeightsError
 
 from .checkpoint import describe_checkpoint
+from .notes import Note
 from .page_lock import pages_of
 from .shared_memory import Staged, on_devices, on_host
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from rollwire_transport import TensorSpec
 
@@ -92,7 +93,9 @@ class Weights:
         """
         self._on_devices = devices
         await self.let_go()
-        memory = self._memory = await asyncio.to_thread(self._take)
+        memories: list[SharedMemory] = []  # what a thread returns it would hold on to
+        await asyncio.to_thread(lambda: memories.append(self._take()))
+        memory = self._memory = memories.pop()
         answers = await self._open(memory.lend(self._sent()).layout)
         errors = [memory.lock_error, *(answer["lock_error"] for answer in answers)]
         if (error := next(filter(None, errors), None)) is not None:
@@ -206,13 +209,13 @@ class Weights:
         """
         ranks, failure = self._facts.ranks, ""
         seconds = READING_SECONDS if do in READ else self.nbytes / SLOWEST
-        with tempfile.TemporaryDirectory(prefix="rollwire-") as folder:
+        with _notes(ranks) as notes:
             try:
-                command = json.dumps({"do": do, "answers": folder, **more})
-                await self._bridge.update(command, seconds)
+                asked = {"do": do, "answers": [note.path for note in notes], **more}
+                await self._bridge.update(json.dumps(asked), seconds)
             except EngineError as error:
                 failure = str(error)
-            answers = await asyncio.to_thread(_answers, Path(folder))
+            answers = _answers(notes)
         errors = [answer["error"] for answer in answers if answer["error"]]
         if not failure and not errors and len(answers) == ranks:
             return answers
@@ -223,7 +226,23 @@ class Weights:
         raise EngineError(f"SGLang's processes could not obey: {why}")
 
 
-def _answers(folder: Path) -> list[dict[str, Any]]:
-    """What each process wrote, in the order of their ranks."""
-    paths = sorted(folder.glob("*.json"), key=lambda path: int(path.stem))
-    return [json.loads(path.read_text()) for path in paths]
+@contextlib.contextmanager
+def _notes(count: int) -> Iterator[list[Note]]:
+    with contextlib.ExitStack() as stack:
+        notes = []
+        try:
+            for _ in range(count):
+                notes.append(Note())
+                stack.callback(notes[-1].close)
+        except OSError as error:
+            raise EngineError(f"nothing can be asked of SGLang's processes: {error}") from error
+        yield notes
+
+
+def _answers(notes: Sequence[Note]) -> list[dict[str, Any]]:
+    """What each process wrote, in the order of their ranks; half of an answer is none."""
+    answers = []
+    for note in notes:
+        with contextlib.suppress(ValueError):
+            answers.append(json.loads(note.read()))
+    return answers
