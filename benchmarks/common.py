@@ -134,7 +134,7 @@ def servers(
         ):
             ready = folder / f"server-{number}.json"
             ready.unlink(missing_ok=True)
-            command = [sys.executable, "-m", "rollwire_server.main", *flags]
+            command = [sys.executable, "-m", "rollwire_server", *flags]
             command += ["--listen", "127.0.0.1:0", "--ready-file", str(ready)]
             if "--log-level" not in flags:
                 command += ["--log-level", "warning"]

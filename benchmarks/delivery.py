@@ -158,7 +158,7 @@ def rows_of(streams: int, tokens: int, rate: float, repeats: int, folder: Path) 
     flags = ["--engine", "synthetic", "--model", "none", "--max-running", str(streams)]
     flags += ["--engine-arg", f"tokens-per-second={rate}", "--log-level", "warning"]
     ready = folder / "rollwire.json"
-    ours = ["-m", "rollwire_server.main", *flags, "--listen", "127.0.0.1:0"]
+    ours = ["-m", "rollwire_server", *flags, "--listen", "127.0.0.1:0"]
     ours += ["--ready-file", str(ready)]
     peer = [str(Path(__file__).parent / "sse.py"), str(streams), str(rate)]
     peer += [str(folder / "sse.json")]

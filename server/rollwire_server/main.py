@@ -12,7 +12,3 @@ def main() -> None:
     except ModuleNotFoundError as error:
         sys.exit(f"rollwire-server: needs {error.name}: pip install 'rollwire[server]'")
     run()
-
-
-if __name__ == "__main__":
-    main()

@@ -34,7 +34,7 @@ class ExecutedCommand(subprocess.Popen[bytes]):
     def __init__(self, flags: Sequence[str], log: Path, environment: dict[str, str]) -> None:
         with log.open("ab") as output:
             super().__init__(
-                [sys.executable, "-m", "rollwire_server.main", *flags],
+                [sys.executable, "-m", "rollwire_server", *flags],
                 stdout=output,
                 stderr=output,
                 env=environment,

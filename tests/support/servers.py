@@ -57,7 +57,7 @@ class ServerProcess:
 
 
 StartServer = Callable[..., ServerProcess]
-COMMAND = [sys.executable, "-m", "rollwire_server.main"]
+COMMAND = [sys.executable, "-m", "rollwire_server"]
 
 
 def _start(folder: Path, *flags: str) -> ServerProcess:
