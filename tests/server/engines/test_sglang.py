@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
+import logging
 import os
 import signal
 import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +17,8 @@ import grpc
 import pytest
 import torch
 from rollwire_server.engines.embedded.builtin import build
+from rollwire_server.engines.sglang.notes import Note
+from rollwire_server.engines.sglang.processes import _tell_failures
 from support.calls import Generation, connected, generate, reason_of, request, until
 from support.contract import flags
 from support.executed import ExecutedCommand, children, lines
@@ -322,6 +327,29 @@ def test_without_sglang_a_server_says_what_it_needs(tmp_path: Path) -> None:
     assert server.wait(EXECUTED_START_SECONDS) == 1
     last = log.read_text().splitlines()[-1]
     assert last == "rollwire-server: needs sglang: pip install 'rollwire[sglang]'"
+
+
+def captures(graphs: dict[str, int]) -> int:
+    try:
+        return graphs["capture"]
+    except KeyError as error:
+        raise RuntimeError("no capture: memory\n 1. less\nSee there") from error
+
+
+def format_exception(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def test_what_ends_a_process_is_told_in_one_line() -> None:
+    """Of a traceback, and not the advice below it."""
+    logger = logging.getLogger("a process of SGLang")
+    with contextlib.closing(Note()) as note:
+        _tell_failures(logger.name, note.path)
+        with pytest.raises(RuntimeError) as caught:
+            captures({})
+        logger.error("Scheduler hit an exception: %s", format_exception(caught.value))
+        logger.error("something else")
+        assert note.read() == "RuntimeError: no capture: memory\n"
 
 
 def runs(pid: int) -> bool:

@@ -128,9 +128,16 @@ class _Failures(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         told = record.getMessage()
         if "hit an exception" in told:
-            *_, last = told.strip().splitlines()
             with contextlib.suppress(OSError):
-                write(self._note, f"{last}\n")
+                write(self._note, f"{_error_of(told)}\n")
+
+
+def _error_of(traceback: str) -> str:
+    """The first line of the error that a traceback ends with."""
+    lines = traceback.strip().splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
+    after = lines[frames[-1] + 1 :] if frames else lines
+    return next((line for line in after if not line.startswith(" ")), lines[-1])
 
 
 def _tell_failures(logger: str, note: str) -> None:
