@@ -70,11 +70,14 @@ class Sequence:
         rows = rollout_pb2.RoutedExperts(**{**fields, **other})
         await self._event(rollout_pb2.SequenceEvent(handle=self.handle, routed_experts=[rows]))
 
-    async def finish(self, reason: str = "LENGTH", *, output_tokens: int | None = None) -> None:
+    async def finish(
+        self, reason: str = "LENGTH", *, output_tokens: int | None = None, message: str = ""
+    ) -> None:
         finish = rollout_pb2.Finish(
             reason=rollout_pb2.FinishReason.Value(f"FINISH_REASON_{reason}"),
             prompt_tokens=len(self.request.prompt_token_ids),
             output_tokens=self.offset if output_tokens is None else output_tokens,
+            message=message,
         )
         await self._event(rollout_pb2.SequenceEvent(handle=self.handle, finish=finish))
 

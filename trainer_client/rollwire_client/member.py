@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rollwire_client.data import ServerInfo, ServerState, WeightTag
-from rollwire_client.errors import RollwireError, ServerNotReadyError
+from rollwire_client.errors import RollwireError, ServerNotReadyError, ServerUnreachableError
 from rollwire_client.lifecycle import TRANSITIONS, Event, Life
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _READY = {ServerState.SERVING, ServerState.PAUSED}
+_WORKS = {Life.READY, Life.BEHIND}
 _CURABLE = {ServerState.AWAITING_WEIGHTS, ServerState.QUARANTINED}  # by a full update
 
 
@@ -55,10 +56,11 @@ class Member:
         self.client = client
         self.life = Life.JOINING
         self.info: ServerInfo | None = None
-        self.problem: RollwireError | None = self._not_ready("was not asked yet")
+        self.problem: RollwireError | None = self._not_ready("has not answered yet")
         self.full_until = 0.0
         self._changed = changed
         self._policy = policy
+        self._last_words = ""  # what it said when it gave up a sequence, since it was last ready
         self._beyond = ("", 0)  # what process refused a sequence of at most which version
         self._starting_tokens = 0
         self._attempts = 0
@@ -79,6 +81,11 @@ class Member:
     def version(self) -> int | None:
         """Of the weights that it is known to serve."""
         return self.info.weights.version if self.info is not None else None
+
+    @property
+    def paused(self) -> bool:
+        """Whether it said last that it is: it takes sequences, and samples none."""
+        return self.info is not None and self.info.state is ServerState.PAUSED
 
     def is_ahead(self, most: int) -> bool:
         """Whether its weights are known to be newer than version ``most``."""
@@ -140,6 +147,8 @@ class Member:
 
     def doubt(self, error: RollwireError) -> None:
         """A sequence failed here: ask the server before it gets another."""
+        if not (self._last_words or isinstance(error, ServerUnreachableError)):
+            self._last_words = str(error).removeprefix(f"{self.address}: ")
         self._move(Event.FAILED, error)
         self._poked.set()
 
@@ -163,7 +172,7 @@ class Member:
 
     def rejoin(self) -> None:
         """Its address is in the fleet's list again."""
-        self._move(Event.LISTED, self._not_ready("was not asked yet"))
+        self._move(Event.LISTED, self._not_ready("has not answered yet"))
         self._poked.set()
 
     def leave(self, works: Iterable[asyncio.Task[Any]]) -> None:
@@ -230,6 +239,11 @@ class Member:
         if life is not self.life:
             logger.info("%s: %s, was %s: %s", self.address, life.value, self.life.value, problem)
         self.life = life
+        if life in _WORKS:
+            self._last_words = ""
+        elif problem is not None and self._last_words not in str(problem):
+            told = f"{problem}; it had said: {self._last_words}"
+            problem = type(problem)(told, server=self.address)
         self.problem = problem
         if problem is None:
             self._changed()

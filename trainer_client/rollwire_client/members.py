@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,6 +21,7 @@ from rollwire_client.rollout import Retries, Rollout
 from rollwire_client.routing import Router
 from rollwire_client.tasks import end
 from rollwire_client.trajectory import Draft
+from rollwire_client.waiting import Waits
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -81,6 +83,7 @@ class Members:
         self._listed: tuple[Member, ...] = ()
         self._router = Router()
         self._change = asyncio.Event()
+        self._waits = Waits()
         self._works: set[asyncio.Task[Any]] = set()
         self._tending: set[asyncio.Task[Any]] = set()
         self._closed = True
@@ -89,6 +92,15 @@ class Members:
     def members(self) -> tuple[Member, ...]:
         """The servers of the moment, in the order of their addresses; empty before it is open."""
         return self._listed
+
+    def hindrance(self) -> str | None:
+        """Why no server samples now, the reason of each; None while one does, as far as is known.
+
+        What a rollout that brings nothing waits for.
+        """
+        if any(member.problem is None and not member.paused for member in self.members):
+            return None
+        return self._problems() or None
 
     def own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Runs ``work`` as a task that ends with the fleet at the latest.
@@ -163,6 +175,7 @@ class Members:
         self._closed = False
         for member in self._all.values():
             _keep(member.tend(self._probe_interval), self._tending)
+        _keep(self._waits.tell(), self._tending)
         if not self._source.fixed:
             _keep(self._follow(), self._tending)
 
@@ -247,21 +260,30 @@ class Members:
         most = request.max_weight_version if request.HasField("max_weight_version") else None
         clock = asyncio.get_running_loop().time
         give_up = clock() + timeout
-        while True:
-            self.check_open()
-            now = clock()
-            ready = [m for m in self.members if m.problem is None and not _is_ahead(m, most)]
-            if free := [m for m in ready if m.full_until <= now]:
-                return self._router.choose(free, request)
-            if most is not None and not ready:
-                self._check_bound(most)
-            if now >= give_up:
-                raise UnavailableError(f"no server is ready: {self._problems(most)}")
-            until = min([give_up, *(m.full_until for m in ready)])
-            change = self._change
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(until - now):
-                    await change.wait()
+        this_wait = object()
+        try:
+            while True:
+                self.check_open()
+                now = clock()
+                ready = [m for m in self.members if m.problem is None and not _is_ahead(m, most)]
+                if free := [m for m in ready if m.full_until <= now]:
+                    return self._router.choose(free, request)
+                if most is not None and not ready:
+                    self._check_bound(most)
+                if now >= give_up:
+                    raise UnavailableError(f"no server is ready: {self._problems(most)}")
+                if ready:
+                    self._waits.end(this_wait)  # for room in a queue, which is no fault
+                else:
+                    why = functools.partial(self._problems, most)
+                    self._waits.begin(this_wait, give_up=give_up, why=why)
+                until = min([give_up, *(m.full_until for m in ready)])
+                change = self._change
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(until - now):
+                        await change.wait()
+        finally:
+            self._waits.end(this_wait)
 
     def _check_bound(self, most: int) -> None:
         """Raises WeightVersionError if no server may sample under version ``most`` any more."""
@@ -295,7 +317,8 @@ def _problem(member: Member, most: int | None) -> str:
         version = member.version
         newer = f"version {version}" if version is not None and version > most else "a newer one"
         return f"{member.address}: serves {newer}"
-    return str(member.problem or f"{member.address}: its queue is full")
+    resting = "is paused" if member.paused else "its queue is full"
+    return str(member.problem or f"{member.address}: {resting}")
 
 
 def _is_ahead(member: Member, most: int | None) -> bool:
