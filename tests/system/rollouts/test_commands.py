@@ -11,7 +11,9 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import grpc
 import pytest
+from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
 
 if TYPE_CHECKING:
     from support.servers import ServerProcess, StartServer
@@ -83,13 +85,53 @@ def test_generate_waits_for_a_server_that_is_not_up_yet(start_server: StartServe
     ) as process:
         os.close(theirs)
         shown = ""
-        while f"waiting for {address}" not in shown:
+        while f"waiting: {address}: cannot be reached" not in shown:
             shown += os.read(ours, 65536).decode()
         start_server("--listen", address)
         told, _ = process.communicate(timeout=SECONDS)
         assert process.returncode == 0
         os.close(ours)
     assert len(told.split()) == 3
+
+
+@pytest.mark.parametrize("rests", ["paused", "sleeping", "awaiting_weights"])
+def test_generate_says_at_once_what_it_waits_for(
+    both: list[ServerProcess], start_server: StartServer, rests: str
+) -> None:
+    server = start_server("--await-weights") if rests == "awaiting_weights" else both[0]
+    with grpc.insecure_channel(server.address) as channel:
+        api = rollout_pb2_grpc.RolloutServiceStub(channel)
+        if rests == "paused":
+            api.Pause(rollout_pb2.PauseRequest(pause_id="eval"), timeout=SECONDS)
+        elif rests == "sleeping":
+            api.Sleep(rollout_pb2.SleepRequest(), timeout=SECONDS)
+        with subprocess.Popen(
+            [*COMMAND, *generate(server, "--max-new-tokens", "3", "--ignore-eos")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stderr is not None
+            assert process.stderr.readline() == f"waiting: {server.address}: is {rests}\n"
+            if rests == "awaiting_weights":
+                process.kill()
+                return
+            api.WakeUp(rollout_pb2.WakeUpRequest(), timeout=SECONDS)
+            api.Resume(rollout_pb2.ResumeRequest(), timeout=SECONDS)
+            told, summary = process.communicate(timeout=SECONDS)
+    assert len(told.split()) == 3
+    assert summary.count("\n") == 1  # the reason is not repeated
+    assert "3 tokens in" in summary
+    assert "the first after" in summary
+    assert "a second" not in summary
+
+
+def test_generate_as_json_says_nothing_of_what_it_waits_for(start_server: StartServer) -> None:
+    server = start_server("--await-weights")
+    done = rollwire(*generate(server, "--timeout", "3", "--json"))
+    assert done.returncode == 1
+    assert done.stderr.startswith("rollwire: sequence ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_ctrl_c_ends_cleanly(both: list[ServerProcess]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import json
 import sys
 import time
@@ -16,6 +16,7 @@ from rollwire_client.client import Timeouts
 from rollwire_client.data import FinishReason, WeightTag
 from rollwire_client.fleet import Fleet
 from rollwire_client.rollout import Retries
+from rollwire_client.tasks import end
 
 if TYPE_CHECKING:
     from rollwire_client.channels import Credentials
@@ -36,7 +37,8 @@ async def generate_tokens(
 ) -> int:
     """Samples a sequence and shows it; 0 if it came to its own end.
 
-    A server that is not up, or not ready, is waited for, ``timeout`` seconds each.
+    A server that is not up, or not ready, is waited for, ``timeout`` seconds each, and one that is
+    paused until it goes on.
     """
     finish: Finish | None = None
     fleet = Fleet(
@@ -45,22 +47,35 @@ async def generate_tokens(
         retries=Retries(attempts=1, seconds=timeout),
         credentials=credentials,
     )
-    async with contextlib.AsyncExitStack() as stack:
-        with Console(stderr=True).status(f"waiting for {server} …"):
-            await stack.enter_async_context(fleet)
-        view = _view(as_json=as_json)
-        try:
+    view = _view(as_json=as_json)
+    waiting = asyncio.create_task(_tell_waits(fleet, view))
+    try:
+        async with fleet:
             async for chunk in fleet.stream(prompt_ids, sampling):
                 view.show(chunk)
                 finish = chunk.finish
-        finally:
-            view.end(finish)
+    finally:
+        await end([waiting])
+        view.end(finish)
     complete = finish is not None and finish.reason in {FinishReason.STOP, FinishReason.LENGTH}
     return 0 if complete else 1
 
 
+async def _tell_waits(fleet: Fleet, view: _View) -> None:
+    """Says what it waits for, when that lasts for a second; until it is cancelled."""
+    told: str | None = None
+    while True:
+        await asyncio.sleep(1)
+        if (why := fleet.hindrance()) is not None and why != told:
+            view.wait(why)
+        told = why
+
+
 class _View(Protocol):
     def show(self, chunk: Chunk) -> None: ...
+
+    def wait(self, why: str) -> None:
+        """Nothing comes now."""
 
     def end(self, finish: Finish | None) -> None:
         """With None, an error ended it, which is told elsewhere."""
@@ -82,6 +97,9 @@ class _JsonView:
             told["finish"]["reason"] = chunk.finish.reason.value
         _write(json.dumps(told) + "\n")
 
+    def wait(self, why: str) -> None:
+        pass
+
     def end(self, finish: Finish | None) -> None:
         pass
 
@@ -95,6 +113,10 @@ class _PlainView:
     def show(self, chunk: Chunk) -> None:
         self._summary.add(chunk)
         _write("".join(f"{token} " for token in chunk.token_ids))
+
+    def wait(self, why: str) -> None:
+        self._summary.waited = True
+        sys.stderr.write(f"waiting: {why}\n")
 
     def end(self, finish: Finish | None) -> None:
         if self._summary.counts:
@@ -122,6 +144,13 @@ class _TerminalView:
             self._console.print(Text(word, style=style), end="")
             self._column += len(word)
 
+    def wait(self, why: str) -> None:
+        self._summary.waited = True
+        if self._column:
+            self._console.print()
+            self._column = 0
+        sys.stderr.write(f"waiting: {why}\n")
+
     def end(self, finish: Finish | None) -> None:
         if self._summary.counts:
             self._console.print()
@@ -139,11 +168,15 @@ class _Summary:
 
     def __init__(self) -> None:
         self.counts: dict[WeightTag, int] = {}
+        self.waited = False
         self._logprob = 0.0
         self._began = time.monotonic()
+        self._first = 0.0  # seconds until the first token
 
     def add(self, chunk: Chunk) -> None:
         if chunk.token_ids:
+            if not self.counts:
+                self._first = time.monotonic() - self._began
             self.counts[chunk.weights] = self.counts.get(chunk.weights, 0) + len(chunk.token_ids)
             self._logprob += sum(chunk.logprobs)
 
@@ -154,12 +187,12 @@ class _Summary:
     def told(self, finish: Finish) -> str:
         count = sum(self.counts.values())
         seconds = time.monotonic() - self._began
+        pace = f"{count / seconds:.0f} a second"
+        if self.waited:  # so that this says nothing of the server's pace
+            pace = f"the first after {self._first:.2f} s"
         mean = f", mean log-probability {self._logprob / count:.3f}" if count else ""
         why = f" ({finish.message})" if finish.message else ""
-        return (
-            f"{count} tokens in {seconds:.2f} s, {count / seconds:.0f} a second{mean}; "
-            f"{finish.reason.value}{why}"
-        )
+        return f"{count} tokens in {seconds:.2f} s, {pace}{mean}; {finish.reason.value}{why}"
 
 
 def _write(text: str) -> None:
