@@ -129,7 +129,9 @@ class ServerSettings(BaseSettings):
         2048, description="prompt tokens a step, so that running sequences keep their pace"
     )
     staging: Literal["auto", "device", "host"] = Field(
-        "auto", description="where an update waits for its commit; auto: on the GPU if it has room"
+        "auto",
+        description="where an update waits for its commit; auto: on the GPU if it has room; on a "
+        "CPU it is the host in any case",
     )
     threads: int = Field(1, ge=1, le=1024, description="CPU threads of the embedded engine")
     max_sequence_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
