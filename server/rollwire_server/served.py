@@ -136,6 +136,9 @@ class ServedWeights:
         same = announcement.version == now.version and digest == now.digest
         if same and self._lifecycle.state in (State.SERVING, State.PAUSED):
             commit = Commit(now, receive_ns=update.receive_ns, already_current=True)
+            log.info(
+                "already current", **named(update), revision=now.revision, digest=f"{digest:016x}"
+            )
         else:
             commit = await self._apply(update, digests, policy)
         self.committed_update_id, self.committed_at = announcement.update_id, time.time()

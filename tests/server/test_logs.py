@@ -110,6 +110,8 @@ async def test_a_life_at_debug_level(
         await api.resume((await api.pause("for a test")).pause_id)
         published = Noting(api, await random_weights(api, 1), 7)
         await published.publish()
+        again = Noting(api, await random_weights(api, 1), 7)
+        await again.publish()
         untagged = Noting(api, await random_weights(api, 2))
         await untagged.publish()
         lost = Noting(api, await random_weights(api, 3), 8)
@@ -127,8 +129,8 @@ async def test_a_life_at_debug_level(
     lines = [json.loads(line) for line in text.splitlines()]  # each of them
     assert all({"event", "level", "timestamp"} <= line.keys() for line in lines)
     keys = [line for line in own.key.read_text().splitlines() if "-----" not in line]
-    epochs = [epoch for change in (published, untagged, lost) for epoch in change.epochs]
-    assert len(epochs) == 3
+    epochs = [epoch for change in (published, again, untagged, lost) for epoch in change.epochs]
+    assert len(epochs) == 4
     for secret in (ROLLOUT, CONTROL, *WRONG[:1], *keys, *epochs):
         assert secret not in text
 
@@ -148,13 +150,21 @@ async def test_a_life_at_debug_level(
     assert (wild["event"], wild["attempt"]) == ("refused", 5)
     assert wild["reason"] == "TOKEN_OUT_OF_RANGE"
 
-    for change in (published, untagged, lost):
+    ended = [
+        (published, "committed"),
+        (again, "already current"),
+        (untagged, "committed"),
+        (lost, "update discarded"),
+    ]
+    last_lines = {end for _, end in ended}
+    for change, end in ended:
         told = [line for line in lines if line.get("update_id") == change.update_id]
         assert {line.get("version") for line in told} == {change.version}
         phases = [line["phase"] for line in told if line["event"] == "update"]
         last = ["stalled"] if change is lost else ["receiving", "staged"]
         assert phases == ["ready", *last]
-    updates = [line for line in lines if line["event"].startswith(("update", "committed"))]
+        assert [line["event"] for line in told if line["event"] in last_lines] == [end]
+    updates = [line for line in lines if line["event"] in {"update", *last_lines}]
     assert all({"update_id", "version"} <= line.keys() for line in updates)
     by_rpc = {line["rpc"]: line for line in lines if line.get("update_id") == lost.update_id
               and line["event"] == "refused"}  # fmt: skip
