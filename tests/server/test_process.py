@@ -55,6 +55,12 @@ def fails(*flags: str, environment: dict[str, str] | None = None) -> tuple[int, 
             1,
             "sets this itself",
         ),
+        (
+            # A long pause would run into it.
+            ["--model", "x", "--engine", "sglang", "--engine-arg", "watchdog-timeout=6"],
+            1,
+            "watchdog_timeout: the server sets this itself",
+        ),
         (["--model", "builtin:tiny", "--engine", "sglang"], 1, "takes a directory"),
         (["--model", "x", "--engine", "synthetic", "--engine-arg", "a"], 1, "is not name=value"),
         (["--model", "/nowhere/at/all", "--listen", "127.0.0.1:0"], 1, "/nowhere/at/all"),
