@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 PAUSE_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 STAGING_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 
-REASONS = [reason.name.lower() for reason in Reason]
-ENDS = [reason.value for reason in FinishReason] + REASONS
+REFUSALS = [reason.name.lower() for reason in Reason]  # each of them can end a call
+# Of the errors these alone can end a sequence that was taken.
+ERROR_ENDS = (Reason.WEIGHTS_TOO_OLD, Reason.TIMED_OUT, Reason.NOT_FINITE)
+ENDS = [end.name.lower() for end in (*FinishReason, *ERROR_ENDS)]
 
 
 class Metrics(Collector):
@@ -81,11 +83,11 @@ class Metrics(Collector):
         yield _counter("sampled_tokens", "Tokens sampled.", counts.sampled_tokens)
         yield _counters(
             "ended_sequences", "Sequences by how they ended.", "reason",
-            {end: counts.ended_sequences[end] for end in ENDS},
+            dict.fromkeys(ENDS, 0) | counts.ended_sequences,
         )  # fmt: skip
         yield _counters(
             "refusals", "Refused calls and sequences.", "reason",
-            {reason: counts.refusals[reason] for reason in REASONS},
+            dict.fromkeys(REFUSALS, 0) | counts.refusals,
         )  # fmt: skip
         yield _counters(
             "updates", "Weight updates by outcome.", "outcome",

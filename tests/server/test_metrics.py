@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 
     from support.servers import ServerProcess, StartServer
 
+# All that can become of a sequence.
+ENDS = (
+    *("stop", "length", "aborted", "superseded", "interrupted"),
+    *("weights_too_old", "timed_out", "not_finite"),
+)
+
 Samples = dict[tuple[str, tuple[str, ...]], float]
 
 
@@ -57,6 +63,8 @@ async def test_a_server_tells_what_it_does(start_server: StartServer) -> None:
         assert sum(v for (name, _), v in before.items() if name == "rollwire_state") == 1
         for name in ("version", "announced_version", "committed_timestamp_seconds"):
             assert (f"rollwire_weights_{name}", ()) not in before
+        ends = {end for name, end in before if name == "rollwire_ended_sequences_total"}
+        assert ends == {(end,) for end in ENDS}
         assert before["rollwire_refusals_total", ("queue_full",)] == 0
         assert before["rollwire_updates_total", ("failed",)] == 0
 
@@ -79,6 +87,7 @@ async def test_a_server_tells_what_it_does(start_server: StartServer) -> None:
         after = await scrape(server)
         assert after["rollwire_sampled_tokens_total", ()] == 29
         assert after["rollwire_ended_sequences_total", ("length",)] == 2
+        assert after.keys() >= before.keys()  # rates are known from the first event on
         assert after["rollwire_refusals_total", ("empty_prompt",)] == 1
         assert after["rollwire_updates_total", ("committed",)] == 1
         assert after["rollwire_weights_version", ()] == 7
