@@ -143,11 +143,17 @@ async def test_names_that_are_too_long_are_refused_by_name(api: Api, length: int
     [
         {"temperature": 1e-45},
         {"temperature": 1e-39},
+        {"temperature": 9.9e-7},
         {"min_new_tokens": 8, "stop_token_ids": range(512)},
     ],
 )
 async def test_sampling_that_has_no_meaning(api: Api, fields: dict[str, object]) -> None:
     assert await refusal(generate(api, request((1,), 16, **fields))) == "BAD_SAMPLING"  # type: ignore[arg-type]
+
+
+async def test_the_least_temperature_is_what_float32_makes_of_it(api: Api) -> None:
+    output = await generate(api, request((1,), 6, temperature=1e-6, ignore_eos=True))
+    assert (output.reason, len(output.tokens)) == ("LENGTH", 6)
 
 
 async def test_enums_beyond_their_range(api: Api) -> None:

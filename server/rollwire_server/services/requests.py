@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import struct
 import uuid
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ STOP_TOKENS = 1024
 TOKEN_BYTES = 5  # the most that an id takes
 OTHER_BYTES = 1 << 16  # names, stop tokens, sampling
 LEAST_TEMPERATURE = 1e-6  # below, logits / temperature may not be finite
+LEAST_ON_THE_WIRE = struct.unpack("f", struct.pack("f", LEAST_TEMPERATURE))[0]  # a little less
 
 
 def read_request(message: rollout_pb2.GenerateRequest, info: EngineInfo, key: int) -> Request:
@@ -197,9 +199,11 @@ def _read_sampling(
 ) -> SamplingParams:
     _check_tokens("sampling.stop_token_ids", message.stop_token_ids, info)
     temperature = message.temperature if message.HasField("temperature") else 1.0
-    if temperature != 0 and not (math.isfinite(temperature) and temperature >= LEAST_TEMPERATURE):
-        least = f"{LEAST_TEMPERATURE:g}"
-        raise _bad_sampling("temperature", f"is {temperature:g}, neither 0 nor at least {least}")
+    if temperature != 0:
+        if not (math.isfinite(temperature) and temperature >= LEAST_ON_THE_WIRE):
+            problem = f"is {temperature:.9g}, neither 0 nor at least {LEAST_TEMPERATURE:g}"
+            raise _bad_sampling("temperature", problem)
+        temperature = max(temperature, LEAST_TEMPERATURE)
     top_p = message.top_p if message.HasField("top_p") else 1.0
     if not 0 < top_p <= 1:
         raise _bad_sampling("top_p", f"is {top_p:g}, not above 0 and at most 1")
@@ -207,7 +211,7 @@ def _read_sampling(
         raise _bad_sampling("min_p", f"is {message.min_p:g}, not from 0 to 1")
     for name in info.unsupported_sampling:
         if getattr(message, name):
-            raise _bad_sampling(name, f"is nothing that the {info.engine} engine can keep to")
+            raise _bad_sampling(name, f"is not supported by the {info.engine} engine: leave it out")
     most = min(message.max_new_tokens, room) if message.HasField("max_new_tokens") else room
     if most == 0:
         raise _bad_sampling("max_new_tokens", "is 0: nothing would be sampled")
