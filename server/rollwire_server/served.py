@@ -200,7 +200,7 @@ class ServedWeights:
         except EngineError as error:
             failure = ServiceError(
                 Reason.COMMIT_FAILED,
-                f"{error}; nothing was changed, the server serves {told(self.weights)}",
+                f"{error}; nothing was changed, the server holds {told(self.weights)}",
             )
             _say_failed(update, failure)
             raise failure from error

@@ -167,5 +167,6 @@ def named(update: Update) -> dict[str, object]:
 
 def told(weights: WeightTag) -> str:
     """The weights in an error's words."""
-    version = "no version" if weights.version is None else f"version {weights.version}"
-    return f"{version}, revision {weights.revision}"
+    version = weights.version
+    which = "weights without a version" if version is None else f"version {version}"
+    return f"{which}, revision {weights.revision}"

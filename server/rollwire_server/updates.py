@@ -278,7 +278,7 @@ class Updates:
         try:
             staged = await self._engine.stage(manifest)
         except EngineError as error:
-            state = f"the server serves {told(self.weights)}"
+            state = f"the server holds {told(self.weights)}"
             raise of_engine(error, state, no_memory=Reason.STAGING_FAILED) from error
         receiver = await asyncio.to_thread(transport.Receiver, manifest, staged)
         return Update(announcement, staged, receiver)

@@ -144,6 +144,7 @@ async def test_a_frozen_server_takes_no_updates(start_server: StartServer) -> No
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await Update(api, await random_weights(api, 1), 1).announce()
         assert reason_of(caught.value) == "FROZEN"
+        assert caught.value.details().endswith("keeps weights without a version, revision 0")
         assert (await generate(api, request())).reason == "LENGTH"
         assert (await status(api, verify=True)).intact
 
