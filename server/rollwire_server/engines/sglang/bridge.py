@@ -245,7 +245,11 @@ class Bridge:
             return
         begin, end = io_struct.BeginWeightUpdateReqInput, io_struct.EndWeightUpdateReqInput
         _succeeded(await manager.begin_weight_update(begin()))
-        answer = await manager.update_weights_from_tensor(asked)
+        try:
+            answer = await manager.update_weights_from_tensor(asked)
+        except Exception:  # not if it is cancelled: SGLang is dead then, and answers nothing
+            await manager.end_weight_update(end())
+            raise
         _succeeded(await manager.end_weight_update(end()))
         _succeeded(answer)
 

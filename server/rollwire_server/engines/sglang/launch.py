@@ -122,7 +122,8 @@ class Launcher:
         try:
             engine = OurEngine(**{k: v for k, v in arguments.items() if v is not None})
         except Exception as error:
-            line = self.failure() or next(iter(str(error).splitlines()), type(error).__name__)
+            line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            line = self.failure() or line
             raise EngineError(f"SGLang did not start: {line}") from error
         # It would end this process; deaths are seen by the bridge, and told.
         watchdog = engine.tokenizer_manager._subprocess_watchdog
