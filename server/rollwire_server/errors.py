@@ -54,10 +54,15 @@ class Reason(enum.Enum):
     # Sequences.
     STALE_ATTEMPT = grpc.StatusCode.ABORTED, "a lower attempt than one already seen"
     PREFIX_MISMATCH = grpc.StatusCode.FAILED_PRECONDITION, "a prefix that the server did not sample"
+    REQUEST_MISMATCH = (
+        grpc.StatusCode.FAILED_PRECONDITION,
+        "a pick-up that asks for something else than the request that it picks up",
+    )
     WEIGHTS_TOO_OLD = grpc.StatusCode.FAILED_PRECONDITION, "older than min_weight_version"
     WEIGHTS_TOO_NEW = grpc.StatusCode.FAILED_PRECONDITION, "newer than max_weight_version"
     TIMED_OUT = grpc.StatusCode.DEADLINE_EXCEEDED, "the time that a request may take is over"
     NOT_FINITE = grpc.StatusCode.INTERNAL, "NaN or infinity in the sequence's logits"
+    STEP_FAILED = grpc.StatusCode.INTERNAL, "the engine's step raised for this sequence alone"
 
     # What the server is doing.
     QUEUE_FULL = grpc.StatusCode.RESOURCE_EXHAUSTED, "more waiting than the limit"

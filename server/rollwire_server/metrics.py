@@ -31,7 +31,7 @@ STAGING_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 
 REFUSALS = [reason.name.lower() for reason in Reason]  # each of them can end a call
 # Of the errors these alone can end a sequence that was taken.
-ERROR_ENDS = (Reason.WEIGHTS_TOO_OLD, Reason.TIMED_OUT, Reason.NOT_FINITE)
+ERROR_ENDS = (Reason.WEIGHTS_TOO_OLD, Reason.TIMED_OUT, Reason.NOT_FINITE, Reason.STEP_FAILED)
 ENDS = [end.name.lower() for end in (*FinishReason, *ERROR_ENDS)]
 
 

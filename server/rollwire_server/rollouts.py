@@ -413,6 +413,12 @@ def _end_of(sequence: Sequence, end: End) -> Finish | ServiceError:
             return sequence.finish(FinishReason.LENGTH)
         case EndReason.FAILED:
             return sequence.finish(FinishReason.INTERRUPTED, end.message)
+        case EndReason.STEP_FAILED:
+            return ServiceError(
+                Reason.STEP_FAILED,
+                f"the engine's step failed for this sequence after {len(sequence.tokens)} output "
+                f"tokens: {end.message}; other sequences go on",
+            )
         case EndReason.NOT_FINITE:
             return ServiceError(
                 Reason.NOT_FINITE,

@@ -645,7 +645,10 @@ Global___SequenceEvent: _TypeAlias = SequenceEvent  # noqa: Y015
 
 @_typing.final
 class SequenceError(_message.Message):
-    """What the call's status would be on Generate. May come after tokens."""
+    """What the call's status would be on Generate. May come after tokens. NOT_FINITE and STEP_FAILED concern this sequence
+    alone, and the server serves on. A sequence that ends with STEP_FAILED (the engine raised an error at it) may succeed on
+    another server; when it ends so there too, the sequence itself is the likely cause.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

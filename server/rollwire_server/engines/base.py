@@ -141,8 +141,10 @@ class EndReason(enum.Enum):
     LENGTH = "length"
     NOT_FINITE = "not_finite"
     """NaN or infinity in its logits: no token was sampled."""
+    STEP_FAILED = "step_failed"
+    """The engine's step raised for this sequence alone, while it computes others."""
     FAILED = "failed"
-    """The engine's step raised; the sequence can go on elsewhere."""
+    """The engine's step raised whatever it computed; the sequence can go on elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
