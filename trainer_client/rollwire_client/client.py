@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self, Unpack
 from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
 
 from rollwire_client import wire
+from rollwire_client.arguments import all_seconds
 from rollwire_client.calls import unary
 from rollwire_client.channels import Credentials, connect
 from rollwire_client.data import Aborted, Chunk, Pause, Resumed, Sampling, ServerInfo
@@ -44,6 +45,9 @@ class Timeouts:
             it is there.
         probe: For the answer to that; then the link counts as lost.
         close: For the server to end what a closing client aborts.
+
+    Raises:
+        TypeError, ValueError: One of them is no number of seconds.
     """
 
     start: float = 60.0
@@ -51,6 +55,10 @@ class Timeouts:
     silence: float = 5.0
     probe: float = 5.0
     close: float = 2.0
+
+    def __post_init__(self) -> None:
+        """Refuses what is no time."""
+        all_seconds(self)
 
 
 class RolloutClient:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollwire_client import addresses as sources
+from rollwire_client.arguments import seconds
 from rollwire_client.channels import Credentials, CredentialsError
 from rollwire_client.client import RolloutClient, Timeouts
 from rollwire_client.data import ServerState
@@ -38,6 +39,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _START_POLL = 0.25  # seconds
+_SHORTEST = 0.001  # seconds between two questions
 
 
 class Members:
@@ -77,8 +79,8 @@ class Members:
         if self._credentials.secure and self._credentials.server_name is None:
             name = self._source.server_name
             self._credentials = replace(self._credentials, server_name=name)
-        self._probe_interval = probe_interval
-        self._resolve_interval = resolve_interval
+        self._probe_interval = seconds("probe_interval", probe_interval, least=_SHORTEST)
+        self._resolve_interval = seconds("resolve_interval", resolve_interval, least=_SHORTEST)
         self._all: dict[str, Member] = {}  # those that are leaving too
         self._listed: tuple[Member, ...] = ()
         self._router = Router()
@@ -205,8 +207,7 @@ class Members:
                 raise UnavailableError(f"no server is up: {problem}")
             if not told:
                 told = True
-                seconds = self._timeouts.start
-                logger.warning("waiting %g s for a server: %s", seconds, problem)
+                logger.warning("waiting %g s for a server: %s", self._timeouts.start, problem)
             await asyncio.sleep(min(_START_POLL, max(give_up - clock(), 0)))
 
     async def _follow(self) -> None:

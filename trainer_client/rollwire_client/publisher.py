@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from rollwire.v1 import weights_pb2, weights_pb2_grpc
 
 from rollwire_client import wire
+from rollwire_client.arguments import integer
 from rollwire_client.calls import unary
 from rollwire_client.data import KvPolicy
 from rollwire_client.errors import (
@@ -70,6 +71,7 @@ class Publisher:
         timeouts: How long to wait.
 
     Raises:
+        TypeError, ValueError: An argument cannot be meant, such as a negative ``term``.
         MissingDependencyError: torch is not installed.
     """
 
@@ -86,12 +88,19 @@ class Publisher:
         timeouts: PublishTimeouts | None = None,
     ) -> None:
         _require_transport()
+        if not isinstance(timeouts, PublishTimeouts | None):
+            raise TypeError(
+                f"timeouts is {timeouts!r}: say PublishTimeouts(source={timeouts!r}), or another"
+            )
+        if bucket_bytes is not None:
+            bucket_bytes = _bucket_size(bucket_bytes)
         self.id = id or f"{socket.gethostname()}-{os.getpid()}"
-        self.term = term if term is not None else time.time_ns() // 1_000_000
+        term = term if term is not None else time.time_ns() // 1_000_000
+        self.term = integer("term", term, most=(1 << 64) - 1)
         self._fleet = fleet
         self._backend = backend
         self._host = host
-        self._kv_policy = kv_policy
+        self._kv_policy = _checked(kv_policy)
         self._bucket_bytes = bucket_bytes
         self._timeouts = timeouts or PublishTimeouts()
         self._schema: tuple[TensorSpec, ...] | None = None
@@ -158,7 +167,7 @@ class Publisher:
             A handle, once every server that can has checked the update and reserved memory for it.
 
         Raises:
-            TypeError: ``version`` is no integer.
+            TypeError: ``version`` is no integer, or ``kv_policy`` no ``KvPolicy``.
             ValueError: It does not fit 64 bits.
             ClosedError: The fleet is not open.
             SchemaMismatchError: The tensors are not those that the servers want.
@@ -275,7 +284,7 @@ class Publisher:
             bucket_bytes=self._bucket_bytes,
             backend=self._backend,
             host=self._host,
-            kv_policy=kv_policy or self._kv_policy,
+            kv_policy=self._kv_policy if kv_policy is None else _checked(kv_policy),
             timeouts=self._timeouts,
             expected_digest=expected_digest,
         )
@@ -313,6 +322,21 @@ def _nothing_to_do(policy: WeightTag) -> PublishReport:
     return PublishReport(
         version=policy.version, update_id="", digest=policy.digest, bytes=0, seconds=0.0, servers=()
     )
+
+
+def _checked(kv_policy: KvPolicy) -> KvPolicy:
+    if not isinstance(kv_policy, KvPolicy):
+        raise TypeError(f"kv_policy is {kv_policy!r}, not a KvPolicy")
+    return kv_policy
+
+
+def _bucket_size(size: int) -> int:
+    from rollwire_transport.checks import ALIGNMENT, MAX_BUCKET_BYTES
+
+    size = integer("bucket_bytes", size, least=ALIGNMENT, most=MAX_BUCKET_BYTES)
+    if size % ALIGNMENT:
+        raise ValueError(f"bucket_bytes is {size}, not a multiple of {ALIGNMENT}")
+    return size
 
 
 def _require_transport() -> None:

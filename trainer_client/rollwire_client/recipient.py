@@ -13,6 +13,7 @@ import grpc
 from rollwire.v1 import weights_pb2, weights_pb2_grpc
 
 from rollwire_client import errors, wire
+from rollwire_client.arguments import all_seconds
 from rollwire_client.calls import unary
 from rollwire_client.errors import (
     PublishError,
@@ -69,6 +70,9 @@ class PublishTimeouts:
         discard: For the answer to a discard; a server that does not answer discards by its lease.
         stage_lease: How long a server keeps an update that waits for its publisher, who is gone:
             announced, stalled or staged.
+
+    Raises:
+        TypeError, ValueError: One of them is no number of seconds.
     """
 
     call: float = 10.0
@@ -83,6 +87,10 @@ class PublishTimeouts:
     commit_silence: float = 5.0
     discard: float = 5.0
     stage_lease: float = 120.0
+
+    def __post_init__(self) -> None:
+        """Refuses what is no time."""
+        all_seconds(self)
 
 
 class Recipient:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Self
 
+from rollwire_client.arguments import seconds
 from rollwire_client.errors import PublishInProgressError
 from rollwire_client.ranks.follower import Follower
 from rollwire_client.ranks.lead import Lead
@@ -68,7 +69,7 @@ class Ranks:
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError("name the process group: torch.distributed.group.WORLD for all ranks")
         self.rank = dist.get_rank(group)
-        self._timeout = timeout
+        self._timeout = seconds("timeout", timeout)
         self._following = False
         self._lead: Lead | None = None
         self._lines = meet(group, host, timeout)
