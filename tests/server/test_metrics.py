@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # All that can become of a sequence.
 ENDS = (
     *("stop", "length", "aborted", "superseded", "interrupted"),
-    *("weights_too_old", "timed_out", "not_finite"),
+    *("weights_too_old", "timed_out", "not_finite", "step_failed"),
 )
 
 Samples = dict[tuple[str, tuple[str, ...]], float]
