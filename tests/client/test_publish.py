@@ -139,7 +139,7 @@ async def test_what_was_prepared_is_not_asked_for_again() -> None:
         ),
         (
             {"layer.weight": None, "module.layer.weight": torch.zeros(8, 8)},
-            "module.layer.weight is unknown to the servers: rename it to layer.weight",
+            "module.layer.weight is unknown to the servers: take `module.` .* off the name",
         ),
         ({"layer.weight": None}, "layer.weight is missing"),
         ({"head.weight": torch.zeros(16, 8)}, "head.weight is tied to embed.weight"),

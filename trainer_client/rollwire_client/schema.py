@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ import rollwire_transport as transport
 import torch
 
 from rollwire_client.errors import SchemaMismatchError
+from rollwire_client.hints import hints, shape_hint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -42,9 +42,9 @@ def fit(
     Raises:
         SchemaMismatchError: The mapping is not what the servers want, or it is none.
     """
+    require_tensors(tensors)
     if callable(tensors):
         return list(schema), tensors if lead is None else lead.iterated(tensors)
-    require_tensors(tensors)
     sent = _chosen(tensors, schema, partial=partial)
     aliases = [s for s in schema if s.alias_of in sent]
     specs = [transport.describe(name, tensors[mine]) for name, mine in sent.items()]
@@ -58,6 +58,11 @@ def fit(
 
 def require_tensors(tensors: Mapping[str, Tensor] | Source) -> None:
     """Raises SchemaMismatchError unless these are tensors by name, or a callable."""
+    if isinstance(tensors, torch.nn.Module):  # which is callable, for something else
+        raise SchemaMismatchError(
+            f"nothing was sent: a {type(tensors).__name__} is a model, not its tensors: "
+            "publish(version, model.state_dict())"
+        )
     if callable(tensors):
         return
     if not isinstance(tensors, Mapping):
@@ -95,9 +100,12 @@ def _chosen(
     missing = [] if partial else [n for n in wanted if n not in tensors and n not in alias_of]
     sent: dict[str, str] = {}
     problems: list[str] = []
+    advice = hints(
+        [spec for spec in given if spec.name not in wanted],
+        [spec for spec in schema if spec.name not in tensors],
+    )
     for name, tensor in tensors.items():
         if name not in wanted:
-            problems.append(f"{name} is unknown to the servers{_renamed(name, missing)}")
             continue
         source = alias_of.get(name, name)
         if source != name and source in tensors:
@@ -109,7 +117,9 @@ def _chosen(
             continue
         problems += _differences(name, tensor, wanted[source])
         sent.setdefault(source, name)
-    problems += [f"{name} is missing" for name in missing if name not in sent]
+    told = set().union(*(hint.instead for hint in advice))
+    problems[:0] = map(str, advice)
+    problems += [f"{n} is missing" for n in missing if n not in sent and n not in told]
     if problems:
         shown = problems[:_SHOWN]
         if more := len(problems) - len(shown):
@@ -125,12 +135,7 @@ def _differences(name: str, tensor: Tensor, want: TensorSpec) -> Iterable[str]:
     if got.shape != want.shape:
         yield (
             f"{name} has shape {list(got.shape)}, the servers want {list(want.shape)}: "
-            "split or reshape it"
+            f"{shape_hint(got.shape, want.shape)}"
         )
     if got.dtype != want.dtype:
         yield f"{name} is {got.dtype}, the servers want {want.dtype}: cast it"
-
-
-def _renamed(name: str, missing: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, missing, n=1)
-    return f": rename it to {close[0]}, perhaps" if close else ""
