@@ -6,14 +6,18 @@ import pytest
 from rollwire_client.commands.app import run
 
 NOBODY = "127.0.0.1:9"
+REFUSED = (
+    "cannot be reached: ipv4:127.0.0.1:9: Failed to connect to remote host: Connection refused "
+    "(nothing listens there)"
+)
 GENERATE = ["generate", "--server", NOBODY, "--timeout", "0.1", "--prompt-ids", "1,2"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        (GENERATE, 1, f"{NOBODY}: cannot be reached: Connection refused"),
-        (["info", NOBODY], 1, f"{NOBODY}: cannot be reached: Connection refused"),
+        (GENERATE, 1, f"{NOBODY}: {REFUSED}"),
+        (["info", NOBODY], 1, f"{NOBODY}: {REFUSED}"),
         (["generate", "--prompt-ids", "1"], 2, "--server"),
         (["generate", "--server", NOBODY], 2, "--prompt-ids"),
         (["generate", "--server", "here", "--prompt-ids", "1"], 2, "'here' is not HOST:PORT"),

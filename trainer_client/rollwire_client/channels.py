@@ -33,7 +33,7 @@ class CredentialsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a client shows to servers, and how it knows them.
+    """How a client gets to servers: what it shows them, and how it knows them.
 
     Attributes:
         token: Bearer token sent with every call, or a function that gives the one that counts now.
@@ -42,6 +42,9 @@ class Credentials:
         ca: File of the authorities (PEM) that sign servers. Default: the system's.
         certificate, key: Files of this client's own certificate (PEM), for mutual TLS.
         server_name: What the servers' certificate must say, in place of the address's host.
+        use_proxy: Connect through the HTTP proxy that the environment names (``grpc_proxy``,
+            ``https_proxy``, ``http_proxy``; ``no_proxy``). Default: straight to the servers,
+            whatever it names.
 
     Raises:
         CredentialsError: ``certificate`` or ``key`` alone.
@@ -53,6 +56,7 @@ class Credentials:
     certificate: Path | str | None = None
     key: Path | str | None = None
     server_name: str | None = None
+    use_proxy: bool = False
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
@@ -71,10 +75,11 @@ def connect(address: str, credentials: Credentials) -> grpc.aio.Channel:
         CredentialsError: A file of theirs cannot be read, or the token would travel in the clear to
             another machine.
     """
+    options = (*_OPTIONS, ("grpc.enable_http_proxy", int(credentials.use_proxy)))
     if not credentials.secure:
         if credentials.token is not None and not _is_loopback(address):
             raise CredentialsError(f"the token would travel in the clear to {address}: use TLS")
-        channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        channel = grpc.aio.insecure_channel(address, options=options)
     else:
         name = credentials.server_name
         channel = grpc.aio.secure_channel(
@@ -84,7 +89,7 @@ def connect(address: str, credentials: Credentials) -> grpc.aio.Channel:
                 private_key=_content(credentials.key),
                 certificate_chain=_content(credentials.certificate),
             ),
-            options=(*_OPTIONS, *([("grpc.ssl_target_name_override", name)] if name else [])),
+            options=(*options, *([("grpc.ssl_target_name_override", name)] if name else [])),
         )
     return channel if credentials.token is None else _AuthorizedChannel(channel, credentials.token)
 

@@ -42,6 +42,8 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
+from rollwire_client.unreachable import explain
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -342,9 +344,7 @@ def from_sequence(error: rollout_pb2.SequenceError, server: str) -> RollwireErro
 def _make(code: int, message: str, server: str, details: _Details) -> RollwireError:
     kind = _BY_REASON.get(details.reason) or _BY_CODE.get(code, ServerFailedError)
     if kind is ServerUnreachableError:
-        if message.startswith("failed to connect to all addresses"):
-            message = message.rpartition(": ")[2]  # "Connection refused"
-        message = f"cannot be reached: {message}"
+        message = f"cannot be reached: {explain(message, server)}"
     reason = f" ({details.reason})" if details.reason else ""
     return kind(
         f"{server}: {message}{reason}",

@@ -95,6 +95,24 @@ def main(
         Path | None, _file("--tls-cert", "This side's certificate (PEM): mutual TLS.")
     ] = None,
     key: Annotated[Path | None, _file("--tls-key", "Its private key (PEM).")] = None,
+    server_name: Annotated[
+        str | None,
+        typer.Option(
+            "--tls-server-name",
+            metavar="NAME",
+            envvar="ROLLWIRE_TLS_SERVER_NAME",
+            help="What servers' certificates say, if not the address's host: TLS.",
+        ),
+    ] = None,
+    *,
+    use_proxy: Annotated[
+        bool,
+        typer.Option(
+            "--use-proxy",
+            envvar="ROLLWIRE_USE_PROXY",
+            help="Connect through the environment's http_proxy.",
+        ),
+    ] = False,
 ) -> None:
     """Rollouts for reinforcement learning of language models."""
     try:
@@ -103,6 +121,8 @@ def main(
             ca=ca,
             certificate=certificate,
             key=key,
+            server_name=server_name,
+            use_proxy=use_proxy,
         )
     except ValueError as error:
         raise typer.BadParameter(f"--tls-cert, --tls-key: {error}") from error
