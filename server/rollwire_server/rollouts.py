@@ -416,8 +416,9 @@ def _end_of(sequence: Sequence, end: End) -> Finish | ServiceError:
         case EndReason.STEP_FAILED:
             return ServiceError(
                 Reason.STEP_FAILED,
-                f"the engine's step failed for this sequence after {len(sequence.tokens)} output "
-                f"tokens: {end.message}; other sequences go on",
+                f"the engine failed at this sequence after {len(sequence.tokens)} output tokens: "
+                f"{end.message}; the server serves others: try another one once or twice, then "
+                "give the sequence up",
             )
         case EndReason.NOT_FINITE:
             return ServiceError(

@@ -8,6 +8,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import structlog
 from hypothesis import HealthCheck, given, settings
@@ -21,7 +22,7 @@ from rollwire_server.engines.embedded.runner import Runner
 from support.engines import Recorder, prompts, running, spec, staged_update
 
 if TYPE_CHECKING:
-    from support.engines import Driver
+    from support.engines import Driver, Sampled
 
 CONFIG = EmbeddedConfig("builtin:tiny", device="cpu", max_running_sequences=4, prefill_tokens=48)
 
@@ -125,29 +126,64 @@ async def test_nan_ends_its_own_sequence_alone() -> None:
             assert all(map(math.isfinite, broken.prompt_logprobs))
 
 
-async def test_a_step_that_raises_ends_its_sequences_and_no_others(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (prompt,) = prompts(20)
-    (expected,) = await driver.sample(spec(prompt, 10, seed=1))
-    whole = Model.logits
-    calls = 0
+class Breaking:
+    """Makes the model raise where a batch holds one of ``tokens``, or whatever it computes."""
 
-    def failing(self: Model, batch: Any, rows: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 5:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *tokens: int) -> None:
+        self.tokens = tokens
+        self.always = False
+        self.once = False
+        self._whole = Model.logits
+        monkeypatch.setattr(Model, "logits", lambda *arguments: self.logits(*arguments))
+
+    def logits(self, model: Model, batch: Any, rows: Any) -> Any:
+        once, self.once = self.once, False
+        if once or self.always or np.isin(batch.input_ids.numpy(), self.tokens).any():
             raise RuntimeError("out of luck")
-        return whole(self, batch, rows)
+        return self._whole(model, batch, rows)
 
-    monkeypatch.setattr(Model, "logits", failing)
-    sampled = await driver.sample(*(spec(prompt, 10, seed=1) for _ in range(9)))
-    failed = [s for s in sampled if s.reason is EndReason.FAILED]
-    fine = [s for s in sampled if s.reason is EndReason.LENGTH]
-    assert len(failed) == 4
-    assert len(fine) == 5
-    assert "RuntimeError: out of luck" in failed[0].end.message
-    assert all(s.token_ids == expected.token_ids for s in fine)
+
+def all_of(sampled: Sampled) -> tuple[object, ...]:
+    extras = [told for told, _ in sampled.extras]
+    tops = [told.top_logprobs for told in extras if told.top_logprobs is not None]
+    experts = b"".join(rows.experts for told in extras for rows in told.routed_experts)
+    return sampled.token_ids, sampled.logprobs, sampled.prompt_logprobs, tops, experts
+
+
+async def test_a_sequence_whose_step_raises_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever its poison lies: all others get every token, and leave nothing out."""
+    healthy, late, ill = prompts(20, 60, 100, seed=3)
+    wanted = {"prompt_logprobs": True, "routed_experts": True, "top_logprobs": 2}
+    config = EmbeddedConfig(
+        "builtin:tiny-moe", device="cpu", max_running_sequences=4, prefill_tokens=200
+    )
+    async with running(EmbeddedEngine(config)) as driver:
+        fine = [spec(healthy, seed=1), spec(late, seed=2, **wanted)]
+        expected = await driver.sample(*fine)
+        read = {*healthy, *late, *ill}.union(*(s.token_ids for s in expected))
+        bad = next(token for token in range(1, 512) if token not in read)
+        breaking = Breaking(monkeypatch, bad)
+        for at in (0, 60, 99):
+            prompt = [*ill[:at], bad, *ill[at + 1 :]]
+            asked = [spec(prompt), spec(healthy, seed=1), spec(prompt, **wanted)]
+            *broken, other = await driver.sample(*asked, spec(late, seed=2, **wanted))
+            assert broken.pop(1).token_ids == expected[0].token_ids
+            for one in broken:
+                assert (one.reason, one.token_ids) == (EndReason.STEP_FAILED, [])
+                assert one.end.message == "RuntimeError: out of luck"
+            assert all_of(other) == all_of(expected[1])
+        breaking.once = True  # as when memory is short for a moment
+        again = await driver.sample(spec(healthy, seed=1), spec(late, seed=2, **wanted))
+        assert [s.token_ids for s in again] == [s.token_ids for s in expected]
+        assert driver.engine.load().kv_tokens_used == 0
+
+
+async def test_poison_ends_no_engine(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it comes, and though nothing else runs."""
+    Breaking(monkeypatch, 9)
+    for _ in range(2 * MOST_IN_A_ROW):
+        (failed,) = await driver.sample(spec((8, 9)))
+        assert failed.reason is EndReason.STEP_FAILED
     assert driver.recorder.failure is None
 
 
@@ -155,26 +191,13 @@ async def test_an_engine_whose_every_step_fails_is_dead(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (prompt,) = prompts(20)
-    whole = Model.logits
-    broken = True
-
-    def failing(self: Model, batch: Any, rows: Any) -> Any:
-        if broken:
-            raise RuntimeError("out of luck")
-        return whole(self, batch, rows)
-
-    monkeypatch.setattr(Model, "logits", failing)
+    breaking = Breaking(monkeypatch)
     with structlog.testing.capture_logs() as logs:
-        for _ in range(MOST_IN_A_ROW - 1):
-            (failed,) = await driver.sample(spec(prompt))
-            assert failed.reason is EndReason.FAILED
-        broken = False
-        (fine,) = await driver.sample(spec(prompt))
-        assert fine.reason is EndReason.LENGTH
-        broken = True
-        for _ in range(MOST_IN_A_ROW - 1):
-            (failed,) = await driver.sample(spec(prompt))
-            assert failed.reason is EndReason.FAILED
+        for fails in (True, False, True):
+            breaking.always = fails
+            for _ in range(MOST_IN_A_ROW - 1):
+                (told,) = await driver.sample(spec(prompt, 2))
+                assert told.reason is (EndReason.FAILED if fails else EndReason.LENGTH)
         driver.submit(spec(prompt))
         await driver.recorder.until(lambda: driver.recorder.failure is not None)
     assert str(driver.recorder.failure) == (

@@ -60,7 +60,7 @@ def test_a_group_does_not_wait_for_one_that_is_gone(way: str) -> None:
         assert sequences.remove([first.key]) == [request.rid]
     else:
         step, _ = sequences.take([chunk(request.rid, ended="abort")], TAG)
-        assert [end.reason for end in step.ends] == [EndReason.FAILED]
+        assert [end.reason for end in step.ends] == [EndReason.STEP_FAILED]
     assert len(send_all(sequences)) == 1
 
 
@@ -113,7 +113,7 @@ def test_experts_of_what_ended_before_its_first_token_are_not_told(*, recalled: 
     ended = replace(chunk(request.rid, ended="abort"), routed_experts=routing(3))
     step, _ = sequences.take([ended], TAG)
     assert not any(extras.routed_experts for extras in step.extras.values())
-    assert [end.reason for end in step.ends] == ([] if recalled else [EndReason.FAILED])
+    assert [end.reason for end in step.ends] == ([] if recalled else [EndReason.STEP_FAILED])
 
 
 def test_experts_of_what_nobody_waits_for_are_not_told() -> None:
@@ -195,7 +195,7 @@ def test_one_that_is_refused_ends_with_why() -> None:
     (request,) = send_all(sequences)
     end = sequences.refuse(request.rid, "too long")
     assert end is not None
-    assert (end.key, end.reason, end.message) == (asked.key, EndReason.FAILED, "too long")
+    assert (end.key, end.reason, end.message) == (asked.key, EndReason.STEP_FAILED, "too long")
     assert (len(sequences), sequences.sent) == (0, 0)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import time
+import traceback
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,19 +15,16 @@ from rollwire_transport import sum_digests
 from rollwire_server.engines.allocating import allocating
 from rollwire_server.engines.base import (
     Applied,
-    End,
-    EndReason,
     EngineError,
     KvPolicy,
     Load,
-    Step,
     TornWeightsError,
     WeightTag,
 )
 
-from .batch import pack
+from .batch import Chunk, pack
 from .failures import Failures
-from .report import Report
+from .report import Report, read_prompt, read_tokens
 from .sampling import Noise, Rows, log_probabilities, sample
 from .slots import SlotTable
 from .tensors import checkpoint_tensors
@@ -37,10 +36,11 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from rollwire_server.engines.base import SequenceSpec, SleepingWeights
+    from rollwire_server.engines.base import SequenceSpec, SleepingWeights, Step
 
     from .kv_cache import KvCache
     from .model import Model
+    from .report import Tokens
     from .slots import Plan
     from .staging import StagingPlace
 
@@ -51,6 +51,27 @@ MAX_LOGITS = 1 << 26
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 _NO_SLOTS = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What one forward pass gave, on the host.
+
+    Attributes:
+        plan: What it computed.
+        slots: Of each row.
+        broken: Slots whose logits are not finite.
+        prompts: The log-probabilities of a slot's next prompt tokens.
+        sampled: Slots that got a token.
+        tokens: Theirs; None if there are none.
+    """
+
+    plan: Plan
+    slots: np.ndarray
+    broken: np.ndarray
+    prompts: list[tuple[int, list[float]]]
+    sampled: np.ndarray
+    tokens: Tokens | None
 
 
 class Runner:
@@ -172,29 +193,45 @@ class Runner:
     def step(self) -> Step | None:
         """Computes and samples what is next; None if there is nothing to do, or if it must not.
 
-        An error ends the sequences that were to be computed, with FAILED. Raises EngineError when
-        one step after another fails.
+        A sequence whose step raises by itself ends with STEP_FAILED. Where the model raises
+        whatever it computes, all that were to be computed end with FAILED; raises EngineError when
+        that happens step after step.
         """
         if self._held or self._asleep or not self.weights.whole:
             return None
         plan = self.table.plan(self._prefill_tokens, self._prompt_logprob_rows, self.tag.revision)
         if not len(plan.decoding) and not plan.chunks:
             return None
-        slots = [*plan.decoding.tolist(), *(chunk.slot for chunk in plan.chunks)]
-        keys = [self.table.at(slot).spec.key for slot in slots]
-        try:
-            step = self._run(plan)
-        except Exception as error:  # whatever it is, other sequences can go on
-            self._failures.one(error)
-            self._clear(np.array(slots, dtype=np.int64))
-            self.table.remove(keys)
-            message = f"the engine's step failed: {type(error).__name__}: {error}"
-            ends = [End(key, EndReason.FAILED, message) for key in keys]
-            return Step(self.tag, [], [], [], ends=ends)
-        self._failures.none()
-        return step
+        failed: dict[int, Exception] = {}
+        computed = self._compute(plan, failed)
+        report = Report(self.tag, self.table, self.routing)
+        for part in computed:
+            self._take(part, report)
+        if failed:
+            self._give_up(failed, report, sound=bool(computed) or self._is_sound(min(failed)))
+        else:
+            self._failures.none()
+        return report.step
 
-    def _run(self, plan: Plan) -> Step:
+    def _compute(self, plan: Plan, failed: dict[int, Exception]) -> list[Computed]:
+        """Computes a plan; where that raises, its halves, down to single sequences. ``failed`` gets
+        those that raise alone, by slot.
+        """
+        try:
+            return [self._run(plan)]
+        except Exception as error:  # whatever it is, other sequences can go on
+            traceback.clear_frames(error.__traceback__)  # they hold the step's memory
+            slots = plan.slots
+            self._failures.say(error, sequences=len(slots))
+            if len(slots) == 1:
+                failed[slots[0]] = error
+                return []
+        return [part for half in plan.halves() for part in self._compute(half, failed)]
+
+    def _run(self, plan: Plan) -> Computed:
+        """Computes a plan and samples. Whatever can raise is done here, and nothing but entries of
+        the cache (which are written again the same way) changes: what raised can be run again.
+        """
         table = self.table
         self._copy(plan)
         last = table.length[plan.decoding] - 1
@@ -207,25 +244,57 @@ class Runner:
             self.routing[slots, positions] = self._model.routers.chosen()[: len(slots)]
         # A sum is finite only if its terms are, and costs a tenth of looking at each.
         finite = logits.sum(-1).isfinite().cpu().numpy()
-
-        report = Report(self.tag, table, self.routing)
-        table.computed(plan)
         broken = np.unique(wanted.slots[~finite]) if not finite.all() else _NO_SLOTS
-        if len(broken):
-            report.not_finite(broken)
-            self._clear(broken)
-        report.routed_experts(slots)
+
+        prompts = []
         for slot, rows in wanted.prompts:
-            if table.live[slot]:
+            if slot not in broken:
                 told = log_probabilities(logits[rows], self._rows(wanted.slots[rows]))
-                report.prompt_logprobs(slot, told)
+                prompts.append((slot, read_prompt(told, table.next_prompt_tokens(slot, len(told)))))
         sampling = wanted.sampling(without=broken)
+        sampled, tokens = wanted.slots[sampling], None
         if len(sampling):
-            sampled_slots = wanted.slots[sampling]
             if len(sampling) < len(logits):
                 logits = logits[torch.from_numpy(sampling).to(logits.device)]
-            report.sampled(sampled_slots, sample(logits, self._rows(sampled_slots), self._noise))
-        return report.step
+            drawn = sample(logits, self._rows(sampled), self._noise)
+            tokens = read_tokens(drawn, table.top_logprobs[sampled])
+        return Computed(plan, slots, broken, prompts, sampled, tokens)
+
+    def _take(self, part: Computed, report: Report) -> None:
+        """Puts what was computed into the table and the report."""
+        self.table.computed(part.plan)
+        if len(part.broken):
+            report.not_finite(part.broken)
+            self._clear(part.broken)
+        report.routed_experts(part.slots)
+        for slot, logprobs in part.prompts:
+            report.prompt_logprobs(slot, logprobs)
+        if part.tokens is not None:
+            report.sampled(part.sampled, part.tokens)
+
+    def _give_up(self, failed: dict[int, Exception], report: Report, *, sound: bool) -> None:
+        """Ends sequences whose steps raised: their own fault if the model computes others."""
+        if sound:
+            self._failures.none()
+        else:
+            self._failures.one(failed[min(failed)])
+        for slot, error in failed.items():
+            report.failed(slot, error, alone=sound)
+        self._clear(np.array(list(failed), dtype=np.int64))
+
+    def _is_sound(self, slot: int) -> bool:
+        """Whether the model computes anything: token 0, in a slot that will be cleared."""
+        tokens = np.zeros((self._cache.slots, 1), dtype=np.int64)
+        chunk = Chunk(slot, 0, 1)
+        try:
+            batch, *_ = pack(
+                self._cache, tokens, _NO_SLOTS, _NO_SLOTS, [chunk], self._model.row_step
+            )
+            self._model.logits(batch, np.zeros(1, dtype=np.int64)).cpu()
+        except Exception as error:
+            self._failures.say(error, sequences=0)
+            return False
+        return True
 
     def _copy(self, plan: Plan) -> None:
         if not plan.copies:

@@ -71,6 +71,29 @@ class Plan:
     decoding: np.ndarray
     chunks: list[Chunk]
 
+    @property
+    def slots(self) -> list[int]:
+        """Of all that it computes."""
+        return [*self.decoding.tolist(), *(chunk.slot for chunk in self.chunks)]
+
+    def halves(self) -> tuple[Plan, Plan]:
+        """The same for its first slots and for the others; the result does not depend on order."""
+        slots = self.slots
+        at, n = len(slots) // 2, len(self.decoding)
+        first = set(slots[:at])
+        return (
+            Plan(
+                [copy for copy in self.copies if copy.target in first],
+                self.decoding[:at],
+                self.chunks[: max(0, at - n)],
+            ),
+            Plan(
+                [copy for copy in self.copies if copy.target not in first],
+                self.decoding[at:],
+                self.chunks[max(0, at - n) :],
+            ),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class LogitRows:
@@ -252,6 +275,11 @@ class SlotTable:
         return LogitRows(
             np.concatenate(rows), np.concatenate(slots), np.concatenate(samples), prompts
         )
+
+    def next_prompt_tokens(self, slot: int, count: int) -> np.ndarray:
+        """The next prompt tokens whose log-probabilities are to be reported."""
+        start = self.at(slot).prompt_logprobs_told
+        return self.tokens[slot, start : start + count]
 
     def computed(self, plan: Plan) -> None:
         """A plan's tokens have KV entries now."""

@@ -188,7 +188,7 @@ class Sequences:
         if (sequence := self._sent.pop(rid, None)) is None:
             return None
         del self._live[sequence.spec.key]
-        return End(sequence.spec.key, EndReason.FAILED, message)
+        return End(sequence.spec.key, EndReason.STEP_FAILED, message)
 
     def kv_tokens(self) -> int:
         """Keys and values that are in use; what is only kept for others does not count."""
@@ -242,7 +242,7 @@ class Sequences:
             if len(sequence.tokens) >= limit:
                 return End(spec.key, EndReason.LENGTH)
         if chunk.ended is not None:
-            return End(spec.key, EndReason.FAILED, f"SGLang ended the sequence: {chunk.ended}")
+            return End(spec.key, EndReason.STEP_FAILED, f"SGLang ended the sequence: {chunk.ended}")
         return None
 
     def _tell(self, step: Step, sequence: Sequence, chunk: Chunk) -> None:
