@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from rollwire_server.engines.base import SamplingParams, SequenceSpec
 from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.retained import Retained
+from rollwire_server.sequences import Request
 
 if TYPE_CHECKING:
-    from rollwire_server.sequences import Request, Sequence
+    from rollwire_server.sequences import Sequence
 
 ATTEMPTS_REMEMBERED = 100_000
 MOST_KEPT = 10_000  # to be picked up
 MOST_UNREAD = 10_000  # by streams that are there
 MOST_BYTES = 1 << 29  # of either
+MOST_TOLD = 8  # tokens, in a message
 
 
 class Records:
@@ -83,15 +88,27 @@ class Records:
             del self._by_id[sequence.request.request_id]
 
 
-def check_prefix(record: Sequence, request: Request) -> int:
+# A pick-up may differ in these fields: they change nothing of what is sampled. (The seed of a
+# SamplingParams may be the server's own: a Request says which one was asked for.) It is refused
+# where any other field of a request differs, also one that is added later.
+NOT_COMPARED = {
+    Request: {"request_id", "attempt", "spec", "detach_grace", "timeout"},
+    SequenceSpec: {"key", "prefix", "sampling"},
+    SamplingParams: {"seed"},
+}
+# Where the API calls a field otherwise.
+API_NAMES = {"prompt": "prompt_token_ids"}
+
+
+def check_pick_up(record: Sequence, request: Request) -> int:
     """After how many output tokens ``request`` picks ``record`` up.
 
-    Raises ServiceError when its prefix is not what was sampled.
+    Raises ServiceError when it asks for something else, or when its prefix is not what was sampled.
     """
-    spec, have = request.spec, record.tokens
-    offset = len(spec.prefix)
-    same = list(spec.prompt) == list(record.request.spec.prompt)
-    if not same or offset > len(have) or list(spec.prefix) != list(have[:offset]):
+    _check_same(record.request, request)
+    given, have = request.spec.prefix, record.tokens
+    offset = len(given)
+    if offset > len(have) or list(given) != list(have[:offset]):
         raise ServiceError(
             Reason.PREFIX_MISMATCH,
             f"the given {offset} output tokens are not the first of the {len(have)} that "
@@ -104,3 +121,44 @@ def check_prefix(record: Sequence, request: Request) -> int:
             f"again what came before: pick it up from there, not from {offset}",
         )
     return offset
+
+
+def _check_same(first: Request, request: Request) -> None:
+    asked, before = _asked(request), _asked(first)
+    different = [name for name in asked if asked[name] != before[name]]
+    if not different:
+        return
+    name = different[0]
+    told = "; ".join(f"{n} is {_told(asked[n])}, not {_told(before[n])}" for n in different)
+    raise ServiceError(
+        Reason.REQUEST_MISMATCH,
+        f"attempt {request.attempt} of {request.request_id} is another request here: {told}; "
+        "nothing was changed: ask for the same to pick it up, or choose a request_id of its own",
+        metadata={"field": name, "asked": _told(asked[name]), "first": _told(before[name])},
+    )
+
+
+def _asked(request: Request) -> dict[str, object]:
+    """All that decides what is sampled and told, by the API's names."""
+    parts = (request.spec.sampling, request.spec, request)
+    values = {
+        field.name: getattr(part, field.name)
+        for part in parts
+        for field in dataclasses.fields(part)
+        if field.name not in NOT_COMPARED[type(part)]
+    }
+    return {API_NAMES.get(name, name): value for name, value in values.items()}
+
+
+def _told(value: object) -> str:
+    """A field's value in a message, cut where it is long."""
+    if value is None:
+        return "absent"
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, frozenset | tuple):
+        value = sorted(value) if isinstance(value, frozenset) else list(value)
+        told = ", ".join(map(str, value[:MOST_TOLD]))
+        more = f", … ({len(value)} in all)" if len(value) > MOST_TOLD else ""
+        return f"[{told}{more}]"
+    return str(value)

@@ -17,7 +17,7 @@ from rollwire_server.engines.base import EndReason, EngineError
 from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.lifecycle import Rpc
 from rollwire_server.readers import Reader
-from rollwire_server.records import Records, check_prefix
+from rollwire_server.records import Records, check_pick_up
 from rollwire_server.sequences import FinishReason, Sequence, new_sequence
 
 if TYPE_CHECKING:
@@ -290,7 +290,7 @@ class Rollouts:
     # The life of one record.
 
     def _pick_up(self, record: Sequence, request: Request, outbox: Outbox, handle: int) -> Reader:
-        offset = check_prefix(record, request)
+        offset = check_pick_up(record, request)
         log.debug(
             "sequence picked up", request_id=request.request_id, attempt=request.attempt,
             given_tokens=offset,

@@ -55,11 +55,16 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a caller asked for, checked: the engine's part, and the server's own."""
+    """What a caller asked for, checked: the engine's part, and the server's own.
+
+    Attributes:
+        seed: As asked; None where the server drew the one of ``spec``.
+    """
 
     request_id: str
     attempt: int
     spec: SequenceSpec
+    seed: int | None = None
     min_weight_version: int | None = None
     max_weight_version: int | None = None
     detach_grace: float = 0.0

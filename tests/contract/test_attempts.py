@@ -69,10 +69,22 @@ async def test_a_pick_up_with_a_prefix_that_is_not_the_servers_own(api: Api, nam
     wrong = [*got[:3], (got[3] + 1) % 500]
     fields = {"max_new_tokens": LONG, "request_id": name, "grace": 5.0}
     assert await refused(api, prompt=(3,), prefix=wrong, **fields) == "PREFIX_MISMATCH"
-    assert await refused(api, prompt=(4,), prefix=got, **fields) == "PREFIX_MISMATCH"
+    assert await refused(api, prompt=(4,), prefix=got, **fields) == "REQUEST_MISMATCH"
     await first.some(len(got) + 3)
     await api.abort(name)
     assert (await first.all()).reason == "ABORTED"
+
+
+async def test_a_pick_up_that_asks_for_something_else(api: Api, name: str) -> None:
+    """It gets nothing of the other's stream, which goes on undisturbed."""
+    whole = await generate(api, request((3, 1), 60, seed=1))
+    asked = {"prompt": (3, 1), "max_new_tokens": 60, "seed": 1}
+    first = Generation(api, request(request_id=name, grace=5.0, **asked))
+    await first.some(1)
+    for other in ({"seed": 2}, {"temperature": 0.5}, {"max_new_tokens": 50}):
+        fields = {**asked, **other, "request_id": name}
+        assert await refused(api, **fields) == "REQUEST_MISMATCH"
+    assert (await first.all()).tokens == whole.tokens
 
 
 async def test_what_is_lost_stays_for_its_grace_and_no_longer(api: Api, name: str) -> None:

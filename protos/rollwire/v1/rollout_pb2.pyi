@@ -219,9 +219,11 @@ class GenerateRequest(_message.Message):
     request_id: _builtins.str
     """Names the sequence: globally unique, so a UUID. Required on StreamRollouts; Generate makes one when it is empty."""
     attempt: _builtins.int
-    """Fences retries. A higher attempt supersedes a lower one that is live on this server; a lower one than the server has
-    seen is refused (STALE_ATTEMPT); an equal one picks up what is live or kept, at the given prefix, which must be the
-    server's own (PREFIX_MISMATCH), and ends the stream that had it; where nothing is, it starts from the prefix.
+    """Fences retries. A higher attempt supersedes a lower one that is live on this server, and takes nothing over from it:
+    it starts from the prefix that it brings, and what it asks for is not compared. A lower one than the server has seen
+    is refused (STALE_ATTEMPT). An equal one picks up what is live or kept, at the given prefix, which must be the
+    server's own (PREFIX_MISMATCH), and ends the stream that had it; it must ask for the same, in every field but
+    session_id, detach_grace and timeout (REQUEST_MISMATCH). Where nothing is, it starts from the prefix.
     """
     logprob_basis: Global___LogprobBasis.ValueType
     top_logprobs: _builtins.int

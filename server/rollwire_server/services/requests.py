@@ -81,6 +81,7 @@ def read_request(message: rollout_pb2.GenerateRequest, info: EngineInfo, key: in
             prompt_logprobs=message.prompt_logprobs,
             routed_experts=message.routed_experts,
         ),
+        seed=sampling.seed if message.sampling.HasField("seed") else None,
         min_weight_version=least,
         max_weight_version=most,
         detach_grace=read_duration(message, "detach_grace") or 0.0,
