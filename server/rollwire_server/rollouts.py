@@ -367,7 +367,7 @@ class Rollouts:
         if sequence in self._awaiting_version:
             error = ServiceError(
                 Reason.WEIGHTS_TOO_OLD,
-                f"the server serves version {self._version} and got no version "
+                f"the server serves {_told_weights(self._version)} and got no version "
                 f"{request.min_weight_version} within {seconds:g} s",
             )
         else:
@@ -426,3 +426,7 @@ def _end_of(sequence: Sequence, end: End) -> Finish | ServiceError:
                 f"the logits after {len(sequence.tokens)} output tokens are NaN or infinite: the "
                 "weights may be broken; other sequences go on",
             )
+
+
+def _told_weights(version: int | None) -> str:
+    return "weights without a version" if version is None else f"version {version}"

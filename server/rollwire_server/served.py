@@ -148,6 +148,8 @@ class ServedWeights:
         highest = self._highest
         if highest is None or announcement.version != highest.version or digest == highest.digest:
             return
+        if announcement.allow_version_rollback:  # the trainer went back, and comes to it again
+            return
         raise ServiceError(
             Reason.VERSION_CONFLICT,
             f"version {highest.version} was committed with other content (digest "

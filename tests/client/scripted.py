@@ -7,11 +7,15 @@ import contextlib
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import grpc
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from rollwire.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
+
+if TYPE_CHECKING:
+    from rollwire_client import Fleet, WeightTag
 
 CONTEXT = 4096
 
@@ -130,6 +134,7 @@ class ScriptedServer(rollout_pb2_grpc.RolloutServiceServicer):
         self.streams = 0
         self.mute = False  # answers no calls, as a frozen process
         self.weights = common_pb2.WeightTag(server_id=uuid.uuid4().hex, digest=1)
+        self.highest_version: int | None = None  # None: that of the weights
         self.state = common_pb2.SERVER_STATE_SERVING
         self.address = ""
         self._grpc: grpc.aio.Server | None = None
@@ -205,7 +210,8 @@ class ScriptedServer(rollout_pb2_grpc.RolloutServiceServicer):
             server_id=self.weights.server_id,
             state=self.state,
             weights=self.weights,
-            highest_version=self.weights.version if self.weights.HasField("version") else None,
+            highest_version=self.highest_version
+            or (self.weights.version if self.weights.HasField("version") else None),
             engine="scripted",
             model="none",
             vocab_size=1000,
@@ -263,6 +269,12 @@ async def scripted(count: int = 1):
         yield servers
     finally:
         await asyncio.gather(*(server.stop() for server in servers))
+
+
+def was_published(fleet: Fleet, weights: WeightTag, *, rollback: bool = False) -> None:
+    """A publish ended with these weights, at a server that is none of the fleet's."""
+    with fleet.committing(weights.version, weights.digest, rollback=rollback):
+        fleet.learn("127.0.0.1:1", weights)
 
 
 async def until(condition: Callable[[], bool]) -> None:

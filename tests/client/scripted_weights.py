@@ -71,6 +71,7 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
         self.never_staged = False  # it stalls once it has everything
         self.lie_about_digest = False
         self.lose_commit_answers = 0
+        self.mute_once_committed = False
         self.refuse_commit = False
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -235,6 +236,7 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
             self.weights.ClearField("version")
             if update.request.HasField("version"):
                 self.weights.version = update.request.version
+        self.mute = self.mute or self.mute_once_committed
         if self.lose_commit_answers:
             self.lose_commit_answers -= 1
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the answer is lost")

@@ -8,7 +8,14 @@ import uuid
 
 import grpc
 import pytest
-from client.scripted import ScriptedServer, Sequence, expected_token, scripted, until
+from client.scripted import (
+    ScriptedServer,
+    Sequence,
+    expected_token,
+    scripted,
+    until,
+    was_published,
+)
 from rollwire.v1 import common_pb2
 from rollwire_client import (
     Fleet,
@@ -196,7 +203,7 @@ async def test_a_bound_that_no_server_can_meet_any_more_ends_the_sequence_at_onc
         server.weights.version = 5
         server.default = commit_newer if sent else refuse
     async with asked_once(pair) as fleet:
-        with pytest.raises(WeightVersionError, match="versions only rise") as caught:
+        with pytest.raises(WeightVersionError, match="unless the policy is rolled back") as caught:
             await fleet.generate(PROMPT, Sampling(max_new_tokens=9), max_weight_version=5)
     assert caught.value.trajectory.token_ids == tokens(2 * sent)
     assert all(server.address in str(caught.value) for server in pair)
@@ -233,7 +240,7 @@ async def test_who_waits_learns_of_what_was_published(pair: list[ScriptedServer]
         waiting = asyncio.create_task(fleet.generate(PROMPT, SHORT, max_weight_version=5))
         await until(lambda: all("sleeping" in str(m.problem) for m in fleet.members))
         assert not waiting.done()
-        fleet.expect(WeightTag(7, 1, "any", 77))
+        was_published(fleet, WeightTag(7, 1, "any", 77))
         with pytest.raises(WeightVersionError, match="is sleeping"):
             await waiting
 
@@ -254,7 +261,7 @@ async def test_a_server_that_will_come_back_with_newer_weights_is_not(
     older.state = state
     async with fleet_of(pair) as fleet:
         if published:
-            fleet.expect(WeightTag(7, 1, "any", 77))
+            was_published(fleet, WeightTag(7, 1, "any", 77))
         await until(lambda: fleet.members[1].info is not None)
         with pytest.raises(WeightVersionError):
             await fleet.generate(PROMPT, SHORT, max_weight_version=5)

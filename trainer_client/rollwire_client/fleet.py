@@ -28,7 +28,9 @@ class Fleet(Members):
 
     A sequence goes to the server with the fewest outstanding tokens among those that are ready. If
     that one gives it up, dies, or is cut off, it goes on at another from the tokens that came, and
-    under weights no older than those. Leaving a rollout aborts it, closing the fleet aborts all.
+    under no weights that were published before those. A server that missed what was published last
+    through this fleet gets no sequences until it has it. Leaving a rollout aborts it, closing the
+    fleet aborts all.
 
     Args:
         addresses: HOST:PORT of each server, at least one.

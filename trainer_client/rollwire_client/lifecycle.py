@@ -19,7 +19,7 @@ class Life(enum.Enum):
     READY = "ready"
     """Gets sequences."""
     BEHIND = "behind"
-    """Serves less than the fleet's policy."""
+    """Serves other weights than the fleet's policy: it missed a publish."""
     RESTING = "resting"
     """Answers, and serves nothing now: it starts, awaits weights, sleeps, drains, …"""
     SUSPECT = "suspect"
@@ -34,7 +34,7 @@ class Event(enum.Enum):
     """What happens to a server."""
 
     SERVES = "it says that it serves the fleet's policy"
-    LAGS = "it says that it serves less"
+    LAGS = "it says that it serves other weights"
     RESTS = "it says that it serves nothing now"
     FAILED = "a sequence failed there, or it did not answer"
     LISTED = "its address is in the list"

@@ -8,7 +8,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rollwire_client.data import ServerInfo, ServerState, WeightTag
+from rollwire_client.data import ServerInfo, ServerState, WeightTag, version_text
 from rollwire_client.errors import RollwireError, ServerNotReadyError, ServerUnreachableError
 from rollwire_client.lifecycle import TRANSITIONS, Event, Life
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from rollwire_client.attempt import Attempt
     from rollwire_client.client import RolloutClient
+    from rollwire_client.policy import Policy
     from rollwire_client.replay import RoutingDraft
 
 logger = logging.getLogger(__name__)
@@ -48,10 +49,10 @@ class Member:
         client: RolloutClient,
         *,
         changed: Callable[[], None],
-        policy: WeightTag | None = None,
+        policy: Policy,
     ) -> None:
-        """``changed`` is called whenever it is ready, and when it says something new; without
-        ``policy`` it may serve any.
+        """``changed`` is called whenever it is ready, and when it says something new; ``policy`` is
+        what it should serve.
         """
         self.client = client
         self.life = Life.JOINING
@@ -61,7 +62,7 @@ class Member:
         self._changed = changed
         self._policy = policy
         self._last_words = ""  # what it said when it gave up a sequence, since it was last ready
-        self._beyond = ("", 0)  # what process refused a sequence of at most which version
+        self._beyond: tuple[WeightTag | None, int] | None = None  # see refused_as_too_old
         self._starting_tokens = 0
         self._attempts = 0
         self._works: set[asyncio.Task[Any]] = set()
@@ -89,21 +90,34 @@ class Member:
 
     def is_ahead(self, most: int) -> bool:
         """Whether its weights are known to be newer than version ``most``."""
-        process, refused = self._beyond
-        if process == self.server_id and refused >= most:
-            return True
+        if self._beyond is not None:
+            known, refused = self._beyond
+            if refused >= most and known == self._weights:
+                return True
         return self.version is not None and self.version > most
 
     def may_serve(self, most: int) -> bool:
-        """Whether it may still sample under version ``most`` or an older one, now or later: its
-        own only rises, and what it needs to serve again brings it up to the others.
+        """Whether it may still sample under version ``most`` or an older one, now or later: what it
+        needs to serve again, or has missed, brings it to the policy of the others.
         """
         if self.info is None:
             return self.life is Life.JOINING
-        needed = self._policy.version if self._policy is not None else None
-        if needed is not None and needed > most:
-            return False
+        if (policy := self._policy.current) is not None:
+            return policy.version is None or policy.version <= most
         return not self.is_ahead(most) and self.info.state not in _CURABLE
+
+    def least_version(self, after: WeightTag | None) -> int | None:
+        """The oldest version under which a sequence may go on here that these weights sampled last:
+        none that was committed before them. None: any.
+        """
+        if after is None or self._policy.current is not None:
+            return self._policy.least_version(after) if after is not None else None
+        if (info := self.info) is None or after.version is None:
+            return after.version
+        serves, highest = info.weights.version, info.highest_version
+        if serves is None or highest is None or not serves < after.version <= highest:
+            return after.version
+        return serves  # it has rolled back from there
 
     @property
     def outstanding_tokens(self) -> int:
@@ -153,8 +167,10 @@ class Member:
         self._poked.set()
 
     def refused_as_too_old(self, most: int) -> None:
-        """It refused a sequence of at most this version, as its weights are newer."""
-        self._beyond = (self.server_id, most)
+        """It refused a sequence of at most this version, as its weights are newer: they are others
+        than those that it is known to serve, or will be.
+        """
+        self._beyond = (self._weights, most)
 
     def learn(self, weights: WeightTag) -> None:
         """The server has committed these weights."""
@@ -163,10 +179,9 @@ class Member:
         else:
             self._poked.set()
 
-    def expect(self, policy: WeightTag) -> None:
-        """From now on the server takes sequences only under this policy, or a newer one."""
-        self._policy = policy
-        if self.info is not None and self.life is Life.READY:
+    def policy_changed(self) -> None:
+        """From now on it takes sequences only if it serves other weights than before."""
+        if self.info is not None and self.life in _WORKS:
             self._move(*self._judge(self.info))
         self._poked.set()
 
@@ -210,6 +225,7 @@ class Member:
         if self.info is not None and _is_later(self.info.weights, info.weights):
             info = replace(info, weights=self.info.weights)
         before, self.info = self.info, info
+        self._policy.seen(info.weights)
         if before is None or (before.state, before.weights) != (info.state, info.weights):
             self._changed()
         if not self._poked.is_set():  # else it is asked again at once
@@ -218,11 +234,15 @@ class Member:
 
     def is_behind(self, info: ServerInfo) -> bool:
         """Whether the fleet's policy is what a server that is so needs to serve it."""
-        if self._policy is None or not info.accepts_updates:
+        if self._policy.current is None or not info.accepts_updates:
             return False
         if info.state in _CURABLE:
             return True
-        return info.state in _READY and _is_behind(info.weights, self._policy)
+        return info.state in _READY and not self._policy.accepts(info.weights)
+
+    @property
+    def _weights(self) -> WeightTag | None:
+        return self.info.weights if self.info is not None else None
 
     def _work_ended(self, work: asyncio.Task[Any]) -> None:
         self._works.discard(work)
@@ -251,10 +271,11 @@ class Member:
     def _judge(self, info: ServerInfo) -> tuple[Event, RollwireError | None]:
         if info.state not in _READY:
             return Event.RESTS, self._not_ready(f"is {info.state.value}")
-        if self._policy is not None and _is_behind(info.weights, self._policy):
+        policy = self._policy.current
+        if policy is not None and not self._policy.accepts(info.weights):
             return Event.LAGS, self._not_ready(
-                f"serves version {info.weights.version}, the fleet {self._policy.version}: "
-                f"the next publish brings it up, or catch_up()"
+                f"serves {_told_beside(info.weights, policy)}, which was published last here: the "
+                "next publish brings it up, or catch_up()"
             )
         return Event.SERVES, None
 
@@ -291,10 +312,8 @@ def _is_later(known: WeightTag, told: WeightTag) -> bool:
     return known.server_id == told.server_id and known.revision > told.revision
 
 
-def _is_behind(weights: WeightTag, policy: WeightTag) -> bool:
-    same = weights.digest == policy.digest
-    if policy.version is None:
-        return not same
-    if weights.version is None:
-        return True
-    return weights.version < policy.version or (weights.version == policy.version and not same)
+def _told_beside(weights: WeightTag, policy: WeightTag) -> str:
+    one, other = version_text(weights.version), version_text(policy.version)
+    if one == other:
+        one, other = (f"{one} of digest {tag.digest:016x}" for tag in (weights, policy))
+    return f"{one}, not {other}"

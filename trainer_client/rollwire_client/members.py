@@ -17,6 +17,7 @@ from rollwire_client.data import ServerState
 from rollwire_client.errors import ClosedError, UnavailableError, WeightVersionError
 from rollwire_client.lifecycle import Life
 from rollwire_client.member import Member
+from rollwire_client.policy import Policy
 from rollwire_client.request import generate_request
 from rollwire_client.rollout import Retries, Rollout
 from rollwire_client.routing import Router
@@ -26,6 +27,7 @@ from rollwire_client.waiting import Waits
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
+    from contextlib import AbstractContextManager
 
     from rollwire.v1 import rollout_pb2
 
@@ -52,9 +54,6 @@ class Members:
         credentials: TLS and token, for all of them.
         probe_interval: Seconds between two questions to each server how it is.
         resolve_interval: Seconds between two questions where the servers are.
-
-    Attributes:
-        policy: What was published last, as one of them serves it.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class Members:
                 f"timeouts is {timeouts!r}: say Timeouts(call={timeouts!r}), or another"
             )
         self._source = sources.address_source(addresses)
-        self.policy: WeightTag | None = None
+        self._policy = Policy(self._policy_changed)
         self._retries = retries or Retries()
         self._timeouts = timeouts or Timeouts()
         self._credentials = credentials or Credentials()
@@ -94,6 +93,11 @@ class Members:
     def members(self) -> tuple[Member, ...]:
         """The servers of the moment, in the order of their addresses; empty before it is open."""
         return self._listed
+
+    @property
+    def policy(self) -> WeightTag | None:
+        """What was published last, as one of the servers serves it; None before that."""
+        return self._policy.current
 
     def hindrance(self) -> str | None:
         """Why no server samples now, the reason of each; None while one does, as far as is known.
@@ -141,20 +145,38 @@ class Members:
             draft = Draft.after(prefix, request.request_id, replay)
         return draft, self.start(request, draft)
 
-    def start(self, request: rollout_pb2.GenerateRequest, draft: Draft) -> Rollout:
-        """A rollout that puts into ``draft`` what it brings."""
-        return Rollout(request, draft, pick=self._pick, retries=self._retries)
+    def start(
+        self,
+        request: rollout_pb2.GenerateRequest,
+        draft: Draft,
+        after: WeightTag | None = None,
+    ) -> Rollout:
+        """A rollout that puts into ``draft`` what it brings; ``after`` sampled what stands before
+        it.
+        """
+        return Rollout(request, draft, pick=self._pick, retries=self._retries, after=after)
+
+    def committing(
+        self, version: int | None, digest: int | None, *, rollback: bool
+    ) -> AbstractContextManager[None]:
+        """While servers are told to commit, see ``Policy``."""
+        return self._policy.committing(version, digest, rollback=rollback)
 
     def learn(self, address: str, weights: WeightTag) -> None:
-        """The server at ``address`` has committed these weights."""
+        """The server at ``address`` has committed these weights, as it was told to."""
         if (member := self._all.get(address)) is not None:
             member.learn(weights)
+        self._policy.committed(weights)
 
-    def expect(self, policy: WeightTag) -> None:
-        """From now on servers that serve less than this policy get no sequences."""
-        self.policy = policy
+    def missed_rollback(self, weights: WeightTag) -> bool:
+        """Whether a server with these weights may be brought to a lower version, as the others
+        were.
+        """
+        return self._policy.rolled_back and not self._policy.accepts(weights)
+
+    def _policy_changed(self) -> None:
         for member in self._all.values():
-            member.expect(policy)
+            member.policy_changed()
         self._on_change()
 
     async def behind(self) -> list[Member]:
@@ -251,13 +273,18 @@ class Members:
     async def _join(self, address: str) -> None:
         client = RolloutClient(address, timeouts=self._timeouts, credentials=self._credentials)
         await client.__aenter__()
-        member = Member(client, changed=self._on_change, policy=self.policy)
+        member = Member(client, changed=self._on_change, policy=self._policy)
         self._all[address] = member
         if not self._closed:
             _keep(member.tend(self._probe_interval), self._tending)
 
-    async def _pick(self, request: rollout_pb2.GenerateRequest, *, timeout: float) -> Member:
+    async def _pick(
+        self, request: rollout_pb2.GenerateRequest, after: WeightTag | None, *, timeout: float
+    ) -> Member:
         """One of the servers that are ready, as ``rollout.Pick`` has it."""
+        if after is not None:
+            self._policy.seen(after)
+        least = request.min_weight_version if request.HasField("min_weight_version") else None
         most = request.max_weight_version if request.HasField("max_weight_version") else None
         clock = asyncio.get_running_loop().time
         give_up = clock() + timeout
@@ -268,7 +295,8 @@ class Members:
                 now = clock()
                 ready = [m for m in self.members if m.problem is None and not _is_ahead(m, most)]
                 if free := [m for m in ready if m.full_until <= now]:
-                    return self._router.choose(free, request)
+                    fitting = [m for m in free if _fits(m, least, after)]
+                    return self._router.choose(fitting or free, request)
                 if most is not None and not ready:
                     self._check_bound(most)
                 if now >= give_up:
@@ -294,8 +322,8 @@ class Members:
         newest = self.policy.version if self.policy is not None else None
         if (newest is not None and newest > most) or any(m.is_ahead(most) for m in members):
             raise WeightVersionError(
-                f"no server serves version {most} or an older one any more, and none will, as "
-                f"versions only rise: {self._problems(most)}",
+                f"no server serves version {most} or an older one any more, and none will, unless "
+                f"the policy is rolled back: {self._problems(most)}",
                 reason="WEIGHTS_TOO_NEW",
             )
 
@@ -320,6 +348,12 @@ def _problem(member: Member, most: int | None) -> str:
         return f"{member.address}: serves {newer}"
     resting = "is paused" if member.paused else "its queue is full"
     return str(member.problem or f"{member.address}: {resting}")
+
+
+def _fits(member: Member, least: int | None, after: WeightTag | None) -> bool:
+    """Whether the server has weights under which the sequence need not wait."""
+    bounds = [b for b in (least, member.least_version(after)) if b is not None]
+    return not bounds or (member.version is not None and member.version >= max(bounds))
 
 
 def _is_ahead(member: Member, most: int | None) -> bool:

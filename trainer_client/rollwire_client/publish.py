@@ -119,7 +119,8 @@ class Publish:
             PublishError: It cannot go on.
         """
         began = asyncio.get_running_loop().time()
-        following = [asyncio.create_task(r.follow(self._request)) for r in self._recipients]
+        missed = self._fleet.missed_rollback
+        following = [asyncio.create_task(r.follow(self._request, missed)) for r in self._recipients]
         try:
             await self._announce()
             digest = await self._transfer()
@@ -193,10 +194,13 @@ class Publish:
                 self._committed[recipient] = answer
                 self._fleet.learn(recipient.address, wire.weight_tag(answer.weights))
 
-        await asyncio.gather(*(commit(r) for r in self._recipients if r.staged))
+        with self._fleet.committing(
+            self.version,
+            None if self._manifest.partial else digest,  # else what it does not name is unknown
+            rollback=self._request.allow_version_rollback,
+        ):
+            await asyncio.gather(*(commit(r) for r in self._recipients if r.staged))
         await self._require("no server has committed it")
-        answer = next(iter(self._committed.values()))
-        self._fleet.expect(wire.weight_tag(answer.weights))
 
     async def _require(self, problem: str) -> None:
         """Raises if every server is out."""

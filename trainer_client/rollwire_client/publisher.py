@@ -160,7 +160,9 @@ class Publisher:
                 cannot be killed: its thread is left to itself, and ends if the source does.
             kv_policy: Instead of the publisher's.
             partial: Tensors that are not named stay as they are.
-            allow_version_rollback: ``version`` may be below what the servers hold.
+            allow_version_rollback: ``version`` may be below what the servers hold, or equal with
+                other content. Servers that miss this are brought to what was published last by
+                the next publish, or by ``catch_up``, without being asked again.
             ranks: Of a sharded trainer, as ``Ranks.publish`` gives them.
 
         Returns:

@@ -15,6 +15,7 @@ from rollwire.v1 import weights_pb2, weights_pb2_grpc
 from rollwire_client import errors, wire
 from rollwire_client.arguments import all_seconds
 from rollwire_client.calls import unary
+from rollwire_client.data import version_text
 from rollwire_client.errors import (
     PublishError,
     RollwireError,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollwire_client.client import RolloutClient
-    from rollwire_client.data import KvPolicy
+    from rollwire_client.data import KvPolicy, WeightTag
 
 
 logger = logging.getLogger(__name__)
@@ -148,15 +149,29 @@ class Recipient:
             change = self._change
             await change.wait()
 
-    async def follow(self, request: weights_pb2.UpdateWeightsRequest) -> None:
+    async def follow(
+        self,
+        request: weights_pb2.UpdateWeightsRequest,
+        missed_rollback: Callable[[WeightTag], bool],
+    ) -> None:
         """Announces the update and keeps track of it until it is staged, or fails.
 
         Ending this before makes the server discard the update.
+
+        Args:
+            request: The announcement.
+            missed_rollback: Whether a server with these weights may have a higher version for that
+                reason.
         """
         clock = asyncio.get_running_loop().time
         began = clock()
         try:
-            self.transports = (await self._client.info()).transports
+            info = await self._client.info()
+            self.transports = info.transports
+            if missed_rollback(info.weights) and not request.allow_version_rollback:
+                announced, request = request, weights_pb2.UpdateWeightsRequest()
+                request.CopyFrom(announced)
+                request.allow_version_rollback = True
             try:
                 await self._report(request)
             except UpdateRefusedError as error:
@@ -283,7 +298,7 @@ class Recipient:
         except RollwireError:
             return "cannot be asked what it serves"
         weights = wire.weight_tag(status.weights)
-        return f"serves version {weights.version}, revision {weights.revision}"
+        return f"serves {version_text(weights.version)}, revision {weights.revision}"
 
     async def _answers(self) -> bool:
         try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from rollwire_client import wire
-from rollwire_client.data import Chunk, FinishReason
+from rollwire_client.data import Chunk, FinishReason, version_text
 from rollwire_client.errors import (
     QueueFullError,
     RolloutFailedError,
@@ -26,10 +26,13 @@ if TYPE_CHECKING:
     from rollwire.v1 import rollout_pb2
 
     from rollwire_client.attempt import Attempt
+    from rollwire_client.data import WeightTag
     from rollwire_client.member import Member
     from rollwire_client.trajectory import Draft
 
 logger = logging.getLogger(__name__)
+
+_LOOK = 0.5  # seconds between two looks whether weights that are waited for will still come
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,11 @@ class Retries:
 class Pick(Protocol):
     """Chooses a server that is ready."""
 
-    async def __call__(self, request: rollout_pb2.GenerateRequest, *, timeout: float) -> Member:
-        """Waits for a server, preferably one whose weights the request takes now.
+    async def __call__(
+        self, request: rollout_pb2.GenerateRequest, after: WeightTag | None, *, timeout: float
+    ) -> Member:
+        """Waits for a server, preferably one whose weights the sequence takes now, after tokens
+        that the weights ``after`` sampled.
 
         Raises:
             WeightVersionError: All have newer weights than the request takes.
@@ -65,14 +71,24 @@ class Pick(Protocol):
 class Rollout:
     """One sequence: the request, what came so far, and the failures since the last new token.
 
-    It goes on from what ``draft`` has, and puts into it what comes.
+    It goes on from what ``draft`` has, and puts into it what comes. What was committed before the
+    weights of its last token samples none after it.
     """
 
     def __init__(
-        self, request: rollout_pb2.GenerateRequest, draft: Draft, *, pick: Pick, retries: Retries
+        self,
+        request: rollout_pb2.GenerateRequest,
+        draft: Draft,
+        *,
+        pick: Pick,
+        retries: Retries,
+        after: WeightTag | None = None,
     ) -> None:
+        """``after`` sampled the last token of what stands before the draft."""
         self._request = request
         self._draft = draft
+        self._given_after = after
+        self._least = request.min_weight_version if request.HasField("min_weight_version") else None
         self._pick = pick
         self._retries = retries
         self._visited: tuple[Member, Attempt] | None = None
@@ -100,6 +116,7 @@ class Rollout:
         try:
             while True:
                 member = await self._choose()
+                self._put_bound(member)
                 failure: RollwireError | None = None
                 try:
                     async with member.attempt(self._request, self._draft.routing) as attempt:
@@ -135,9 +152,18 @@ class Rollout:
         give_up = self._failing_since + self._retries.seconds
         while self._may_await_weights(attempt):
             try:
-                async with asyncio.timeout_at(give_up):
+                async with asyncio.timeout_at(min(give_up, self._clock() + _LOOK)):
                     return await attempt.next(whole=whole)
             except TimeoutError as error:
+                if self._is_behind(member) and self._may_go_back(member):
+                    raise ServerNotReadyError(
+                        f"{member.address}: serves {version_text(member.version)}, to which the "
+                        f"policy was rolled back while a sequence waited for version "
+                        f"{self._request.min_weight_version}",
+                        server=member.address,
+                    ) from error
+                if self._clock() < give_up:
+                    continue
                 if self._is_behind(member):
                     raise self._given_up(self._never_came(member)) from error
                 give_up = self._clock() + self._retries.seconds  # it waits for something else
@@ -153,10 +179,15 @@ class Rollout:
         """Whether the server's weights are, as far as is known, older than the request takes."""
         return member.version is None or member.version < self._request.min_weight_version
 
+    def _may_go_back(self, member: Member) -> bool:
+        """Whether the sequence takes older weights by now than the attempt was told."""
+        bound = self._bound(member)
+        return bound is None or bound < self._request.min_weight_version
+
     def _never_came(self, member: Member) -> UnavailableError:
         least, seconds = self._request.min_weight_version, self._retries.seconds
         return UnavailableError(
-            f"{member.address}: serves version {member.version}, and did not come to serve "
+            f"{member.address}: serves {version_text(member.version)}, and did not come to serve "
             f"version {least} within {seconds:g} s",
             server=member.address,
         )
@@ -173,7 +204,8 @@ class Rollout:
             self._failing_since = now
         give_up = self._failing_since + self._retries.seconds
         try:
-            return await self._pick(self._request, timeout=min(give_up, self._deadline) - now)
+            timeout = min(give_up, self._deadline) - now
+            return await self._pick(self._request, self._after, timeout=timeout)
         except UnavailableError as error:
             if self._clock() >= self._deadline:
                 raise self._timed_out() from error
@@ -217,11 +249,24 @@ class Rollout:
         request = self._request
         request.ClearField("output_token_ids")
         request.output_token_ids.extend(self._draft.token_ids)
-        newest = self._draft.newest_version
-        if newest is not None and not (
-            request.HasField("min_weight_version") and request.min_weight_version > newest
-        ):
-            request.min_weight_version = newest
+        if self._least is None:
+            request.ClearField("min_weight_version")
+        else:
+            request.min_weight_version = self._least
+
+    @property
+    def _after(self) -> WeightTag | None:
+        """What sampled the token before the next one."""
+        return self._draft.newest or self._given_after
+
+    def _bound(self, member: Member) -> int | None:
+        """The oldest version under which the sequence may go on at a server."""
+        bounds = (self._least, member.least_version(self._after))
+        return max((bound for bound in bounds if bound is not None), default=None)
+
+    def _put_bound(self, member: Member) -> None:
+        if (bound := self._bound(member)) is not None:
+            self._request.min_weight_version = bound
 
     def _delay(self) -> float:
         doublings = len(self._failures) - 2

@@ -30,14 +30,13 @@ class Router:
         self._homes: OrderedDict[str, tuple[Member, str]] = OrderedDict()
 
     def choose(self, servers: Sequence[Member], request: rollout_pb2.GenerateRequest) -> Member:
-        """One of ``servers``: at least one, none with weights too new for the request."""
-        fitting = _fitting(servers, request)
-        least = min(fitting, key=lambda member: member.outstanding_tokens)
+        """One of ``servers``: at least one, all with weights that the request takes, if any has."""
+        least = min(servers, key=lambda member: member.outstanding_tokens)
         if not (session := request.session_id):
             return least
         home, server_id = self._homes.pop(session, (least, least.server_id))
         stays = (
-            home in fitting
+            home in servers
             and home.server_id == server_id  # a process that was restarted has no prefix
             and home.outstanding_tokens <= 2 * least.outstanding_tokens + STICK_TOKENS
         )
@@ -46,13 +45,3 @@ class Router:
         if len(self._homes) > _SESSIONS:
             self._homes.popitem(last=False)
         return chosen
-
-
-def _fitting(servers: Sequence[Member], request: rollout_pb2.GenerateRequest) -> Sequence[Member]:
-    """Those that serve a version which the sequence takes; else all: there it waits for newer
-    weights.
-    """
-    if not request.HasField("min_weight_version"):
-        return servers
-    least = request.min_weight_version
-    return [m for m in servers if m.version is not None and m.version >= least] or servers

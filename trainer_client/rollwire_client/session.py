@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     from rollwire.v1 import rollout_pb2
 
-    from rollwire_client.data import Chunk, Sampling
+    from rollwire_client.data import Chunk, Sampling, WeightTag
     from rollwire_client.replay import Routing
     from rollwire_client.rollout import Rollout
 
-    StartRollout = Callable[[rollout_pb2.GenerateRequest, Draft], Rollout]
+    StartRollout = Callable[[rollout_pb2.GenerateRequest, Draft, WeightTag | None], Rollout]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,9 @@ class Session:
     """A conversation with a fleet, one turn at a time; made by ``Fleet.session``.
 
     Its turns go to one server, whose prefix cache has what was said before, until that is clearly
-    busier than the others; and never to weights older than those of a turn before. (That cache
-    is of the weights that filled it: after an update the conversation is read again.)
+    busier than the others; and never to weights that were published before those of the last
+    turn. (That cache is of the weights that filled it: after an update the conversation is read
+    again.)
 
     However a turn ends, what was sampled is part of the conversation: also when its iteration was
     left, it was cancelled, or it failed. ``token_ids`` says what is there.
@@ -167,12 +168,11 @@ class Session:
         if "session_id" in options:
             raise TypeError("session_id is the session's own: leave it out")
         own: RolloutOptions = {**options, "session_id": self.id}
-        asked = options.get("min_weight_version")
-        bounds = [asked, *self._versions]
-        own["min_weight_version"] = max((v for v in bounds if v is not None), default=None)
         request = generate_request(self._token_ids, sampling, own)
         draft = Draft(request.request_id, self._token_ids, own.get("routed_experts"))
-        return draft, self._start(request, draft)
+        sampled = [turn.segments[-1] for turn in self._turns if turn.segments]
+        after = sampled[-1].weights if sampled else None
+        return draft, self._start(request, draft, after)
 
     @contextlib.contextmanager
     def _sampling(self, draft: Draft) -> Iterator[None]:

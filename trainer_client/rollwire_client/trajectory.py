@@ -243,9 +243,9 @@ class Draft:
         return [run.weights.version for run in self._runs]
 
     @property
-    def newest_version(self) -> int | None:
-        """The newest weight version that sampled any of it."""
-        return max((v for v in self.versions if v is not None), default=None)
+    def newest(self) -> WeightTag | None:
+        """The weights that sampled its last token."""
+        return self._runs[-1].weights if self._runs else None
 
     def trajectory(self) -> Trajectory:
         """As it is now."""

@@ -241,8 +241,8 @@ class UpdateWeightsRequest(_message.Message):
     """The trainer's step. Absent: an untagged update, whose tokens carry a new revision and no version.
 
     Against the highest version that this server has committed: above, it goes on; equal with an equal digest, the
-    commit answers already_current; equal with another digest, VERSION_CONFLICT; below, VERSION_NOT_NEWER unless
-    allow_version_rollback (a trainer that went back to a checkpoint).
+    commit answers already_current; equal with another digest, VERSION_CONFLICT; below, VERSION_NOT_NEWER. Both are
+    allowed with allow_version_rollback (a trainer that went back to a checkpoint).
     """
     allow_version_rollback: _builtins.bool
     @_builtins.property
