@@ -346,6 +346,31 @@ async def test_a_cancelled_publish_ends_on_all_ranks(
             await other
 
 
+@pytest.mark.parametrize("lazy", [False, True])
+async def test_a_change_on_any_rank_ends_the_publish_on_all(
+    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup, *, lazy: bool
+) -> None:
+    async with trainer(monkeypatch, group) as (servers, publisher, ranks):
+        tensors = policy()
+
+        def changing() -> Iterator[tuple[str, Tensor]]:
+            for name in NAMES:
+                yield name, (lambda name=name: tensors[name]) if lazy else tensors[name]
+                if name == "layer.weight":
+                    tensors["embed.weight"].zero_()
+
+        sources = [Source(lazy=lazy), changing, Source(lazy=lazy)]
+        told = "rank 1: embed.weight changed in place while being sent; nothing was committed"
+        first, second, third = errors(await on_all(ranks, publisher, sources))
+        assert first.startswith(f"TensorsChangedError: {told}")
+        assert second.startswith("TensorsChangedError: embed.weight changed in place")
+        assert third.startswith(f"PublishError: rank 0 did not publish: {told}")
+        assert [server.commits for server in servers] == [[], []]
+        # The next one is not hindered by what was said late.
+        handle, *_ = await on_all(ranks, publisher, [Source() for _ in ranks])
+        assert (await handle.committed).failed == ()
+
+
 async def test_nothing_to_catch_up_with_is_told_to_all(
     monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
 ) -> None:

@@ -22,6 +22,7 @@
     │   ├── TransferError              the transport between trainer and servers failed
     │   ├── DigestMismatchError        bytes are not what was sent, or not the version's
     │   ├── SourceError                the trainer did not give its tensors
+    │   ├── TensorsChangedError        the trainer changed its tensors while they were sent
     │   ├── SchemaMismatchError        the trainer's tensors are not those that the servers want
     │   ├── PublishInProgressError     another publish of this publisher is under way
     │   └── PublishFailedError         no server committed; says what each serves now
@@ -208,6 +209,10 @@ class SourceError(PublishError):
     """The trainer did not give its tensors: its source raised (what it raised is the cause), took
     too long over one, or a process of a sharded trainer failed.
     """
+
+
+class TensorsChangedError(PublishError):
+    """Tensors changed in place before ``released``: what was sent is of no one step."""
 
 
 class SchemaMismatchError(PublishError):

@@ -67,6 +67,7 @@ class PublishHandle:
         Raises:
             PublishFailedError: None did.
             SourceError: The trainer did not give its tensors; no server has committed.
+            TensorsChangedError: They changed before ``released``; no server has committed.
             PublishError: The publish could not go on; no server has committed.
             asyncio.CancelledError: It was cancelled.
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import operator
+import time
 import uuid
 from typing import TYPE_CHECKING
 
@@ -28,16 +29,19 @@ from rollwire_client.tasks import end, through
 from rollwire_client.transfer import Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     import torch
 
+    from rollwire_client.changes import Changes
     from rollwire_client.data import KvPolicy
     from rollwire_client.fleet import Fleet
     from rollwire_client.member import Member
     from rollwire_client.schema import Source
 
 logger = logging.getLogger(__name__)
+
+_CHECK_SECONDS = 0.25  # between two looks for changes while tensors are sent
 
 # By whether the tensors lie on a GPU. UCX stands in a tenth of NCCL's time, takes no SM from
 # decoding, and serves members that share a GPU.
@@ -47,7 +51,8 @@ _PREFERRED = {False: ("gloo", "ucx", "nccl"), True: ("ucx", "nccl", "gloo")}
 class Publish:
     """One update of some members of a fleet: announce → transfer → commit, or discard.
 
-    With ``expected_digest`` it is committed only if the content turns out to be that.
+    With ``expected_digest`` it is committed only if the content turns out to be that; and in any
+    case only if ``changes`` has noticed none, and ``confirm``, which asks others, does not raise.
 
     Attributes:
         version: The trainer's step.
@@ -70,6 +75,8 @@ class Publish:
         specs: Sequence[transport.TensorSpec],
         source: Source,
         *,
+        changes: Changes,
+        confirm: Callable[[], Awaitable[None]] | None,
         device: torch.device | None,
         partial: bool,
         allow_version_rollback: bool,
@@ -87,6 +94,9 @@ class Publish:
         self.released = asyncio.Event()
         self._fleet = fleet
         self._source = source
+        self._changes = changes
+        self._confirm = confirm
+        self._checked_at = 0.0
         self._device = device
         self._backend = backend
         self._host = host
@@ -122,8 +132,9 @@ class Publish:
         missed = self._fleet.missed_rollback
         following = [asyncio.create_task(r.follow(self._request, missed)) for r in self._recipients]
         try:
-            await self._announce()
-            digest = await self._transfer()
+            with self._changes:
+                await self._announce()
+                digest = await self._transfer()
             await self._commit(digest)
             seconds = asyncio.get_running_loop().time() - began
         finally:
@@ -178,6 +189,9 @@ class Publish:
             if recipient.staged and recipient.digest != transfer.digest:
                 recipient.fail(_other_digest(recipient, transfer.digest))
         await self._require("no server has received what was sent")
+        if self._confirm is not None:
+            await self._confirm()
+        self._changes.check()
         if self._expected_digest not in {None, transfer.digest}:
             raise DigestMismatchError(
                 f"the tensors are not those of version {self.version}: their digest is "
@@ -249,7 +263,11 @@ class Publish:
             ) from error
 
     def _progressed(self, sent_bytes: int) -> None:
+        """In the sender's thread. What has changed by now need not be sent to its end."""
         self.sent_bytes = sent_bytes
+        if (now := time.monotonic()) - self._checked_at > _CHECK_SECONDS:
+            self._checked_at = now
+            self._changes.check()
 
     def _report(self, recipient: Recipient) -> ServerReport:
         answer = self._committed.get(recipient, weights_pb2.CommitWeightsResponse())

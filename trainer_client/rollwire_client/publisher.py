@@ -152,8 +152,10 @@ class Publisher:
 
         Args:
             version: The trainer's step; None for an untagged update.
-            tensors: The policy by name, as in a checkpoint; or a callable that gives a fresh
-                iterator of (name, tensor) in the order of ``schema()``, aliases left out, so that
+            tensors: The policy by name, as in a checkpoint, unchanged until ``handle.released``; an
+                in-place change before that ends the publish, where torch counts it (not: writes
+                through ``tensor.data``, or to tensors of ``inference_mode``). Or a callable that
+                gives a fresh iterator of (name, tensor) in the order of ``schema()``, aliases left out, so that
                 a sharded trainer gathers one tensor at a time. In place of a tensor it may give a
                 function, which is called if the tensor is needed. It runs in a worker thread, once
                 for each transport group that is needed. If it hangs the publish fails, but a thread
@@ -269,10 +271,12 @@ class Publisher:
         allow_version_rollback: bool = False,
         expected_digest: int | None = None,
     ) -> PublishHandle:
+        from rollwire_client.changes import Changes
         from rollwire_client.publish import Publish
         from rollwire_client.schema import device_of, fit
 
-        specs, source = fit(tensors, await self.schema(), partial=partial, lead=lead)
+        schema, changes = await self.schema(), Changes()
+        specs, source = fit(tensors, schema, partial=partial, changes=changes, lead=lead)
         publish = Publish(
             self._fleet,
             members,
@@ -280,6 +284,8 @@ class Publisher:
             version,
             specs,
             source,
+            changes=changes,
+            confirm=None if lead is None else lead.confirm,
             device=device_of(tensors),
             partial=partial,
             allow_version_rollback=allow_version_rollback,

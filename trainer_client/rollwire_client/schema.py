@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rollwire_transport import TensorSpec
     from torch import Tensor
 
+    from rollwire_client.changes import Changes
     from rollwire_client.ranks.lead import Lead
 
 Given = torch.Tensor | Callable[[], torch.Tensor]
@@ -31,29 +32,36 @@ def fit(
     schema: Sequence[TensorSpec],
     *,
     partial: bool,
+    changes: Changes,
     lead: Lead | None = None,
 ) -> tuple[list[TensorSpec], Source]:
     """What is sent, aliases included, and where it comes from.
 
     A mapping is checked here. A callable is not asked for anything yet: it must give the tensors in
-    the order of the schema, which the sender checks as they come. With ``lead`` the other ranks of
-    a sharded trainer do their part.
+    the order of the schema, which the sender checks as they come. From here on, or from when they
+    come, ``changes`` notices what changes them. With ``lead`` the other ranks of a sharded trainer
+    do their part.
 
     Raises:
         SchemaMismatchError: The mapping is not what the servers want, or it is none.
     """
     require_tensors(tensors)
     if callable(tensors):
-        return list(schema), tensors if lead is None else lead.iterated(tensors)
+        source = changes.noting(tensors)
+        return list(schema), source if lead is None else lead.iterated(source)
     sent = _chosen(tensors, schema, partial=partial)
     aliases = [s for s in schema if s.alias_of in sent]
-    specs = [transport.describe(name, tensors[mine]) for name, mine in sent.items()]
+    specs = []
+    for name, mine in sent.items():
+        tensor = tensors[mine]
+        changes.note(mine, tensor)
+        specs.append(transport.describe(name, tensor))
 
-    def source() -> Iterator[tuple[str, Given]]:
+    def given() -> Iterator[tuple[str, Given]]:
         for name, mine in sent.items():
             yield name, tensors[mine] if lead is None else lead.gathered(mine, tensors[mine])
 
-    return specs + aliases, source
+    return specs + aliases, given
 
 
 def require_tensors(tensors: Mapping[str, Tensor] | Source) -> None:

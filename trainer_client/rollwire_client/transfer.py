@@ -65,7 +65,8 @@ class Transfer:
             that, the next.
         host: Under which the servers reach this machine.
         timeouts: How long to wait.
-        progress: Called with the bytes that every server of the group has, from another thread.
+        progress: Called with the bytes that every server of the group has, from another thread;
+            what it raises ends the transfer.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ import functools
 import queue
 from typing import TYPE_CHECKING, NoReturn
 
-from rollwire_client.errors import PublishError, SourceError
+from rollwire_client.errors import PublishError, SourceError, TensorsChangedError
 from rollwire_client.ranks.line import Line, Word
 from rollwire_client.threads import in_thread
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from rollwire_client.changes import Changes
     from rollwire_client.schema import Given, Source
 
 
@@ -38,6 +39,7 @@ class Follower:
         self._name = ""  # of what was taken last
         self._given: Given | None = None
         self._failed = ""  # what rank 0 was told
+        self._changes: Changes | None = None
 
     async def follow(self, call: str) -> None:
         """Returns when the tensors may change again.
@@ -76,10 +78,17 @@ class Follower:
         """What the thread does; rank 0, which knows that this rank is here, hears if it fails."""
         from rollwire_transport import beside
 
+        from rollwire_client.changes import Changes
         from rollwire_client.schema import device_of, require_tensors
 
         try:
             require_tensors(self._tensors)
+            self._changes = Changes()
+            if callable(self._tensors):
+                self._tensors = self._changes.noting(self._tensors)
+            else:
+                for name, tensor in self._tensors.items():
+                    self._changes.note(name, tensor)
             return beside(device_of(self._tensors), self._work)
         except Exception as error:
             return functools.partial(self._fail, error)
@@ -105,23 +114,33 @@ class Follower:
             ) from error
 
     def _work(self) -> None:
+        assert self._changes is not None  # noqa: S101 - made before this begins
         try:
-            while (command := self._commands.get()) is not None:
-                self._do(*command)
+            with self._changes:
+                while (command := self._commands.get()) is not None:
+                    self._do(*command)
         except Exception as error:
             self._fail(error)
 
     def _fail(self, error: Exception) -> NoReturn:
-        self._failed = f"{type(error).__name__}: {error}"
-        with contextlib.suppress(ConnectionError):  # told by who listens
-            self._line.tell(Word.FAILED, self._failed)
+        changed = isinstance(error, TensorsChangedError)
+        self._failed = str(error) if changed else f"{type(error).__name__}: {error}"
+        self._tell(Word.CHANGED if changed else Word.FAILED, self._failed)
         if isinstance(error, PublishError):
             raise error
         raise SourceError(f"the source of this rank raised {self._failed}") from error
 
+    def _tell(self, word: Word, text: str = "") -> None:
+        with contextlib.suppress(ConnectionError):  # told by who listens
+            self._line.tell(word, text)
+
     def _do(self, word: Word, text: str) -> None:
         if word is Word.GATHER:
             self._gather(text)
+            return
+        if word is Word.CONFIRM and self._changes is not None:
+            self._changes.check()
+            self._tell(Word.UNCHANGED)
             return
         if callable(self._tensors):
             self._given = None

@@ -9,7 +9,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING, TypeVar
 
-from rollwire_client.errors import SourceError
+from rollwire_client.errors import SourceError, TensorsChangedError
 from rollwire_client.ranks.line import Line, Word
 from rollwire_client.tasks import end
 
@@ -44,6 +44,7 @@ class Lead:
         self._timeout = timeout
         self._alive_seconds = min(_ALIVE_SECONDS, timeout / 4)
         self._telling = threading.Lock()
+        self._unchanged: dict[int, asyncio.Event] = {rank: asyncio.Event() for rank in lines}
         self.over = False
 
     async def assemble(self, call: str) -> None:
@@ -75,7 +76,7 @@ class Lead:
         try:
             async with asyncio.timeout(self._timeout):
                 word, text = await line.hear()
-                while word is Word.FAILED:  # in a publish that was over already
+                while word is not Word.HERE:  # of a publish that was over already
                     word, text = await line.hear()
         except TimeoutError as error:
             late = SourceError(
@@ -136,6 +137,23 @@ class Lead:
         finally:
             await end(either)
 
+    async def confirm(self) -> None:
+        """Waits until the other ranks have said that their tensors did not change.
+
+        Raises:
+            SourceError: One does not say so in time; that they did change ends ``run``.
+        """
+        self._tell(Word.CONFIRM)
+        for rank, unchanged in self._unchanged.items():
+            try:
+                async with asyncio.timeout(self._timeout):
+                    await unchanged.wait()
+            except TimeoutError as error:
+                raise SourceError(
+                    f"rank {rank} has not confirmed within {self._timeout:g} s that its tensors "
+                    "are unchanged; nothing was committed, the servers keep what they serve"
+                ) from error
+
     def release(self) -> None:
         """Lets go of the other ranks: their tensors may change again."""
         self._let_go(Word.RELEASED, "")
@@ -147,7 +165,7 @@ class Lead:
     async def _attend(self, released: asyncio.Event) -> None:
         """Listens to the other ranks until the tensors are released; raises what goes wrong."""
         waiting = asyncio.create_task(released.wait())
-        listening = [asyncio.create_task(_listen(r, line)) for r, line in self._lines.items()]
+        listening = [asyncio.create_task(self._listen(r, line)) for r, line in self._lines.items()]
         try:
             while not waiting.done():
                 self._tell(Word.ALIVE)
@@ -161,6 +179,18 @@ class Lead:
             self.release()
         finally:
             await end([waiting, *listening])
+
+    async def _listen(self, rank: int, line: Line) -> None:
+        while True:
+            try:
+                word, text = await line.hear()
+            except ConnectionError as error:
+                raise _gone(rank, error) from error
+            if word is Word.CHANGED:
+                raise TensorsChangedError(f"rank {rank}: {text}")
+            if word is not Word.UNCHANGED:
+                raise SourceError(f"rank {rank} failed: {text}")
+            self._unchanged[rank].set()
 
     def _gather(self, name: str, given: Given) -> Tensor:
         from rollwire_transport import whole
@@ -188,14 +218,6 @@ class Lead:
                     line.tell(word, text)
                 except ConnectionError as error:
                     logger.warning("%s", _gone(rank, error))
-
-
-async def _listen(rank: int, line: Line) -> None:
-    try:
-        _, why = await line.hear()
-    except ConnectionError as error:
-        raise _gone(rank, error) from error
-    raise SourceError(f"rank {rank} failed: {why}")
 
 
 def _gone(rank: int, error: ConnectionError) -> SourceError:

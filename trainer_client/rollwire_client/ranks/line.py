@@ -21,6 +21,9 @@ class Word(enum.Enum):
     NEXT = "next"  # rank 0 →: take the next tensor; the name of the last one
     GATHER = "gather"  # rank 0 →: make the tensor of this name whole
     ALIVE = "alive"  # rank 0 →: every second
+    CONFIRM = "confirm"  # rank 0 →: all is sent; are the tensors as they were?
+    UNCHANGED = "unchanged"  # → rank 0: they are
+    CHANGED = "changed"  # → rank 0: which are not
     RELEASED = "released"  # rank 0 →: the tensors may change again
     OVER = "over"  # rank 0 →: the publish failed; why
 
