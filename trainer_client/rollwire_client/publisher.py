@@ -155,11 +155,12 @@ class Publisher:
             tensors: The policy by name, as in a checkpoint, unchanged until ``handle.released``; an
                 in-place change before that ends the publish, where torch counts it (not: writes
                 through ``tensor.data``, or to tensors of ``inference_mode``). Or a callable that
-                gives a fresh iterator of (name, tensor) in the order of ``schema()``, aliases left out, so that
-                a sharded trainer gathers one tensor at a time. In place of a tensor it may give a
-                function, which is called if the tensor is needed. It runs in a worker thread, once
-                for each transport group that is needed. If it hangs the publish fails, but a thread
-                cannot be killed: its thread is left to itself, and ends if the source does.
+                gives a fresh iterator of (name, tensor) in the order of ``schema()``, aliases left
+                out, so that a sharded trainer gathers one tensor at a time. In place of a tensor it
+                may give a function, which is called if the tensor is needed. It runs in a worker
+                thread, once for each transport group that is needed. If it hangs the publish fails,
+                but a thread cannot be killed: its thread is left to itself, and ends if the source
+                does.
             kv_policy: Instead of the publisher's.
             partial: Tensors that are not named stay as they are.
             allow_version_rollback: ``version`` may be below what the servers hold, or equal with
