@@ -202,16 +202,18 @@ async def test_a_sequence_that_waits_when_the_policy_is_rolled_back_waits_no_mor
     server.scripts = [give_up_after_two]
     async with fleet_of(server) as fleet:
         was_published(fleet, WeightTag(10, 1, "any", 100))
+        waits = asyncio.Event()
 
         async def restart(sequence: Sequence) -> None:
             serve(server, 9, 90)  # it was a moment before the commit
             server.highest_version = None
+            waits.set()
             await refuse_older(sequence)
 
         server.scripts.append(restart)
         server.default = refuse_older
         task = asyncio.create_task(fleet.generate(PROMPT, TURN))
-        await until(lambda: len(server.requests) == 2)
+        await waits.wait()
         assert server.requests[1].min_weight_version == 10
         serve(server, 5, 50)
         was_published(fleet, WeightTag(5, 1, "any", 50), rollback=True)
