@@ -1,6 +1,7 @@
 """What delivering tokens costs each side, in tokens a CPU-second, with an engine that costs little.
 
     python benchmarks/delivery.py --streams 256,4096 --tokens 2000,500
+    python benchmarks/delivery.py --servers 100 --each 4 --rate 20
 
 A server with the synthetic engine samples as fast as it can, or at a ``--rate``; a client in this
 process takes all sequences over one connection, each token with its log-probability and its
@@ -8,6 +9,11 @@ weights: as they come (``stream``), or each sequence as a whole (``generate``). 
 driven without a server, is the floor: what it takes is taken off the server's side. The peer is the
 same engine behind server-sent events (``sse.py``): a connection for each sequence, an event for
 each of its tokens, and a client that collects them.
+
+With ``--servers`` a fleet of so many servers, in two processes, samples ``--each`` sequences on
+each of them at ``--rate``, all taken whole, once for each of ``--intervals``: how long a server
+collects tokens before it sends them (0: it sends every step). At last nothing is sampled: what it
+costs to know how the servers are.
 """
 
 from __future__ import annotations
@@ -25,15 +31,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import sse
 from common import ended, machine, print_table
-from rollwire_client import RolloutClient, Sampling
+from rollwire_client import Fleet, RolloutClient, Sampling
+from rollwire_client.link import Link
 from rollwire_server.engines.base import SamplingParams, SequenceSpec, Step
 from rollwire_server.engines.synthetic import SyntheticConfig, SyntheticEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 START_SECONDS = 60
 TICK = os.sysconf("SC_CLK_TCK")
@@ -191,6 +199,86 @@ def cells(streams: int, way: str, figures: list[tuple[float, Costs]]) -> list[st
     ]
 
 
+PROCESSES = 2
+SETTLE_SECONDS = 3
+
+
+async def many(addresses: list[str], pids: list[int], options: argparse.Namespace) -> None:
+    """Prints what many servers cost, at each interval and idle."""
+    rows = [["a fleet of", "messages", "client CPU s", "servers CPU s", "seconds", "client CPU"]]
+    tokens = int(options.rate * options.seconds)
+    asked = len(addresses) * options.each
+    async with Fleet(addresses) as fleet:
+        for interval in map(float, options.intervals.split(",")):
+            with counted() as messages, spent(pids) as costs:
+                rollouts = [
+                    fleet.generate(
+                        [1, 2, 3],
+                        Sampling(max_new_tokens=tokens, seed=seed),
+                        delivery_interval=interval,
+                    )
+                    for seed in range(asked)
+                ]
+                done = await asyncio.gather(*rollouts)
+            check(sum(len(rollout.token_ids) for rollout in done), asked * tokens)
+            how = f"told every {interval * 1e3:g} ms" if interval else "told every step"
+            rows.append([how, f"{messages[0]:,}", *figures(costs)])
+        await asyncio.sleep(SETTLE_SECONDS)
+        with spent(pids) as costs:
+            await asyncio.sleep(options.seconds)
+        rows.append(["idle", "0", *figures(costs)])
+    print(
+        f"{len(addresses)} servers, {asked} sequences of {tokens} tokens, {options.rate:g} a second"
+    )
+    print_table(rows)
+
+
+@contextlib.contextmanager
+def spent(pids: list[int]) -> Iterator[Costs]:
+    """CPU seconds that processes and this one use meanwhile; told at the end."""
+    costs = Costs()
+    before, own, began = [cpu_seconds(pid) for pid in pids], time.process_time(), time.monotonic()
+    yield costs
+    costs.server = sum(cpu_seconds(pid) for pid in pids) - sum(before)
+    costs.client = time.process_time() - own
+    costs.seconds = time.monotonic() - began
+
+
+def figures(costs: Costs) -> list[str]:
+    """The last cells of a row."""
+    share = f"{costs.client / costs.seconds:.1%}"
+    return [f"{costs.client:.2f}", f"{costs.server:.2f}", f"{costs.seconds:.1f}", share]
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[int]]:
+    """Messages that come meanwhile."""
+    count = [0]
+    deliver: Callable[[Link, Any], None] = vars(Link)["_deliver"]
+
+    def counting(self: Link, message: Any) -> None:
+        count[0] += 1
+        deliver(self, message)
+
+    with mock.patch.object(Link, "_deliver", counting):
+        yield count
+
+
+def fleet_of(options: argparse.Namespace) -> None:
+    """Starts many servers, and measures."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        addresses: list[str] = []
+        pids = []
+        for number in range(PROCESSES):
+            count = (options.servers + number) // PROCESSES
+            ready = Path(folder) / f"{number}.json"
+            hosts = [str(Path(__file__).parent / "many.py"), str(count), str(options.rate)]
+            told, pid = stack.enter_context(process([*hosts, str(ready)], ready))
+            addresses += told
+            pids.append(pid)
+        asyncio.run(many(addresses, pids, options))
+
+
 def main() -> None:
     """Measures, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -198,7 +286,17 @@ def main() -> None:
     parser.add_argument("--tokens", default="2000,500", help="of each stream, in the same order")
     parser.add_argument("--rate", type=float, default=0, help="tokens a second of each stream")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--servers", type=int, default=0, help="a fleet of so many, in place of it")
+    parser.add_argument("--each", type=int, default=4, help="sequences of each of those")
+    parser.add_argument("--seconds", type=float, default=10, help="that each of them takes")
+    parser.add_argument("--intervals", default="0,0.1,0.25,1", help="seconds, with commas")
     options = parser.parse_args()
+    if options.servers:
+        if not options.rate:
+            parser.error("--servers need a --rate")
+        print(f"{machine('cpu')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+        fleet_of(options)
+        return
     streams, tokens = ([int(n) for n in o.split(",")] for o in (options.streams, options.tokens))
     if len(streams) != len(tokens):
         parser.error("--streams and --tokens name as many numbers each")

@@ -53,15 +53,34 @@ class Chunk:
         return bool(self.end is not None or self.extra_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Readers with the same delivery interval, until their time comes."""
+
+    readers: dict[Reader, None]
+    timer: asyncio.TimerHandle
+
+
 class Outbox:
-    """The readers of one stream that have something to say, in the order they got it."""
+    """The readers of one stream that have something to say, in the order they got it.
+
+    A reader with a delivery interval is held back. All readers of one interval wait for the same
+    moment, so that what they have goes into one message.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[Reader, None] = {}
+        self._held: dict[float, _Held] = {}  # by interval
         self._filled = asyncio.Event()
 
     def put(self, reader: Reader) -> None:
-        """Notes that a reader has something."""
+        """Notes that a reader has something; what has ended is not held back."""
+        if reader.interval:
+            if not reader.ended:
+                self._hold(reader)
+                return
+            if (held := self._held.get(reader.interval)) is not None:
+                held.readers.pop(reader, None)
         self._waiting[reader] = None
         self._filled.set()
 
@@ -80,6 +99,23 @@ class Outbox:
         self._waiting.clear()
         return taken
 
+    def close(self) -> None:
+        """Lets go of what is held back: the stream is over."""
+        for held in self._held.values():
+            held.timer.cancel()
+        self._held.clear()
+
+    def _hold(self, reader: Reader) -> None:
+        held = self._held.get(interval := reader.interval)
+        if held is None:
+            timer = asyncio.get_running_loop().call_later(interval, self._release, interval)
+            held = self._held[interval] = _Held({}, timer)
+        held.readers[reader] = None
+
+    def _release(self, interval: float) -> None:
+        self._waiting |= self._held.pop(interval).readers
+        self._filled.set()
+
 
 class Reader:
     """A stream's cursor in one sequence.
@@ -89,10 +125,14 @@ class Reader:
         outbox: Of its stream.
         handle: Names the sequence on that stream.
         offset: The output token that it reads first.
+
+    Attributes:
+        interval: Seconds that the outbox holds back what there is to read; 0: it does not.
     """
 
     __slots__ = (
-        "_extra", "_run", "_superseded", "cursor", "done", "handle", "outbox", "sequence",
+        "_extra", "_run", "_superseded", "cursor", "done", "handle", "interval", "outbox",
+        "sequence",
     )  # fmt: skip
 
     def __init__(self, sequence: Sequence, outbox: Outbox, handle: int, offset: int) -> None:
@@ -100,6 +140,7 @@ class Reader:
         self.outbox = outbox
         self.handle = handle
         self.cursor = offset
+        self.interval = sequence.request.delivery_interval
         self.done = False
         self._run = 0
         self._extra = 0
@@ -120,14 +161,16 @@ class Reader:
         self.outbox.put(self)
 
     @property
+    def ended(self) -> bool:
+        """Whether nothing comes after what it can read now."""
+        return self.sequence.end is not None or self._superseded is not None
+
+    @property
     def behind(self) -> bool:
         """Whether there is something that it has not taken."""
         sequence = self.sequence
         return not self.done and (
-            self.cursor < len(sequence.tokens)
-            or self._extra < len(sequence.extras)
-            or sequence.end is not None
-            or self._superseded is not None
+            self.cursor < len(sequence.tokens) or self._extra < len(sequence.extras) or self.ended
         )
 
     def next_token(self) -> Run | None:

@@ -92,7 +92,7 @@ class Records:
 # SamplingParams may be the server's own: a Request says which one was asked for.) It is refused
 # where any other field of a request differs, also one that is added later.
 NOT_COMPARED = {
-    Request: {"request_id", "attempt", "spec", "detach_grace", "timeout"},
+    Request: {"request_id", "attempt", "spec", "detach_grace", "delivery_interval", "timeout"},
     SequenceSpec: {"key", "prefix", "sampling"},
     SamplingParams: {"seed"},
 }

@@ -297,7 +297,11 @@ class Rollouts:
         )  # fmt: skip
         if record.reader is not None:
             record.reader.supersede()
-        record.request = dataclasses.replace(record.request, detach_grace=request.detach_grace)
+        record.request = dataclasses.replace(
+            record.request,
+            detach_grace=request.detach_grace,
+            delivery_interval=request.delivery_interval,
+        )
         record.disarm("grace")
         if record.end is not None:
             record.arm("grace", request.detach_grace, self._records.forget)

@@ -68,6 +68,7 @@ class Request:
     min_weight_version: int | None = None
     max_weight_version: int | None = None
     detach_grace: float = 0.0
+    delivery_interval: float = 0.0
     timeout: float | None = None
 
     def wants_newer(self, version: int | None) -> bool:

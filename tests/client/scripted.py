@@ -34,6 +34,7 @@ class Sequence:
     handle: int
     request: rollout_pb2.GenerateRequest
     offset: int
+    unsent: int = 0  # tokens that it has sampled and sends at the latest when it is aborted
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -197,6 +198,8 @@ class ScriptedServer(rollout_pb2_grpc.RolloutServiceServicer):
                 playing.result()
             else:
                 self.aborted.put_nowait(sequence.request.request_id)
+                if sequence.unsent:
+                    await sequence.send(sequence.unsent)
                 await sequence.finish("ABORTED")
         finally:
             for task in (playing, aborted):

@@ -43,6 +43,7 @@ FREE: dict[str, dict[str, Any]] = {
     "session_id": {"session_id": "s"},
     "detach_grace": {"grace": 9.0},
     "timeout": {"timeout": 9.0},
+    "delivery_interval": {"interval": 9.0},
 }
 # These say what is picked up, and from where on.
 NAMES = {"request_id", "attempt", "output_token_ids", "sampling"}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 from hypothesis import given
@@ -19,9 +20,12 @@ from rollwire_server.sequences import EXTRA_BYTES, FinishReason, Request, Sequen
 TAGS = [WeightTag(version, version, "server", version) for version in range(4)]
 
 
-def sequence_of(prefix: tuple[int, ...] = (), **sampling: object) -> Sequence:
+def sequence_of(
+    prefix: tuple[int, ...] = (), interval: float = 0.0, **sampling: object
+) -> Sequence:
     params = SamplingParams(**{"max_new_tokens": 1000, **sampling})  # type: ignore[arg-type]
-    return new_sequence(Request("r", 0, SequenceSpec(1, (1, 2), params, prefix)))
+    spec = SequenceSpec(1, (1, 2), params, prefix)
+    return new_sequence(Request("r", 0, spec, delivery_interval=interval))
 
 
 @dataclass
@@ -161,6 +165,45 @@ def test_a_complete_prefix_has_the_finish_that_it_had() -> None:
     assert sequence_of((9, 1), stop_token_ids=stop).complete() is None
     assert sequence_of((1, 9), stop_token_ids=stop, min_new_tokens=2).complete() is None
     assert sequence_of(()).complete() is None
+
+
+async def test_readers_of_one_interval_are_given_together_and_those_that_ended_at_once() -> None:
+    outbox = Outbox()
+    a, b, now = (Reader(sequence_of(interval=i), outbox, 0, 0) for i in (0.01, 0.01, 0.0))
+    for reader in (a, b, now, a):
+        outbox.put(reader)
+    assert outbox.take() == [now]
+    await outbox.wait()
+    assert outbox.take() == [a, b]
+    outbox.put(a)
+    outbox.put(b)
+    a.sequence.end = a.sequence.finish(FinishReason.LENGTH)
+    outbox.put(a)
+    b.supersede()
+    assert outbox.take() == [a, b]
+
+
+async def test_an_outbox_whose_stream_is_over_holds_nothing() -> None:
+    outbox = Outbox()
+    reader = Reader(sequence_of(interval=1e9), outbox, 0, 0)
+    tokens = weakref.ref(reader.sequence.tokens)
+    outbox.put(reader)
+    outbox.close()
+    del reader
+    assert tokens() is None
+
+
+async def test_what_ended_is_not_held_to_the_end_of_a_long_interval() -> None:
+    outbox = Outbox()
+    reader = Reader(sequence_of(interval=1e9), outbox, 0, 0)
+    outbox.put(reader)
+    reader.sequence.end = reader.sequence.finish(FinishReason.LENGTH)
+    outbox.put(reader)
+    tokens = weakref.ref(reader.sequence.tokens)
+    assert outbox.take() == [reader]
+    del reader
+    assert tokens() is None
+    outbox.close()
 
 
 def test_an_outbox_gives_each_reader_once() -> None:

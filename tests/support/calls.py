@@ -150,6 +150,7 @@ def request(
     prefix: Iterable[int] = (),
     grace: float | None = None,
     timeout: float | None = None,
+    interval: float | None = None,
     **rest: object,
 ) -> rollout_pb2.GenerateRequest:
     """A request; what is no field of GenerateRequest goes into its sampling."""
@@ -163,7 +164,8 @@ def request(
         sampling=rollout_pb2.SamplingParams(max_new_tokens=max_new_tokens, **sampling),
         **{name: value for name, value in rest.items() if name in own},
     )
-    for name, seconds in (("detach_grace", grace), ("timeout", timeout)):
+    durations = {"detach_grace": grace, "timeout": timeout, "delivery_interval": interval}
+    for name, seconds in durations.items():
         if seconds is not None:
             duration = Duration()
             duration.FromNanoseconds(int(seconds * 1e9))

@@ -6,6 +6,8 @@ instead of many small ones.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,8 +16,6 @@ from rollwire_client.data import Chunk, Finish, FinishReason, WeightTag
 from rollwire_client.errors import ProtocolError, RollwireError
 
 if TYPE_CHECKING:
-    import asyncio
-
     from rollwire_client.link import Link
     from rollwire_client.replay import RoutingDraft, Rows
 
@@ -84,12 +84,7 @@ class Attempt:
             RollwireError: What the attempt failed with, after the last chunk before it.
         """
         while not self.ended and (whole or not self._pieces):
-            self._whole = whole
-            self._waiter = self._link.loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self._wait(whole=whole)
         if self._pieces:
             piece = self._pieces.popleft()
             return piece.chunk(None if self._pieces else self._finish)
@@ -108,6 +103,33 @@ class Attempt:
         """Ends it on the server if it has not ended yet."""
         if not self.ended:
             self._link.abort(self)
+
+    async def wait_end(self, timeout: float) -> None:
+        """Waits for the last tokens of an attempt that was closed, at most ``timeout`` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while not self.ended:
+                    await self._wait(whole=True)
+
+    def rest(self) -> list[Chunk]:
+        """What came and was not read, of an attempt that nobody reads any more.
+
+        Its end is told only if it is the sequence's own, not that it was aborted.
+        """
+        pieces, self._pieces = self._pieces, deque()
+        finish = self._finish
+        if finish is not None and finish.reason not in {FinishReason.STOP, FinishReason.LENGTH}:
+            finish = None
+        return [piece.chunk(finish if piece is pieces[-1] else None) for piece in pieces]
+
+    async def _wait(self, *, whole: bool) -> None:
+        """Returns when something came, or only at the end."""
+        self._whole = whole
+        self._waiter = self._link.loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
 
     def take(
         self,

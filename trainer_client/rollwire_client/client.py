@@ -18,6 +18,7 @@ from rollwire_client.link import Link
 from rollwire_client.request import (
     DEFAULT_SAMPLING,
     RolloutOptions,
+    deliver_rarely,
     generate_request,
     put,
     put_seconds,
@@ -250,6 +251,8 @@ class RolloutClient:
         self, request: rollout_pb2.GenerateRequest, draft: Draft, *, whole: bool
     ) -> AsyncGenerator[Chunk, None]:
         attempt = None
+        if whole:
+            deliver_rarely(request)
         try:
             attempt = await self.start(request, draft.routing)
             while (chunk := await attempt.next(whole=whole)) is not None:

@@ -43,6 +43,10 @@ class RolloutOptions(TypedDict, total=False):
         routed_experts: Bring the experts that a mixture of experts chose for each token, and which
             choice stands where it was made more than once. Default: None, not at all.
         timeout: Seconds from start to last token, then ``TimedOutError``. Default: no limit.
+        delivery_interval: Seconds for which a server may collect tokens before it sends them, the
+            end of the sequence excepted. Each message costs client and server time; tokens that a
+            dying server has not sent are sampled again elsewhere. Default: 0 where chunks are
+            streamed (every step is sent), 0.25 where sequences are taken whole.
     """
 
     request_id: str
@@ -52,9 +56,11 @@ class RolloutOptions(TypedDict, total=False):
     session_id: str
     routed_experts: RoutingReplay | None
     timeout: float | None
+    delivery_interval: float | None
 
 
 DEFAULT_SAMPLING = Sampling()
+WHOLE_INTERVAL = 0.25  # seconds between deliveries to who takes sequences whole
 
 _SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(Sampling))
 _OPTIONS = RolloutOptions.__optional_keys__
@@ -95,7 +101,14 @@ def generate_request(
     put(made, "max_weight_version", options.get("max_weight_version"))
     put(made, "session_id", options.get("session_id"))
     put_seconds(made, "timeout", options.get("timeout"))
+    put_seconds(made, "delivery_interval", options.get("delivery_interval"))
     return made
+
+
+def deliver_rarely(request: rollout_pb2.GenerateRequest) -> None:
+    """Whoever reads it wants the whole sequence: unless it says how often to deliver, rarely."""
+    if not request.HasField("delivery_interval"):
+        put_seconds(request, "delivery_interval", WHOLE_INTERVAL)
 
 
 def sampling_message(sampling: Sampling) -> rollout_pb2.SamplingParams:

@@ -19,6 +19,7 @@ from rollwire_client.errors import (
     UnavailableError,
     WeightVersionError,
 )
+from rollwire_client.request import deliver_rarely
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -110,9 +111,14 @@ class Rollout:
     async def chunks(self, *, whole: bool) -> AsyncGenerator[Chunk, None]:
         """The tokens as they come; with ``whole``, those of an attempt at its end.
 
+        Left before the end of a ``whole`` sequence, it puts into the draft what was sampled of it;
+        else the caller has what it read.
+
         Raises:
             RollwireError: With what was sampled before it in ``.trajectory``.
         """
+        if whole:
+            deliver_rarely(self._request)
         try:
             while True:
                 member = await self._choose()
@@ -138,12 +144,25 @@ class Rollout:
                     return
                 await self._recover(member, failure)
         except RollwireError as error:
+            if whole:
+                await self._take_rest()
             error.trajectory = self._draft.trajectory()
             raise
         finally:
-            if whole:  # else the caller has what it read
-                self.flush()
+            if whole:
+                await self._take_rest()
             self._visited = None
+
+    async def _take_rest(self) -> None:
+        """Puts into the draft what an aborted attempt's server had sampled and not sent yet."""
+        if self._visited is None:
+            return
+        member, attempt = self._visited
+        try:
+            await attempt.wait_end(member.client.timeouts.close)
+        finally:
+            for chunk in attempt.rest():
+                self._add(chunk, member)
 
     async def _next(self, member: Member, attempt: Attempt, whole: bool) -> Chunk | None:  # noqa: FBT001
         """The next chunk; for weights that the server does not have it waits no longer than for a

@@ -216,6 +216,7 @@ class GenerateRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     DETACH_GRACE_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
+    DELIVERY_INTERVAL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names the sequence: globally unique, so a UUID. Required on StreamRollouts; Generate makes one when it is empty."""
     attempt: _builtins.int
@@ -265,6 +266,15 @@ class GenerateRequest(_message.Message):
         server's limit).
         """
 
+    @_builtins.property
+    def delivery_interval(self) -> _duration_pb2.Duration:
+        """How often the caller wants to hear of this sequence: its tokens, and what belongs to them, are held back until this
+        long after the first of them, and then come together, in one message with those of the stream's other sequences of
+        the same interval. The end of the sequence is told at once, with all that was held back; so is an error, an abort and
+        an interruption. What is not delivered yet is lost with the server. Absent or zero: every step is told. An interval
+        that is longer than the sequence takes: told at its end.
+        """
+
     def __init__(
         self,
         *,
@@ -282,10 +292,11 @@ class GenerateRequest(_message.Message):
         session_id: _builtins.str = ...,
         detach_grace: _duration_pb2.Duration | None = ...,
         timeout: _duration_pb2.Duration | None = ...,
+        delivery_interval: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_weight_version", b"_max_weight_version", "_min_weight_version", b"_min_weight_version", "detach_grace", b"detach_grace", "max_weight_version", b"max_weight_version", "min_weight_version", b"min_weight_version", "sampling", b"sampling", "timeout", b"timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_weight_version", b"_max_weight_version", "_min_weight_version", b"_min_weight_version", "delivery_interval", b"delivery_interval", "detach_grace", b"detach_grace", "max_weight_version", b"max_weight_version", "min_weight_version", b"min_weight_version", "sampling", b"sampling", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_weight_version", b"_max_weight_version", "_min_weight_version", b"_min_weight_version", "attempt", b"attempt", "detach_grace", b"detach_grace", "logprob_basis", b"logprob_basis", "max_weight_version", b"max_weight_version", "min_weight_version", b"min_weight_version", "output_token_ids", b"output_token_ids", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "routed_experts", b"routed_experts", "sampling", b"sampling", "session_id", b"session_id", "timeout", b"timeout", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_weight_version", b"_max_weight_version", "_min_weight_version", b"_min_weight_version", "attempt", b"attempt", "delivery_interval", b"delivery_interval", "detach_grace", b"detach_grace", "logprob_basis", b"logprob_basis", "max_weight_version", b"max_weight_version", "min_weight_version", b"min_weight_version", "output_token_ids", b"output_token_ids", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "routed_experts", b"routed_experts", "sampling", b"sampling", "session_id", b"session_id", "timeout", b"timeout", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_weight_version: _TypeAlias = _typing.Literal["max_weight_version"]  # noqa: Y015
     _WhichOneofArgType__max_weight_version: _TypeAlias = _typing.Literal["_max_weight_version", b"_max_weight_version"]  # noqa: Y015

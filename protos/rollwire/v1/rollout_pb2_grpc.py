@@ -91,8 +91,8 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StreamRollouts(self, request_iterator, context):
-        """Generates many sequences over one stream: one message an engine step instead of one a token and sequence. When the
-        client half-closes, what runs is finished, and the stream ends after the last.
+        """Generates many sequences over one stream: one message an engine step instead of one a token and sequence, or fewer
+        (delivery_interval). When the client half-closes, what runs is finished, and the stream ends after the last.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -21,8 +21,8 @@ class RolloutServiceStub:
     Generate: _aio.UnaryStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]
     """Generates one sequence. Made for grpcurl and small clients; a trainer uses StreamRollouts."""
     StreamRollouts: _aio.StreamStreamMultiCallable[_rollout_pb2.StreamRolloutsRequest, _rollout_pb2.StreamRolloutsResponse]
-    """Generates many sequences over one stream: one message an engine step instead of one a token and sequence. When the
-    client half-closes, what runs is finished, and the stream ends after the last.
+    """Generates many sequences over one stream: one message an engine step instead of one a token and sequence, or fewer
+    (delivery_interval). When the client half-closes, what runs is finished, and the stream ends after the last.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_rollout_pb2.AbortRequest, _rollout_pb2.AbortResponse]
     """Ends sequences now. Their streams get everything sampled so far and FINISH_REASON_ABORTED. Ids match exactly.
@@ -65,8 +65,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _abc.AsyncIterator[_rollout_pb2.StreamRolloutsRequest],
         context: _aio.ServicerContext[_abc.AsyncIterator[_rollout_pb2.StreamRolloutsRequest], _abc.AsyncIterator[_rollout_pb2.StreamRolloutsResponse]],
     ) -> _abc.AsyncIterator[_rollout_pb2.StreamRolloutsResponse]:
-        """Generates many sequences over one stream: one message an engine step instead of one a token and sequence. When the
-        client half-closes, what runs is finished, and the stream ends after the last.
+        """Generates many sequences over one stream: one message an engine step instead of one a token and sequence, or fewer
+        (delivery_interval). When the client half-closes, what runs is finished, and the stream ends after the last.
         """
 
     @_abc_1.abstractmethod

@@ -1,4 +1,5 @@
-"""StreamRollouts: any number of sequences over one stream, one message an engine step.
+"""StreamRollouts: any number of sequences over one stream, one message an engine step, or one each
+delivery interval.
 
 Rows are built straight from the sequences, with as little Python a token as can be: a server that
 samples 256 sequences passes through here 256 times a step.
@@ -131,6 +132,7 @@ class RolloutStream:
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
+            self._outbox.close()
             for reader in self._readers.values():
                 self._rollouts.detach(reader)
 

@@ -85,6 +85,7 @@ def read_request(message: rollout_pb2.GenerateRequest, info: EngineInfo, key: in
         min_weight_version=least,
         max_weight_version=most,
         detach_grace=read_duration(message, "detach_grace") or 0.0,
+        delivery_interval=read_duration(message, "delivery_interval") or 0.0,
         timeout=read_duration(message, "timeout"),
     )
 

@@ -84,6 +84,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         try:
             await self._write(reader, outbox, context)
         finally:
+            outbox.close()
             self._rollouts.detach(reader)
 
     async def _write(self, reader: Reader, outbox: Outbox, context: Context) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from rollwire_client import Fleet, Publisher, ServerInfo
+from rollwire_client import Fleet, Publisher, ServerInfo, Timeouts
 from support.synthetic import (
     PROMPT,
     each_sampled,
@@ -155,6 +155,38 @@ async def test_a_rolling_restart_under_load_costs_no_token(start_server: StartSe
     assert [done[seed].token_ids for seed in range(len(done))] == want
     assert any(len(trajectory.servers) > 1 for trajectory in done.values())
     assert len({s.weights.server_id for t in done.values() for s in t.segments}) > 3
+
+
+async def test_kill_9_costs_who_takes_sequences_whole_a_moments_tokens_on_that_server(
+    start_server: StartServer,
+) -> None:
+    rollouts, rate, tokens = 10, 100, 100
+    first, second = (start_synthetic(start_server, r) for r in (rate, 0))
+    want = await undisturbed(second, rollouts, tokens)
+    async with Fleet([first.address]) as fleet:
+        tasks = [
+            asyncio.create_task(fleet.generate(PROMPT, sampling(seed, tokens)))
+            for seed in range(rollouts)
+        ]
+        await each_sampled(fleet, rollouts * tokens * 2 // 3)
+        (info,) = (await fleet.info()).values()
+        first.kill()
+        assert isinstance(info, ServerInfo)
+        undelivered = info.sampled_tokens - sum(
+            tokens * rollouts - member.outstanding_tokens for member in fleet.members
+        )
+        assert undelivered <= rollouts * rate * 0.5  # seconds: the interval, and a busy machine
+        assert second.stop() == 0
+        await asyncio.to_thread(start_synthetic, start_server, 0, "--listen", first.address)
+        assert [trajectory.token_ids for trajectory in await asyncio.gather(*tasks)] == want
+
+
+async def test_a_stream_that_is_silent_by_agreement_is_not_lost(start_server: StartServer) -> None:
+    server = start_synthetic(start_server, 100)
+    async with Fleet([server.address], timeouts=Timeouts(silence=0.05)) as fleet:
+        rollout = await fleet.generate(PROMPT, sampling(1, 50), delivery_interval=1e6)
+    assert len(rollout.token_ids) == 50
+    assert len(rollout.servers) == 1
 
 
 async def test_rollouts_outlive_every_server(start_server: StartServer) -> None:
