@@ -1034,7 +1034,9 @@ class GetServerInfoResponse(_message.Message):
     @_builtins.property
     def weights(self) -> _common_pb2.WeightTag: ...
     @_builtins.property
-    def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """all that config.json or generation_config.json names, on any engine"""
+
     @_builtins.property
     def logprob_bases(self) -> _containers.RepeatedScalarFieldContainer[Global___LogprobBasis.ValueType]: ...
     @_builtins.property

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from rollwire_server.engines.base import EngineError
+from rollwire_server.engines.end_tokens import end_token_ids
 
 from .attention import ATTENTION, attend, is_batch_invariant
 from .batch import round_up
@@ -38,7 +39,7 @@ class Model:
         _use_own_parts(hf)
         self.hf = hf
         self.vocab_size = int(hf.config.get_text_config().vocab_size)
-        self.eos_token_ids = _eos_token_ids(hf)
+        self.eos_token_ids = end_token_ids(hf.config, hf.generation_config, self.vocab_size)
         self.routers = Routers(hf)
         self.row_step = _row_step(hf)
 
@@ -84,15 +85,6 @@ def _use_own_parts(hf: PreTrainedModel) -> None:
         raise EngineError(f"{kind} cannot be served: {first_line(error)}") from error
     if hf.config._attn_implementation != ATTENTION:  # noqa: SLF001 - there is no other way to ask
         raise EngineError(f"{kind} cannot be served: it has an attention of its own")
-
-
-def _eos_token_ids(hf: PreTrainedModel) -> tuple[int, ...]:
-    ids = getattr(hf.generation_config, "eos_token_id", None)
-    if ids is None:
-        ids = hf.config.get_text_config().eos_token_id
-    if ids is None:
-        return ()
-    return tuple(sorted({ids} if isinstance(ids, int) else set(ids)))
 
 
 def _row_step(hf: PreTrainedModel) -> int:

@@ -59,6 +59,7 @@ class Bridge:
         self._died = asyncio.Event()
         self._watched: list[int] = []
         self._ranks = 1
+        self._own_end_tokens: frozenset[int] = frozenset()
         self._echoes: dict[str, asyncio.Future[None]] = {}
         self._echoed = 0
         self._stopping = False
@@ -76,6 +77,7 @@ class Bridge:
         self._manager.auto_create_handle_loop()
         facts = self._launcher.facts()
         self._ranks = facts.ranks
+        self._own_end_tokens = facts.own_end_tokens
         self._watch(facts.processes)
         return facts
 
@@ -150,7 +152,9 @@ class Bridge:
             "min_p": request.min_p,
             "sampling_seed": (request.seed + 2**63) % 2**64 - 2**63,  # as a signed integer
             "stop_token_ids": sorted(request.stop_token_ids) or None,
-            "ignore_eos": not request.stop_token_ids,
+            # It would end at its own end tokens too, so it may look for stops only where those are
+            # among them. Elsewhere ``Sequences`` finds the stop, a step or two later.
+            "ignore_eos": not request.stop_token_ids >= self._own_end_tokens,
         }
         asked = GenerateReqInput(
             rid=request.rid,

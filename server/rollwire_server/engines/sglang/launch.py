@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollwire_server.engines.base import EngineError
+from rollwire_server.engines.end_tokens import end_token_ids
 
 from . import processes
 from .caller import Caller
@@ -78,7 +79,10 @@ class Launcher:
             vocab_size=model.vocab_size,
             # One more output token would end it before its time; longer inputs are refused.
             context_length=min(manager.context_len, told["max_req_input_len"]),
-            eos_token_ids=tuple(sorted(model.hf_eos_token_id or ())),
+            eos_token_ids=end_token_ids(
+                model.hf_config, model.hf_generation_config, model.vocab_size
+            ),
+            own_end_tokens=frozenset(model.hf_eos_token_id or ()),
             dtype=model.dtype,
             kv_tokens=told["max_total_num_tokens"],
             deterministic=bool(args.enable_deterministic_inference) and not self._config.on_cpu,

@@ -75,6 +75,7 @@ class Facts:
     Attributes:
         context_length: Longest prompt and output that it takes.
         kv_tokens: Entries of its KV cache.
+        own_end_tokens: Where its scheduler ends a sequence unless it is told to ignore stops.
         processes: Ids of its processes.
         unsupported_sampling: What would end it, or be ignored.
         ranks: Scheduler processes, each with its part of the weights.
@@ -84,6 +85,7 @@ class Facts:
     vocab_size: int
     context_length: int
     eos_token_ids: tuple[int, ...]
+    own_end_tokens: frozenset[int]
     dtype: torch.dtype
     kv_tokens: int
     deterministic: bool
