@@ -32,6 +32,7 @@ from rollwire_client import (
     ServerInfo,
     ServerNotReadyError,
     ServerUnreachableError,
+    StepFailedError,
     TimedOutError,
     Timeouts,
     UnavailableError,
@@ -289,6 +290,26 @@ async def test_a_gap_is_not_papered_over(server: ScriptedServer) -> None:
         with pytest.raises(ProtocolError):
             await fleet.generate(PROMPT)
     assert len(server.requests) == 1
+
+
+async def step_fails(sequence: Sequence) -> None:
+    await sequence.send(2)
+    await sequence.fail(grpc.StatusCode.INTERNAL, "STEP_FAILED")
+
+
+async def test_a_step_that_failed_is_tried_on_one_other_server(pair: list[ScriptedServer]) -> None:
+    pair[0].default = step_fails
+    async with fleet_of(*pair) as fleet:
+        trajectory = await fleet.generate(PROMPT, Sampling(max_new_tokens=9))
+        assert trajectory.token_ids == tokens(9)
+        assert trajectory.servers == (pair[0].address, pair[1].address)
+        pair[1].default = step_fails
+        with pytest.raises(StepFailedError) as caught:
+            await fleet.generate(PROMPT, Sampling(max_new_tokens=9))
+        assert [member.problem for member in fleet.members] == [None, None]
+    assert caught.value.trajectory is not None
+    assert caught.value.trajectory.token_ids == tokens(4)
+    assert [len(server.requests) for server in pair] == [2, 2]
 
 
 async def test_attempts_without_a_token_are_limited(pair: list[ScriptedServer]) -> None:

@@ -12,6 +12,7 @@
     │   └── QueueFullError             more sequences wait than the server allows
     ├── ServerFailedError              the server failed at it
     │   ├── NotFiniteError             NaN or infinity in the sequence's logits
+    │   ├── StepFailedError            the engine's step raised for this sequence alone
     │   └── ProtocolError              the server broke the API's contract, such as a gap in offsets
     ├── TimedOutError                  the time that the caller gave is up
     ├── RolloutFailedError             a fleet gave a sequence up; `.causes` says what it tried
@@ -26,16 +27,19 @@
     │   ├── SchemaMismatchError        the trainer's tensors are not those that the servers want
     │   ├── PublishInProgressError     another publish of this publisher is under way
     │   └── PublishFailedError         no server committed; says what each serves now
+    ├── CallbackError                  what the caller gave to be called raised, or never returned
     ├── StalenessError                 no server serves weights that the batch's bound allows
     ├── BufferFileError                a saved buffer is none, damaged, or of another run
     ├── ClosedError                    the client or fleet is not open
     └── MissingDependencyError         an extra is not installed
 
-An error of a rollout carries what was sampled before it in ``.trajectory``.
+An error of a rollout carries what was sampled before it in ``.trajectory``, and says in ``.scope``
+whom it concerns: that sequence, that server, or every sequence alike.
 """
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -56,20 +60,34 @@ DOMAIN = "rollwire"
 DETAILS_KEY = "grpc-status-details-bin"
 
 
+class ErrorScope(enum.Enum):
+    """Whom an error concerns."""
+
+    SEQUENCE = "sequence"
+    """This sequence, or its request: it would fail elsewhere too, and others go on."""
+    SERVER = "server"
+    """The server as it is now: another one, or the same one later, may do better."""
+    CONFIGURATION = "configuration"
+    """Every sequence alike: the caller, or whoever runs the servers, has to change something."""
+    UPDATE = "update"
+    """A weight update; no sequence ends with it."""
+
+
 class RollwireError(Exception):
     """The root of every error of this library.
 
     Attributes:
         server: Address of the server concerned, if it is one.
         reason: The server's word for it ("DRAINING"), from the API's table; "" if it gave none.
-        elsewhere: Whether the same may succeed on another server, or later.
+        scope: Whom it concerns.
+        elsewhere: Whether the same may succeed on another server, or later: with that scope.
         retry_after: Seconds after which the server expects that trying again helps.
         violations: Fields of the request that are wrong, and how.
         metadata: Facts for programs that the server added.
         trajectory: Of a rollout: what was sampled before the error.
     """
 
-    elsewhere = False
+    scope = ErrorScope.CONFIGURATION
 
     def __init__(
         self,
@@ -89,6 +107,11 @@ class RollwireError(Exception):
         self.metadata = dict(metadata or {})
         self.trajectory: Trajectory | None = None
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the same may succeed on another server, or later."""
+        return self.scope is ErrorScope.SERVER
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Errors cross the borders of processes as they are."""
         return _restored, (type(self), self.args, self.__dict__)
@@ -102,6 +125,8 @@ def _restored(kind: type[RollwireError], args: tuple[Any, ...], state: Any) -> R
 
 class RefusedError(RollwireError):
     """The request cannot work as it is."""
+
+    scope = ErrorScope.SEQUENCE
 
 
 class InvalidRequestError(RefusedError):
@@ -121,11 +146,13 @@ class WeightVersionError(RefusedError):
     server are newer.
     """
 
+    scope = ErrorScope.CONFIGURATION
+
 
 class UnavailableError(RollwireError):
     """The server cannot do it now; another one, or the same one later, may."""
 
-    elsewhere = True
+    scope = ErrorScope.SERVER
 
 
 class ServerUnreachableError(UnavailableError):
@@ -143,35 +170,52 @@ class QueueFullError(UnavailableError):
 class ServerFailedError(RollwireError):
     """The server failed at it."""
 
-    elsewhere = True
+    scope = ErrorScope.SERVER
 
 
 class NotFiniteError(ServerFailedError):
     """NaN or infinity in the sequence's logits; another server would find the same."""
 
-    elsewhere = False
+    scope = ErrorScope.SEQUENCE
+
+
+class StepFailedError(ServerFailedError):
+    """The engine's step raised for this sequence alone, on each server that a fleet tried."""
+
+    scope = ErrorScope.SEQUENCE
 
 
 class ProtocolError(ServerFailedError):
     """The server broke the API's contract."""
 
-    elsewhere = False
+    scope = ErrorScope.SEQUENCE
 
 
 class TimedOutError(RollwireError):
     """The time that the caller gave is up."""
 
+    scope = ErrorScope.SEQUENCE
+
 
 class RolloutFailedError(RollwireError):
-    """A fleet gave a sequence up: too many attempts, or too long, without a new token.
+    """A fleet gave a sequence up: too many attempts, or too long without a place on a server.
 
     Attributes:
         causes: What each attempt since the last new token failed with.
+        scope: ``SEQUENCE`` if the attempts were too many: servers were ready for each. ``SERVER``
+            if none had a place for it.
     """
 
-    def __init__(self, message: str, causes: Sequence[RollwireError]) -> None:
+    def __init__(
+        self,
+        message: str,
+        causes: Sequence[RollwireError],
+        *,
+        scope: ErrorScope = ErrorScope.SEQUENCE,
+    ) -> None:
         super().__init__(message)
         self.causes = tuple(causes)
+        self.scope = scope
 
     @property
     def of_servers(self) -> bool:
@@ -181,6 +225,8 @@ class RolloutFailedError(RollwireError):
 
 class PublishError(RollwireError):
     """A publish cannot go on."""
+
+    scope = ErrorScope.UPDATE
 
 
 class UpdateRefusedError(PublishError):
@@ -235,6 +281,21 @@ class PublishFailedError(PublishError):
         self.errors = dict(errors)
 
 
+class CallbackError(RollwireError):
+    """What the caller gave to be called raised (what it raised is the cause), returned what it must
+    not, or took too long.
+
+    Attributes:
+        callback: Its name as an argument: "reward", "decide", "stop", "prompts".
+    """
+
+    scope = ErrorScope.SEQUENCE
+
+    def __init__(self, message: str, *, callback: str) -> None:
+        super().__init__(message)
+        self.callback = callback
+
+
 class StalenessError(RollwireError):
     """No server serves weights as new as the batch's ``max_lag`` asks for."""
 
@@ -251,67 +312,74 @@ class MissingDependencyError(RollwireError, ImportError):
     """An extra is not installed; the message says how to install it."""
 
 
-# What a reason of the API becomes; its class says whether to try elsewhere.
-_BY_REASON: Mapping[str, type[RollwireError]] = {
-    "EMPTY_PROMPT": InvalidRequestError,
-    "TOKEN_OUT_OF_RANGE": InvalidRequestError,
-    "CONTEXT_EXCEEDED": InvalidRequestError,
-    "BAD_SAMPLING": InvalidRequestError,
-    "UNSUPPORTED_LOGPROB_BASIS": InvalidRequestError,
-    "UNSUPPORTED_ROUTING": InvalidRequestError,
-    "BAD_REQUEST": InvalidRequestError,
-    "UNAUTHENTICATED": RefusedError,
-    "PERMISSION_DENIED": RefusedError,
-    "TOO_MANY_STREAMS": QueueFullError,
-    "TOO_MANY_CALLS": QueueFullError,
-    "STALE_ATTEMPT": StaleAttemptError,
-    "PREFIX_MISMATCH": PrefixMismatchError,
-    "REQUEST_MISMATCH": RefusedError,
-    "WEIGHTS_TOO_OLD": WeightVersionError,
-    "WEIGHTS_TOO_NEW": WeightVersionError,
-    "TIMED_OUT": TimedOutError,
-    "INTERNAL": ServerFailedError,
-    "ENGINE_FAILED": ServerFailedError,
-    "NO_MEMORY": ServerFailedError,
-    "NOT_FINITE": NotFiniteError,
-    "STEP_FAILED": ServerFailedError,
-    "QUEUE_FULL": QueueFullError,
-    "STARTING": ServerNotReadyError,
-    "DRAINING": ServerNotReadyError,
-    "SLEEPING": ServerNotReadyError,
-    "AWAITING_WEIGHTS": ServerNotReadyError,
-    "QUARANTINED": ServerNotReadyError,
-    "UNSUPPORTED_SLEEP": RefusedError,
-    "FROZEN": FrozenError,
-    "STALE_PUBLISHER": StalePublisherError,
-    "UPDATE_IN_PROGRESS": UpdateRefusedError,
-    "NOT_STAGED": UpdateRefusedError,
-    "VERSION_NOT_NEWER": UpdateRefusedError,
-    "VERSION_CONFLICT": UpdateRefusedError,
-    "BASE_MISMATCH": UpdateRefusedError,
-    "MANIFEST_MISMATCH": UpdateRefusedError,
-    "UNSUPPORTED_ENCODING": UpdateRefusedError,
-    "STAGING_FAILED": UpdateRefusedError,
-    "COMMIT_FAILED": UpdateRefusedError,
-    "DIGEST_MISMATCH": DigestMismatchError,
-    "TRANSPORT_FAILED": TransferError,
-    "TRANSPORT_TIMEOUT": TransferError,
+# What each reason of the API becomes, and whom it concerns. One that is missing here is told by its
+# code, below; a test holds the table against the server's.
+_SEQUENCE, _SERVER = ErrorScope.SEQUENCE, ErrorScope.SERVER
+_CONFIGURATION, _UPDATE = ErrorScope.CONFIGURATION, ErrorScope.UPDATE
+_BY_REASON: Mapping[str, tuple[type[RollwireError], ErrorScope]] = {
+    "EMPTY_PROMPT": (InvalidRequestError, _SEQUENCE),
+    "TOKEN_OUT_OF_RANGE": (InvalidRequestError, _SEQUENCE),
+    "CONTEXT_EXCEEDED": (InvalidRequestError, _SEQUENCE),
+    "BAD_SAMPLING": (InvalidRequestError, _SEQUENCE),  # it may depend on the prompt's length
+    "UNSUPPORTED_LOGPROB_BASIS": (InvalidRequestError, _CONFIGURATION),
+    "UNSUPPORTED_ROUTING": (InvalidRequestError, _CONFIGURATION),
+    "BAD_REQUEST": (InvalidRequestError, _SEQUENCE),
+    "UNAUTHENTICATED": (RefusedError, _CONFIGURATION),
+    "PERMISSION_DENIED": (RefusedError, _CONFIGURATION),
+    "TOO_MANY_STREAMS": (QueueFullError, _SERVER),
+    "TOO_MANY_CALLS": (QueueFullError, _SERVER),
+    "STALE_ATTEMPT": (StaleAttemptError, _SEQUENCE),
+    "PREFIX_MISMATCH": (PrefixMismatchError, _SEQUENCE),
+    "REQUEST_MISMATCH": (RefusedError, _SEQUENCE),
+    "WEIGHTS_TOO_OLD": (WeightVersionError, _CONFIGURATION),
+    "WEIGHTS_TOO_NEW": (WeightVersionError, _CONFIGURATION),
+    "TIMED_OUT": (TimedOutError, _SEQUENCE),
+    "INTERNAL": (ServerFailedError, _SERVER),
+    "ENGINE_FAILED": (ServerFailedError, _SERVER),
+    "NO_MEMORY": (ServerFailedError, _SERVER),
+    "NOT_FINITE": (NotFiniteError, _SEQUENCE),
+    "STEP_FAILED": (StepFailedError, _SEQUENCE),
+    "QUEUE_FULL": (QueueFullError, _SERVER),
+    "STARTING": (ServerNotReadyError, _SERVER),
+    "DRAINING": (ServerNotReadyError, _SERVER),
+    "SLEEPING": (ServerNotReadyError, _SERVER),
+    "AWAITING_WEIGHTS": (ServerNotReadyError, _SERVER),
+    "QUARANTINED": (ServerNotReadyError, _SERVER),
+    "UNSUPPORTED_SLEEP": (RefusedError, _CONFIGURATION),
+    "FROZEN": (FrozenError, _UPDATE),
+    "STALE_PUBLISHER": (StalePublisherError, _UPDATE),
+    "UPDATE_IN_PROGRESS": (UpdateRefusedError, _UPDATE),
+    "NOT_STAGED": (UpdateRefusedError, _UPDATE),
+    "VERSION_NOT_NEWER": (UpdateRefusedError, _UPDATE),
+    "VERSION_CONFLICT": (UpdateRefusedError, _UPDATE),
+    "BASE_MISMATCH": (UpdateRefusedError, _UPDATE),
+    "MANIFEST_MISMATCH": (UpdateRefusedError, _UPDATE),
+    "UNSUPPORTED_ENCODING": (UpdateRefusedError, _UPDATE),
+    "STAGING_FAILED": (UpdateRefusedError, _UPDATE),
+    "COMMIT_FAILED": (UpdateRefusedError, _UPDATE),
+    "DIGEST_MISMATCH": (DigestMismatchError, _UPDATE),
+    "TRANSPORT_FAILED": (TransferError, _UPDATE),
+    "TRANSPORT_TIMEOUT": (TransferError, _UPDATE),
 }
 
-# What a status without a known reason becomes.
-_BY_CODE: Mapping[int, type[RollwireError]] = {
-    grpc.StatusCode.INVALID_ARGUMENT.value[0]: InvalidRequestError,
-    grpc.StatusCode.NOT_FOUND.value[0]: RefusedError,
-    grpc.StatusCode.ALREADY_EXISTS.value[0]: RefusedError,
-    grpc.StatusCode.PERMISSION_DENIED.value[0]: RefusedError,
-    grpc.StatusCode.UNAUTHENTICATED.value[0]: RefusedError,
-    grpc.StatusCode.FAILED_PRECONDITION.value[0]: RefusedError,
-    grpc.StatusCode.OUT_OF_RANGE.value[0]: RefusedError,
-    grpc.StatusCode.UNIMPLEMENTED.value[0]: RefusedError,
-    grpc.StatusCode.DEADLINE_EXCEEDED.value[0]: TimedOutError,
-    grpc.StatusCode.UNAVAILABLE.value[0]: ServerUnreachableError,
-    grpc.StatusCode.CANCELLED.value[0]: ServerUnreachableError,  # by the other side: it shuts down
+# What a status without a known reason becomes, such as one of a proxy, or of a later release.
+_BY_CODE: Mapping[int, tuple[type[RollwireError], ErrorScope]] = {
+    code.value[0]: told
+    for code, told in {
+        grpc.StatusCode.INVALID_ARGUMENT: (InvalidRequestError, _SEQUENCE),
+        grpc.StatusCode.NOT_FOUND: (RefusedError, _SEQUENCE),
+        grpc.StatusCode.ALREADY_EXISTS: (RefusedError, _SEQUENCE),
+        grpc.StatusCode.PERMISSION_DENIED: (RefusedError, _CONFIGURATION),
+        grpc.StatusCode.UNAUTHENTICATED: (RefusedError, _CONFIGURATION),
+        grpc.StatusCode.FAILED_PRECONDITION: (RefusedError, _SEQUENCE),
+        grpc.StatusCode.OUT_OF_RANGE: (RefusedError, _SEQUENCE),
+        grpc.StatusCode.UNIMPLEMENTED: (RefusedError, _CONFIGURATION),
+        grpc.StatusCode.DEADLINE_EXCEEDED: (TimedOutError, _SEQUENCE),
+        grpc.StatusCode.UNAVAILABLE: (ServerUnreachableError, _SERVER),
+        grpc.StatusCode.CANCELLED: (ServerUnreachableError, _SERVER),  # by the other: it shuts down
+    }.items()
 }
+_OTHERWISE = ServerFailedError, _SERVER
 
 
 @dataclass(slots=True)
@@ -347,11 +415,11 @@ def from_sequence(error: rollout_pb2.SequenceError, server: str) -> RollwireErro
 
 
 def _make(code: int, message: str, server: str, details: _Details) -> RollwireError:
-    kind = _BY_REASON.get(details.reason) or _BY_CODE.get(code, ServerFailedError)
+    kind, scope = _BY_REASON.get(details.reason) or _BY_CODE.get(code, _OTHERWISE)
     if kind is ServerUnreachableError:
         message = f"cannot be reached: {explain(message, server)}"
     reason = f" ({details.reason})" if details.reason else ""
-    return kind(
+    error = kind(
         f"{server}: {message}{reason}",
         server=server,
         reason=details.reason,
@@ -359,6 +427,8 @@ def _make(code: int, message: str, server: str, details: _Details) -> RollwireEr
         violations=details.violations,
         metadata=details.metadata,
     )
+    error.scope = scope
+    return error
 
 
 def _details_of(error: grpc.aio.AioRpcError) -> _Details:

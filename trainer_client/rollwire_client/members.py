@@ -279,7 +279,12 @@ class Members:
             _keep(member.tend(self._probe_interval), self._tending)
 
     async def _pick(
-        self, request: rollout_pb2.GenerateRequest, after: WeightTag | None, *, timeout: float
+        self,
+        request: rollout_pb2.GenerateRequest,
+        after: WeightTag | None,
+        *,
+        timeout: float,
+        other_than: Member | None,
     ) -> Member:
         """One of the servers that are ready, as ``rollout.Pick`` has it."""
         if after is not None:
@@ -295,8 +300,9 @@ class Members:
                 now = clock()
                 ready = [m for m in self.members if m.problem is None and not _is_ahead(m, most)]
                 if free := [m for m in ready if m.full_until <= now]:
-                    fitting = [m for m in free if _fits(m, least, after)]
-                    return self._router.choose(fitting or free, request)
+                    others = [m for m in free if m is not other_than] or free
+                    fitting = [m for m in others if _fits(m, least, after)]
+                    return self._router.choose(fitting or others, request)
                 if most is not None and not ready:
                     self._check_bound(most)
                 if now >= give_up:

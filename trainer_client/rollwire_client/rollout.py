@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Protocol
 from rollwire_client import wire
 from rollwire_client.data import Chunk, FinishReason, version_text
 from rollwire_client.errors import (
+    ErrorScope,
     QueueFullError,
     RolloutFailedError,
     RollwireError,
     ServerNotReadyError,
+    StepFailedError,
     TimedOutError,
     UnavailableError,
     WeightVersionError,
@@ -58,10 +60,20 @@ class Pick(Protocol):
     """Chooses a server that is ready."""
 
     async def __call__(
-        self, request: rollout_pb2.GenerateRequest, after: WeightTag | None, *, timeout: float
+        self,
+        request: rollout_pb2.GenerateRequest,
+        after: WeightTag | None,
+        *,
+        timeout: float,
+        other_than: Member | None,
     ) -> Member:
-        """Waits for a server, preferably one whose weights the sequence takes now, after tokens
-        that the weights ``after`` sampled.
+        """Waits for a server, preferably one whose weights the sequence takes now.
+
+        Args:
+            request: What it is to sample.
+            after: The weights that sampled the token before; None for the first.
+            timeout: Seconds.
+            other_than: This one only if no other is ready.
 
         Raises:
             WeightVersionError: All have newer weights than the request takes.
@@ -95,6 +107,7 @@ class Rollout:
         self._visited: tuple[Member, Attempt] | None = None
         self._failures: list[RollwireError] = []
         self._failing_since = 0.0
+        self._step_failed_at: Member | None = None
         self._clock = asyncio.get_running_loop().time
         self._deadline = float("inf")
         if request.HasField("timeout"):
@@ -184,7 +197,7 @@ class Rollout:
                 if self._clock() < give_up:
                     continue
                 if self._is_behind(member):
-                    raise self._given_up(self._never_came(member)) from error
+                    raise self._given_up(self._never_came(member), ErrorScope.SERVER) from error
                 give_up = self._clock() + self._retries.seconds  # it waits for something else
         return await attempt.next(whole=whole)
 
@@ -224,11 +237,13 @@ class Rollout:
         give_up = self._failing_since + self._retries.seconds
         try:
             timeout = min(give_up, self._deadline) - now
-            return await self._pick(self._request, self._after, timeout=timeout)
+            return await self._pick(
+                self._request, self._after, timeout=timeout, other_than=self._step_failed_at
+            )
         except UnavailableError as error:
             if self._clock() >= self._deadline:
                 raise self._timed_out() from error
-            raise self._given_up(error) from error
+            raise self._given_up(error, ErrorScope.SERVER) from error
 
     async def _recover(self, member: Member, failure: RollwireError) -> None:
         """Makes ready for the next attempt.
@@ -237,11 +252,15 @@ class Rollout:
             RollwireError: There is none.
         """
         too_new = isinstance(failure, WeightVersionError) and failure.reason == "WEIGHTS_TOO_NEW"
-        if not (failure.elsewhere or too_new):
+        step_failed = isinstance(failure, StepFailedError) and self._step_failed_at is None
+        given_up = isinstance(failure, RolloutFailedError)
+        if given_up or not (failure.elsewhere or too_new or step_failed):
             raise failure
         logger.info("%s: sequence %s goes on elsewhere", failure, self._request.request_id)
         if too_new:  # no failure either way: another server may serve an older version
             member.refused_as_too_old(self._request.max_weight_version)
+        elif step_failed:  # of the sequence, most likely: one other server may show that it is not
+            self._step_failed_at = member
         elif isinstance(failure, QueueFullError):
             member.full_until = self._clock() + (failure.retry_after or 1.0)
         else:
@@ -300,10 +319,13 @@ class Rollout:
             f"{len(self._draft.token_ids)} tokens"
         )
 
-    def _given_up(self, last: RollwireError) -> RolloutFailedError:
+    def _given_up(
+        self, last: RollwireError, scope: ErrorScope = ErrorScope.SEQUENCE
+    ) -> RolloutFailedError:
         causes = self._failures if last in self._failures else [*self._failures, last]
         return RolloutFailedError(
             f"sequence {self._request.request_id} was given up after "
             f"{len(self._draft.token_ids)} tokens, in attempt {self._request.attempt}: {last}",
             causes,
+            scope=scope,
         )

@@ -12,6 +12,7 @@ from client.batches.support import HeldServer, batcher_of, begun, fleet_of, prom
 from client.scripted import until
 from rollwire_client import (
     Batcher,
+    CallbackError,
     Carry,
     ClosedError,
     Decision,
@@ -244,11 +245,26 @@ async def test_decisions() -> None:
         assert asked.count("1") == 2
 
 
-async def test_a_decision_that_is_none() -> None:
-    async with held(1) as (_, batcher):
-        with pytest.raises(TypeError, match="decide returned True"):
+async def test_a_group_that_decide_fails_at_is_dropped_and_the_run_goes_on() -> None:
+    def decide(group: Group) -> Decision:
+        if group.prompt.id == "1":
+            raise LookupError("no such answer")
+        return None if group.prompt.id == "2" else Decision.TAKE
+
+    async with held(1, 2, 3) as (_, batcher):
+        batch = await batcher.collect(prompts(), 1, decide=decide)
+        assert ids(batch.finished) == ["3"]
+        assert fates(batch.dropped) == [("1", DropReason.FAILED), ("2", DropReason.FAILED)]
+        first, second = (str(group.error) for group in batch.dropped.groups)
+        assert first == "decide failed at the group of prompt '1': LookupError('no such answer')"
+        assert second == "decide returned None, not a Decision, of prompt '2'"
+
+
+async def test_a_decide_that_fails_at_every_group_is_told() -> None:
+    async with held(*range(1, 9)) as (_, batcher):
+        with pytest.raises(CallbackError, match="decide returned True, not a Decision"):
             await batcher.collect(prompts(), 1, decide=lambda _: True)
-        assert ids((await batcher.collect(prompts(), 1)).finished) == ["1"]
+        assert batcher.taken == 8
 
 
 async def test_a_stop_that_is_not_yes_or_no() -> None:

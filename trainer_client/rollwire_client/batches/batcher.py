@@ -61,11 +61,13 @@ class Batcher:
         group_size: Samples of each prompt.
         sampling: How to sample; without a seed.
         reward: Called with prompt and trajectory when a sample is complete; async, or quick: it
-            runs in the event loop. What it raises, ``collect`` raises; the next one asks again.
+            runs in the event loop. Returns a finite number. A group of which it has none is dropped
+            as ``UNSCORED``.
         max_lag: A group with a token of a version more than this many steps behind the trainer's is
             never handed out. None: no bound.
-        refills: A sample that failed is begun again so many times, alone: from its tokens on (if
-            the fleet gave it up) or anew with other draws (if a server failed at it).
+        refills: A sample that failed is begun again so many times in a row, alone: from its tokens
+            on (if the fleet gave it up; a new token starts the count again) or anew with other
+            draws (if a server failed at it). A ``reward`` that raised is called again as often.
         weights_timeout: Seconds that ``collect`` waits for weights that are new enough.
         options: Of the rollouts, such as ``logprob_basis`` and ``timeout``.
         bar: Show one on a terminal while a batch is collected.
@@ -144,8 +146,14 @@ class Batcher:
         """The next batch; it ends when ``target`` groups are complete.
 
         By default it is a fixed batch: so many prompts are begun, and all are waited for. Groups
-        that were carried come first. Cancelled, or left by an exception, it hands nothing out and
-        loses nothing: the next call goes on.
+        that were carried come first. Cancelled, or left by an exception, it hands nothing out, and
+        the next call goes on with what there is.
+
+        A group that cannot be had (its prompt cannot be sampled, its reward cannot be computed) is
+        dropped with a reason of its own, ``FAILED`` or ``UNSCORED``, and a warning in the log;
+        another takes its place. What every group would meet is raised instead, and the groups are
+        kept. Eight groups in a row that were dropped so, without one that was complete, count as
+        that: the last one's error is raised.
 
         Args:
             prompts: They are taken from it as there is room for them, and no more than that: give
@@ -164,14 +172,14 @@ class Batcher:
         Raises:
             ValueError: The arguments contradict each other, or the version fell.
             StalenessError: No server serves weights new enough for ``max_lag``.
-            InvalidRequestError: A prompt cannot be sampled as it is; it is told as dropped.
-            RolloutFailedError: The fleet gave a sequence up, though it was begun again, and what
-                was sampled is kept; or servers failed at more than ``target`` groups, which are
-                dropped.
+            RolloutFailedError: No server was ready for a sequence within ``Retries.seconds``,
+                though it was begun again; what was sampled is kept.
+            InvalidRequestError, CallbackError, RolloutFailedError, ServerFailedError,
+                TimedOutError: With it ended eight groups in a row, or all that there ever were.
             RollwireError: Something else is wrong, such as a token that is not let in; what was
                 sampled is kept.
             ClosedError: The fleet or the batcher is closed.
-            Exception: What ``reward``, ``prompts``, ``decide`` or ``stop`` raise.
+            Exception: What ``prompts`` or ``stop`` raise.
         """
         begun = asyncio.get_running_loop().time()
         plan = Plan(target, over_sample, prefetch, tail, self._version(version), self._max_lag)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -17,10 +18,10 @@ from rollwire_client.batches.data import (
     Progress,
     Prompt,
 )
-from rollwire_client.batches.group import is_final, servers_failed
+from rollwire_client.batches.group import is_final, reason_of
 from rollwire_client.batches.ledger import Ledger, Life
 from rollwire_client.batches.pool import Pool
-from rollwire_client.errors import ClosedError, InvalidRequestError, TimedOutError
+from rollwire_client.errors import CallbackError, ClosedError, InvalidRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
     from rollwire_client.batches.bar import Bar
     from rollwire_client.batches.group import LiveGroup, Member, Recipe
     from rollwire_client.batches.ledger import Plan
+
+
+logger = logging.getLogger(__name__)
+
+_FAILURES = 8  # groups in a row, before what ails them counts as everybody's
 
 
 class Stock:
@@ -38,6 +44,7 @@ class Stock:
         pool: The groups.
         ledger: What each is; under the same numbers.
         gone: Those that were dropped since the batch before, with their numbers.
+        succeeded: Whether any group was ever complete.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -45,6 +52,7 @@ class Stock:
         self.pool = Pool(recipe)
         self.ledger = Ledger()
         self.gone: list[tuple[int, Group]] = []
+        self.succeeded = False
 
     def add(self, prompt: Prompt, members: list[Member] | None = None) -> LiveGroup:
         """A group that does not run yet; see ``Pool.add``."""
@@ -95,7 +103,8 @@ class Collecting:
         self._clock = asyncio.get_running_loop().time
         self._begun = begun
         self._more = True  # prompts
-        self._server_failures = 0
+        self._failures: list[Exception] = []  # of groups, since the last one that was complete
+        self._undecided: list[Exception] = []  # of ``decide``, since it last said something
 
     async def batch(self) -> Batch:
         """What it hands out; left by an exception it hands out nothing, and loses nothing."""
@@ -123,9 +132,10 @@ class Collecting:
             self._show()
             if over or self._ledger.is_over(self._clock()):
                 return
-            if self._more and self._ledger.room():
+            if self._may_begin():
                 continue
             if not self._ledger.waits():
+                self._check(self._failures, none_is_left=True)
                 return  # there are no more prompts
             await self._change()
 
@@ -153,7 +163,7 @@ class Collecting:
         """Books what groups came to.
 
         Raises:
-            Exception: What the caller is to know at once: the first of them.
+            Exception: What every group would meet: the first of them.
         """
         told: Exception | None = None
         for group in self._pool.ended():
@@ -168,24 +178,50 @@ class Collecting:
         error, number = group.failure, group.number
         if error is None:
             self._pool.settled(group)
+            self._failures.clear()
+            self._stock.succeeded = True
             if not self._ledger.complete(number, group.oldest()):
                 self._stock.drop(number, DropReason.STALE)
-        elif isinstance(error, TimedOutError):
-            self._drop(number, DropReason.CUT, error)
-        elif isinstance(error, InvalidRequestError):
-            self._drop(number, DropReason.FAILED, error)
-            error.add_note(f"It is prompt {group.prompt.id!r}, whose group is dropped.")
-            raise error
-        elif servers_failed(error):
-            self._drop(number, DropReason.FAILED, error)
-            self._server_failures += 1
-            if self._server_failures > self._plan.target:
-                raise error
+        elif is_final(error):
+            self._drop(number, reason_of(error), error)
+            self._failed(group.prompt, reason_of(error), error, self._failures)
         else:
             raise error
 
+    def _failed(
+        self, prompt: Prompt, why: DropReason, error: Exception, in_a_row: list[Exception]
+    ) -> None:
+        """A prompt's group was dropped for an error."""
+        logger.warning(
+            "the group of prompt %r (epoch %d) is dropped as %s: %s",
+            prompt.id, prompt.epoch, why.value, error,
+        )  # fmt: skip
+        error.add_note(f"It is of prompt {prompt.id!r}, whose group is dropped as {why.value}.")
+        in_a_row.append(error)
+        self._check(in_a_row)
+
+    def _check(self, in_a_row: list[Exception], *, none_is_left: bool = False) -> None:
+        """Raises the last of the errors if every group meets them, as far as can be seen.
+
+        Groups whose prompts cannot be sampled end at once, long before the others: so many of those
+        in a row say little while others are sampled, and no more are begun until one of these ends.
+        That the caller's functions fail in a row says enough.
+        """
+        if not in_a_row:
+            return
+        last, count = in_a_row[-1], len(in_a_row)
+        many = count >= _FAILURES and (none_is_left or isinstance(last, CallbackError))
+        if many or (none_is_left and not self._stock.succeeded):
+            last.add_note(f"It is the last of {count} groups in a row that were dropped so.")
+            raise last
+
+    def _may_begin(self) -> bool:
+        """Whether there is room for a group, and nothing speaks against one more."""
+        room = self._more and self._ledger.room()
+        return bool(room) and len(self._failures) < _FAILURES
+
     def _admit(self) -> None:
-        while self._more and self._ledger.room():
+        while self._may_begin():
             if (prompt := next(self._prompts, None)) is None:
                 self._more = False
                 return
@@ -193,29 +229,56 @@ class Collecting:
                 raise TypeError(f"prompts gave {prompt!r:.80}, not a Prompt(id, token_ids)")
             try:
                 group = self._stock.add(prompt)
+            except InvalidRequestError as error:
+                self._stock.refuse(prompt, error)
+                self._failed(prompt, DropReason.FAILED, error, self._failures)
             except Exception as error:
                 self._stock.refuse(prompt, error)
                 raise
-            self._pool.run(group, self._plan.oldest_version)
+            else:
+                self._pool.run(group, self._plan.oldest_version)
 
     def _choose(self) -> bool:
         """Decides on what is complete; True ends the batch."""
         while (number := self._ledger.offered()) is not None:
-            decision = self._decide(self._pool.groups[number].snapshot())
+            try:
+                decision = self._decision(self._pool.groups[number].snapshot())
+            except CallbackError as error:
+                prompt = self._pool.groups[number].prompt
+                self._drop(number, DropReason.FAILED, error)
+                self._failed(prompt, DropReason.FAILED, error, self._undecided)
+                continue
+            self._undecided.clear()
             if decision is Decision.TAKE:
                 self._ledger.choose(number, self._clock())
             elif decision is Decision.POSTPONE:
                 self._ledger.postpone(number)
-            elif decision is Decision.DROP:
-                self._drop(number, DropReason.FILTERED)
             else:
-                raise TypeError(f"decide returned {decision!r}, not a Decision")
+                self._drop(number, DropReason.FILTERED)
             stopped = self._stop(self._progress())
             if not isinstance(stopped, bool):
                 raise TypeError(f"stop returned {stopped!r}, not True or False")
             if stopped:
                 return True
         return False
+
+    def _decision(self, group: Group) -> Decision:
+        """What the caller says of a group that is complete.
+
+        Raises:
+            CallbackError: It raised, or said none.
+        """
+        try:
+            decision = self._decide(group)
+        except Exception as error:
+            told = f"decide failed at the group of prompt {group.prompt.id!r}: {error!r}"
+            raise CallbackError(told, callback="decide") from error
+        if not isinstance(decision, Decision):
+            told = (
+                f"decide returned {decision!r:.80}, not a Decision, of prompt {group.prompt.id!r}"
+            )
+            raise CallbackError(told, callback="decide")
+        return decision
 
     def _show(self) -> None:
         now = self._progress()

@@ -60,7 +60,9 @@ class DropReason(enum.Enum):
     CUT = "cut"
     """The ``timeout`` of a sample was up. Another in its place would favour the short."""
     FAILED = "failed"
-    """One of its samples could not be had: ``error`` says why."""
+    """One of its samples could not be had, or ``decide`` failed at it: ``error`` says why."""
+    UNSCORED = "unscored"
+    """The reward of one of its samples could not be had: ``error`` says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,10 @@ class Part:
 
     groups: tuple[Group, ...] = ()
 
+    def of(self, reason: DropReason) -> Part:
+        """Those that were dropped for this reason, with the lengths and rewards of these alone."""
+        return Part(tuple(group for group in self.groups if group.dropped is reason))
+
     @property
     def lengths(self) -> tuple[int, ...]:
         """Output tokens of each sample so far."""
@@ -143,7 +149,8 @@ class Batch:
         finished: Handed out here, and nowhere else.
         carried: Under way, or complete and put off: what is there of it so far. A later batch hands
             it out, or says that it was dropped.
-        dropped: Since the batch before.
+        dropped: Since the batch before; ``dropped.of(DropReason.FAILED)`` and its siblings tell the
+            reasons apart.
         seconds: From the call to its end.
     """
 

@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING
 from rollwire_client.batches.data import DropReason, Group, Prompt, Sample
 from rollwire_client.batches.seeds import seed_of
 from rollwire_client.errors import (
+    CallbackError,
     ClosedError,
-    InvalidRequestError,
+    ErrorScope,
     RefusedError,
     RolloutFailedError,
     RollwireError,
     ServerFailedError,
     TimedOutError,
 )
+from rollwire_client.tasks import end
 from rollwire_client.trajectory import Draft
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_REWARD_DELAY = 0.1  # seconds until a reward that raised is asked for again; then four times that
 _NEVER_REFILLED = (RefusedError, TimedOutError, ClosedError)
 
 
@@ -50,7 +53,7 @@ class Recipe:
         sampling: Without a seed.
         options: Of the rollouts.
         reward: Of a complete sample; None: there are none.
-        refills: How often a sample that failed is begun again, one after the other.
+        refills: How often in a row a sample that failed is begun again, or its reward asked for.
     """
 
     fleet: Fleet
@@ -150,41 +153,63 @@ def servers_failed(error: Exception) -> bool:
 
 
 def is_final(error: Exception) -> bool:
-    """Whether it ends a group; after others it goes on."""
-    return isinstance(error, TimedOutError | InvalidRequestError) or servers_failed(error)
+    """Whether it ends a group, as it is of that group; after others, which every group would meet,
+    the group goes on.
+    """
+    return not isinstance(error, RollwireError) or error.scope is ErrorScope.SEQUENCE
+
+
+def reason_of(error: Exception) -> DropReason:
+    """Why a group is dropped that ended with ``error``."""
+    if isinstance(error, TimedOutError):
+        return DropReason.CUT
+    unscored = isinstance(error, CallbackError) and error.callback == "reward"
+    return DropReason.UNSCORED if unscored else DropReason.FAILED
 
 
 async def sample_group(group: LiveGroup, recipe: Recipe) -> None:
     """Samples all members to their ends; each goes on from what it has.
 
     Raises:
-        Exception: What a member came to, once all have ended: first one that is final.
+        Exception: What a member came to: at once one that is final, which ends the others too; else
+            the first, once all have ended.
     """
-    outcomes = await asyncio.gather(
-        *(_sample(group, member, recipe) for member in group.members), return_exceptions=True
-    )
-    errors = [_told(outcome, group) for outcome in outcomes if outcome is not None]
+    tasks = [asyncio.create_task(_sample(group, member, recipe)) for member in group.members]
+    running, errors = set(tasks), list[Exception]()
+    try:
+        while running and not any(is_final(error) for error in errors):
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            outcomes = [_outcome(task, group) for task in tasks if task in done]
+            errors += [error for error in outcomes if error is not None]
+    finally:
+        await end(tasks)
     for error in sorted(errors, key=is_final, reverse=True):
         raise error
 
 
-def _told(error: BaseException, group: LiveGroup) -> Exception:
-    if isinstance(error, Exception):
+def _outcome(task: asyncio.Task[None], group: LiveGroup) -> Exception | None:
+    try:
+        task.result()
+    except Exception as error:
         return error
-    told = RuntimeError(f"a sample of prompt {group.prompt.id!r} was cancelled, or what it awaits")
-    told.__cause__ = error
-    return told
+    except asyncio.CancelledError as error:
+        told = RuntimeError(f"a sample of prompt {group.prompt.id!r} was cancelled")
+        told.__cause__ = error
+        return told
+    return None
 
 
 async def _sample(group: LiveGroup, member: Member, recipe: Recipe) -> None:
     failures = 0
     while not (trajectory := member.trajectory()).complete:
+        tokens = len(trajectory.token_ids)
         try:
             await _attempt(group, member, recipe)
         except _NEVER_REFILLED:
             raise
         except RollwireError as error:
-            failures += 1
+            went_on = len(member.draft.token_ids) > tokens and not servers_failed(error)
+            failures = 1 if went_on else failures + 1
             if failures > recipe.refills:
                 raise
             logger.warning("%s; sample %d of %s again", error, member.index, group.prompt.id)
@@ -196,17 +221,49 @@ async def _sample(group: LiveGroup, member: Member, recipe: Recipe) -> None:
                 if failures > recipe.refills:
                     raise _ended_by_others(member.trajectory())
     if member.reward is None and recipe.reward is not None:
-        reward = recipe.reward(group.prompt, trajectory)
-        member.reward = _checked(await reward if inspect.isawaitable(reward) else reward, group)
+        member.reward = await _reward(group.prompt, trajectory, recipe)
 
 
-def _checked(reward: object, group: LiveGroup) -> float:
+async def _reward(prompt: Prompt, trajectory: Trajectory, recipe: Recipe) -> float:
+    """Asks the caller's function, again where it raised.
+
+    Raises:
+        CallbackError: It raised each time, or what it returned is no finite number.
+    """
+    assert recipe.reward is not None  # noqa: S101 - or nobody asks
+    failures = 0
+    while True:
+        try:
+            given = recipe.reward(prompt, trajectory)
+            given = await given if inspect.isawaitable(given) else given
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
+            failures += 1
+            if failures > recipe.refills:
+                told = f"the reward of prompt {prompt.id!r} could not be had: {error!r}"
+                raise CallbackError(told, callback="reward") from error
+            logger.warning("the reward of prompt %r, asked for again: %r", prompt.id, error)
+            await asyncio.sleep(_REWARD_DELAY * 4 ** (failures - 1))
+        else:
+            return _number(given, prompt)
+
+
+def _is_cancelled() -> bool:
+    """Whether this task is to end, not only what it awaited."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _number(reward: object, prompt: Prompt) -> float:
+    """The reward, of whatever type has a value: numpy's numbers, bools, tensors of one element."""
     try:
-        value = float(reward)  # type: ignore[arg-type]  # whatever has a value: tensors of one
-    except (TypeError, ValueError):
+        value = float(reward)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         value = math.nan
-    if math.isnan(value):
-        raise ValueError(f"the reward of prompt {group.prompt.id!r} is {reward!r:.80}, no number")
+    if not math.isfinite(value):
+        told = f"the reward of prompt {prompt.id!r} is {reward!r:.80}, no finite number"
+        raise CallbackError(told, callback="reward")
     return value
 
 
