@@ -168,6 +168,13 @@ class Members:
             member.learn(weights)
         self._policy.committed(weights)
 
+    def published_since(self, count: int) -> tuple[list[WeightTag], int]:
+        """What was published here after the first ``count``, in order, and how many there are; of
+        very many the latest.
+        """
+        published, now = self._policy.published, self._policy.count
+        return list(published)[max(len(published) - (now - count), 0) :], now
+
     def missed_rollback(self, weights: WeightTag) -> bool:
         """Whether a server with these weights may be brought to a lower version, as the others
         were.

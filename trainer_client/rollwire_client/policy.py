@@ -8,6 +8,7 @@ and servers that missed this are behind, though their version is higher.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from rollwire_client.data import WeightTag
+
+
+_REMEMBERED = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,8 @@ class Policy:
     Attributes:
         current: As one of the servers serves it; None before the first publish: then any weights
             are as good.
+        published: All that were current, in order; the latest of them.
+        count: How many there were.
         rolled_back: Whether a publish was allowed to lower the version. Servers that missed it may
             have higher versions than the policy.
     """
@@ -42,6 +48,8 @@ class Policy:
     def __init__(self, changed: Callable[[], None]) -> None:
         """``changed`` is called when other weights are to be served."""
         self.current: WeightTag | None = None
+        self.published: deque[WeightTag] = deque(maxlen=_REMEMBERED)
+        self.count = 0
         self.rolled_back = False
         self._changed = changed
         self._expected: _Expected | None = None  # may be committed, and nobody has said so yet
@@ -76,6 +84,9 @@ class Policy:
         if expected is None:  # another one was first
             return
         self.rolled_back = self.rolled_back or expected.rollback
+        if self.current is None or not _same(weights, self.current):
+            self.published.append(weights)
+            self.count += 1
         self.current = weights
         self._changed()
 

@@ -121,6 +121,11 @@ class Rollout:
             for chunk in attempt.pending():
                 self._add(chunk, member)
 
+    def allow(self, least: int | None) -> None:
+        """From now on it may be sampled under version ``least`` too, and newer ones."""
+        if self._least is not None and (least is None or least < self._least):
+            self._least = least
+
     async def chunks(self, *, whole: bool) -> AsyncGenerator[Chunk, None]:
         """The tokens as they come; with ``whole``, those of an attempt at its end.
 

@@ -238,9 +238,9 @@ class Draft:
             last.oldest_kv_revision = min(last.oldest_kv_revision, oldest)
 
     @property
-    def versions(self) -> list[int | None]:
-        """The weight versions that sampled it, in order."""
-        return [run.weights.version for run in self._runs]
+    def weights(self) -> list[WeightTag]:
+        """What sampled it, in order."""
+        return [run.weights for run in self._runs]
 
     @property
     def newest(self) -> WeightTag | None:

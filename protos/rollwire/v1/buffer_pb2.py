@@ -26,7 +26,7 @@ from rollwire.v1 import common_pb2 as rollwire_dot_v1_dot_common__pb2
 from rollwire.v1 import rollout_pb2 as rollwire_dot_v1_dot_rollout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollwire/v1/buffer.proto\x12\x0brollwire.v1\x1a\x18rollwire/v1/common.proto\x1a\x19rollwire/v1/rollout.proto\"\x9f\x01\n\x0bSavedBuffer\x12\x0c\n\x04seed\x18\x01 \x01(\x03\x12\x12\n\ngroup_size\x18\x02 \x01(\r\x12\x14\n\x07version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x12\n\nhanded_out\x18\x04 \x01(\x04\x12\x0f\n\x07\x64ropped\x18\x05 \x01(\x04\x12\'\n\x06groups\x18\x06 \x03(\x0b\x32\x17.rollwire.v1.SavedGroupB\n\n\x08_version\"\xb0\x01\n\nSavedGroup\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x0c\n\x04info\x18\x04 \x01(\t\x12)\n\x07samples\x18\x05 \x03(\x0b\x32\x18.rollwire.v1.SavedSample\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.rollwire.v1.SamplingParams\"\x86\x02\n\x0bSavedSample\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12+\n\x08segments\x18\x04 \x03(\x0b\x32\x19.rollwire.v1.SavedSegment\x12#\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x13.rollwire.v1.Finish\x12\x0f\n\x07servers\x18\x06 \x03(\t\x12\x13\n\x06reward\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07refills\x18\x08 \x01(\r\x12*\n\x07routing\x18\t \x01(\x0b\x32\x19.rollwire.v1.SavedRoutingB\t\n\x07_reward\"\xab\x01\n\x0cSavedRouting\x12\x0e\n\x06replay\x18\x01 \x01(\t\x12\x10\n\x08num_rows\x18\x02 \x01(\r\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x18\n\x10\x62ytes_per_expert\x18\x05 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x06 \x01(\x0c\x12+\n\x08segments\x18\x07 \x03(\x0b\x32\x19.rollwire.v1.SavedSegment\"`\n\x0cSavedSegment\x12\x0b\n\x03\x65nd\x18\x01 \x01(\r\x12\'\n\x07weights\x18\x02 \x01(\x0b\x32\x16.rollwire.v1.WeightTag\x12\x1a\n\x12oldest_kv_revision\x18\x03 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollwire/v1/buffer.proto\x12\x0brollwire.v1\x1a\x18rollwire/v1/common.proto\x1a\x19rollwire/v1/rollout.proto\"\xc6\x01\n\x0bSavedBuffer\x12\x0c\n\x04seed\x18\x01 \x01(\x03\x12\x12\n\ngroup_size\x18\x02 \x01(\r\x12\x14\n\x07version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x12\n\nhanded_out\x18\x04 \x01(\x04\x12\x0f\n\x07\x64ropped\x18\x05 \x01(\x04\x12\'\n\x06groups\x18\x06 \x03(\x0b\x32\x17.rollwire.v1.SavedGroup\x12%\n\x05steps\x18\x07 \x03(\x0b\x32\x16.rollwire.v1.SavedStepB\n\n\x08_version\"]\n\tSavedStep\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x14\n\x07version\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x13\n\x06\x64igest\x18\x03 \x01(\x06H\x01\x88\x01\x01\x42\n\n\x08_versionB\t\n\x07_digest\"\xb0\x01\n\nSavedGroup\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x0c\n\x04info\x18\x04 \x01(\t\x12)\n\x07samples\x18\x05 \x03(\x0b\x32\x18.rollwire.v1.SavedSample\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.rollwire.v1.SamplingParams\"\x86\x02\n\x0bSavedSample\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12+\n\x08segments\x18\x04 \x03(\x0b\x32\x19.rollwire.v1.SavedSegment\x12#\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x13.rollwire.v1.Finish\x12\x0f\n\x07servers\x18\x06 \x03(\t\x12\x13\n\x06reward\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07refills\x18\x08 \x01(\r\x12*\n\x07routing\x18\t \x01(\x0b\x32\x19.rollwire.v1.SavedRoutingB\t\n\x07_reward\"\xab\x01\n\x0cSavedRouting\x12\x0e\n\x06replay\x18\x01 \x01(\t\x12\x10\n\x08num_rows\x18\x02 \x01(\r\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x18\n\x10\x62ytes_per_expert\x18\x05 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x06 \x01(\x0c\x12+\n\x08segments\x18\x07 \x03(\x0b\x32\x19.rollwire.v1.SavedSegment\"`\n\x0cSavedSegment\x12\x0b\n\x03\x65nd\x18\x01 \x01(\r\x12\'\n\x07weights\x18\x02 \x01(\x0b\x32\x16.rollwire.v1.WeightTag\x12\x1a\n\x12oldest_kv_revision\x18\x03 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,13 +34,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollwire.v1.buffer_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAVEDBUFFER']._serialized_start=95
-  _globals['_SAVEDBUFFER']._serialized_end=254
-  _globals['_SAVEDGROUP']._serialized_start=257
-  _globals['_SAVEDGROUP']._serialized_end=433
-  _globals['_SAVEDSAMPLE']._serialized_start=436
-  _globals['_SAVEDSAMPLE']._serialized_end=698
-  _globals['_SAVEDROUTING']._serialized_start=701
-  _globals['_SAVEDROUTING']._serialized_end=872
-  _globals['_SAVEDSEGMENT']._serialized_start=874
-  _globals['_SAVEDSEGMENT']._serialized_end=970
+  _globals['_SAVEDBUFFER']._serialized_end=293
+  _globals['_SAVEDSTEP']._serialized_start=295
+  _globals['_SAVEDSTEP']._serialized_end=388
+  _globals['_SAVEDGROUP']._serialized_start=391
+  _globals['_SAVEDGROUP']._serialized_end=567
+  _globals['_SAVEDSAMPLE']._serialized_start=570
+  _globals['_SAVEDSAMPLE']._serialized_end=832
+  _globals['_SAVEDROUTING']._serialized_start=835
+  _globals['_SAVEDROUTING']._serialized_end=1006
+  _globals['_SAVEDSEGMENT']._serialized_start=1008
+  _globals['_SAVEDSEGMENT']._serialized_end=1104
 # @@protoc_insertion_point(module_scope)

@@ -34,6 +34,7 @@ class SavedBuffer(_message.Message):
     HANDED_OUT_FIELD_NUMBER: _builtins.int
     DROPPED_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
     """of the run: the samples go on with the draws that they began with"""
     group_size: _builtins.int
@@ -46,6 +47,12 @@ class SavedBuffer(_message.Message):
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___SavedGroup]:
         """neither handed out nor dropped yet, the oldest first"""
 
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___SavedStep]:
+        """The latest that the trainer came to, in order: what lag is counted in. Empty in files of older releases: `version`
+        alone is known then.
+        """
+
     def __init__(
         self,
         *,
@@ -55,16 +62,54 @@ class SavedBuffer(_message.Message):
         handed_out: _builtins.int = ...,
         dropped: _builtins.int = ...,
         groups: _abc.Iterable[Global___SavedGroup] | None = ...,
+        steps: _abc.Iterable[Global___SavedStep] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "dropped", b"dropped", "group_size", b"group_size", "groups", b"groups", "handed_out", b"handed_out", "seed", b"seed", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "dropped", b"dropped", "group_size", b"group_size", "groups", b"groups", "handed_out", b"handed_out", "seed", b"seed", "steps", b"steps", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
 
 Global___SavedBuffer: _TypeAlias = SavedBuffer  # noqa: Y015
+
+@_typing.final
+class SavedStep(_message.Message):
+    """A step of the trainer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """rises; versions that others published count by their labels, so that it may leave some out"""
+    version: _builtins.int
+    """absent: an untagged policy"""
+    digest: _builtins.int
+    """of the policy; absent: not known"""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        version: _builtins.int | None = ...,
+        digest: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "_version", b"_version", "digest", b"digest", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "_version", b"_version", "digest", b"digest", "number", b"number", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__digest: _TypeAlias = _typing.Literal["digest"]  # noqa: Y015
+    _WhichOneofArgType__digest: _TypeAlias = _typing.Literal["_digest", b"_digest"]  # noqa: Y015
+    _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
+    _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__digest) -> _WhichOneofReturnType__digest | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
+
+Global___SavedStep: _TypeAlias = SavedStep  # noqa: Y015
 
 @_typing.final
 class SavedGroup(_message.Message):

@@ -29,7 +29,7 @@ class Books(RuleBasedStateMachine):
         self.plan: Plan | None = None
         self.taken: list[int] = []
         self.dropped: list[int] = []
-        self.oldest: dict[int, float] = {}
+        self.oldest: dict[int, float] = {}  # the version of its oldest token
 
     @precondition(lambda self: self.plan is None)
     @rule(
@@ -49,7 +49,7 @@ class Books(RuleBasedStateMachine):
         )
         for number, oldest in self.oldest.items():
             if number in self.ledger.entries:
-                self.ledger.see(number, oldest)
+                self.ledger.see(number, self.version - oldest)
         self.dropped += self.ledger.open(self.plan, self.now)
 
     @precondition(lambda self: self.plan is not None and self.ledger.room() > 0)
@@ -65,7 +65,7 @@ class Books(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(sampling))
         oldest = data.draw(st.just(-math.inf) | st.integers(0, self.version).map(float))
         self.oldest[number] = oldest
-        if not self.ledger.complete(number, oldest):
+        if not self.ledger.complete(number, self.version - oldest):
             self.dropped.append(number)
 
     @precondition(lambda self: self.plan is not None and self.ledger.offered() is not None)
@@ -230,19 +230,20 @@ def test_admission_keeps_to_the_lag() -> None:
 def test_a_group_that_is_too_old_gives_its_place_back() -> None:
     plan = Plan(2, over_sample=1.5, tail=Carry(), version=5, max_lag=1)
     ledger = filled(plan, complete=0)
-    assert not ledger.complete(1, 3.0)
-    assert ledger.complete(2, 4.0)
+    assert not ledger.complete(1, 2)
+    assert ledger.complete(2, 1)
     assert ledger.room() == 1
     choose_all(ledger, 1.0)
     ledger.abandon()
-    ledger.see(3, 4.0)
+    ledger.see(2, 2)
+    ledger.see(3, 2)
     assert ledger.open(Plan(2, version=6, max_lag=1), 2.0) == [2, 3]
 
 
 def test_weights_without_a_version_are_too_old_for_any_bound() -> None:
-    assert Plan(1, version=1, max_lag=10).is_stale(-math.inf)
-    assert not Plan(1, version=1, max_lag=10).is_stale(math.inf)  # nothing is sampled yet
-    assert not Plan(1).is_stale(-math.inf)
+    assert Plan(1, version=1, max_lag=10).is_stale(math.inf)
+    assert not Plan(1, version=1, max_lag=10).is_stale(-math.inf)  # nothing is sampled yet
+    assert not Plan(1).is_stale(math.inf)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from rollwire_client import (
 )
 from rollwire_client.batches.group import LiveGroup, Member, Recipe
 from rollwire_client.batches.saved import Counters, read, write
+from rollwire_client.batches.steps import Step
 from rollwire_client.testing import FakeServer
 from rollwire_client.trajectory import Draft
 
@@ -149,8 +150,10 @@ def test_what_a_sample_has_comes_back_as_it_was(tmp_path: Path) -> None:
     members = [Member(0, Draft.of(trajectory), 0.25, 3), Member(1, Draft("", (5, 6)))]
     group = LiveGroup(1, Prompt("p", (5, 6), 4, info=["x", None]), members)
     counters = Counters(None, 7, 8)
-    write(tmp_path / "buffer", recipe, counters, [group])
-    told, ((prompt, (first, second)),) = read(tmp_path / "buffer", recipe)
+    steps = [Step(3, None, 7), Step(4, 9, None), Step(8, 13, 2**64 - 1)]
+    write(tmp_path / "buffer", recipe, counters, steps, [group])
+    told, again, ((prompt, (first, second)),) = read(tmp_path / "buffer", recipe)
+    assert again == steps
     assert (told, prompt) == (counters, group.prompt)
     assert (first.trajectory(), first.reward, first.refills) == (trajectory, 0.25, 3)
     assert (second.trajectory().token_ids, second.reward, second.refills) == ((), None, 0)
@@ -310,3 +313,25 @@ async def test_a_save_that_fails_leaves_the_file_as_it_was(saved: Path) -> None:
         await asyncio.wait([collecting])
     assert content(saved) == before
     assert names(saved.parent) == ["buffer"]
+
+
+async def test_a_buffer_of_an_older_release_goes_on(saved: Path) -> None:
+    """It says nothing of steps but the version of its latest batch."""
+
+    def without_steps(data: bytes) -> bytes:
+        message = buffer_pb2.SavedBuffer.FromString(data[data.index(b"\n") + 33 :])
+        assert message.steps
+        message.ClearField("steps")
+        content = message.SerializeToString()
+        return b"rollwire buffer 1\n" + hashlib.sha256(content).digest() + content
+
+    rewrite(saved, without_steps)
+    async with (
+        HeldServer({1}, version=10) as server,
+        fleet_of(server) as fleet,
+        batcher_of(fleet, max_lag=1) as batcher,
+    ):
+        batcher.load(saved)
+        batch = await batcher.collect(prompts(3), 1, version=10)
+        assert [group.prompt.id for group in batch.groups] == ["1"]
+        assert batch.groups[0].versions == {3, 10}

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from rollwire_client import Carry, Fleet
+import torch
+from rollwire_client import Carry, Fleet, Prompt, Publisher, Sampling
 from rollwire_client.batches.seeds import seed_of
 from rollwire_client.sync import SyncBatcher, SyncFleet
 from support.batching import (
@@ -30,7 +31,7 @@ from support.batching import (
     trained,
     under_way,
 )
-from support.synthetic import labels_are_honest, start_synthetic, until
+from support.synthetic import PROMPT, labels_are_honest, start_synthetic, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -132,6 +133,37 @@ async def test_a_trainer_that_is_killed_goes_on_with_what_it_saved(
     for was, now in zip(saved.samples, crossed.samples, strict=True):
         tokens = was.trajectory.token_ids
         assert tokens == now.trajectory.token_ids[: len(tokens)] != ()
+
+
+async def test_a_trainer_that_goes_on_above_the_servers_keeps_what_it_carried(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    """It saved at version 5, died at 9, and goes on as newest_version + 1: one step, not five."""
+    server = start_one(start_server)
+    buffer = tmp_path / "buffer"
+    source = prompts()
+    long = Prompt("long", PROMPT, sampling=Sampling(max_new_tokens=300))
+    async with Fleet([server.address]) as fleet, batcher_of(fleet) as batcher:
+        for version in range(3, 10):
+            handle = await Publisher(fleet).publish(version, {"weight": torch.zeros(1024)})
+            await handle.committed
+            if version == 5:
+                some = chain(islice(source, 1), [long])
+                await batcher.collect(some, 1, over_sample=2.0, tail=Carry())
+                await begun(batcher, "long")
+                batcher.save(buffer)
+    async with Fleet([server.address]) as fleet, batcher_of(fleet) as batcher:
+        batcher.load(buffer)
+        version = (await fleet.newest_version() or 0) + 1
+        assert version == 10
+        handle = await Publisher(fleet).publish(version, {"weight": torch.ones(1024)})
+        await handle.committed
+        batch = await batcher.collect(source, 1)
+    (group,) = batch.groups
+    assert group.prompt.id == "long"
+    assert group.versions == {5, 10}
+    assert batch.dropped.groups == ()
+    assert_honest(batch.groups)
 
 
 @pytest.fixture

@@ -26,6 +26,8 @@ from rollwire_client.batches.evaluation import evaluate
 from rollwire_client.batches.group import Recipe
 from rollwire_client.batches.ledger import Plan
 from rollwire_client.batches.saved import Counters
+from rollwire_client.batches.steps import Steps
+from rollwire_client.data import version_text
 from rollwire_client.errors import StalenessError
 from rollwire_client.request import DEFAULT_SAMPLING, RolloutOptions
 
@@ -64,7 +66,8 @@ class Batcher:
             runs in the event loop. Returns a finite number. A group of which it has none is dropped
             as ``UNSCORED``.
         max_lag: A group with a token of a version more than this many steps behind the trainer's is
-            never handed out. None: no bound.
+            never handed out. A publish through the fleet is one step, also where its number jumps
+            or falls, and so is going on from a saved buffer. None: no bound.
         refills: A sample that failed is begun again so many times in a row, alone: from its tokens
             on (if the fleet gave it up; a new token starts the count again) or anew with other
             draws (if a server failed at it). A ``reward`` that raised is called again as often.
@@ -114,6 +117,7 @@ class Batcher:
         self._weights_timeout = weights_timeout
         self._bar = bar
         self._collecting = False
+        self._published = 0  # so many publishes through the fleet are among the steps
 
     async def __aenter__(self) -> Self:
         return self
@@ -182,7 +186,9 @@ class Batcher:
             Exception: What ``prompts`` or ``stop`` raise.
         """
         begun = asyncio.get_running_loop().time()
-        plan = Plan(target, over_sample, prefetch, tail, self._version(version), self._max_lag)
+        plan = self._plan(
+            Plan(target, over_sample, prefetch, tail, self._version(version), self._max_lag)
+        )
         self._fleet.check_open()
         if self._collecting:
             raise RuntimeError("a batch is being collected: one at a time")
@@ -253,7 +259,7 @@ class Batcher:
         stock = self._stock
         groups = tuple(stock.pool.groups.values())
         counters = Counters(self.version, self.handed_out, self.dropped + len(stock.gone))
-        saved.write(Path(path), stock.recipe, counters, groups)
+        saved.write(Path(path), stock.recipe, counters, stock.steps.saved(), groups)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Takes over what another process saved; it goes on with the next batch.
@@ -266,42 +272,56 @@ class Batcher:
         """
         if self._stock.pool.groups or self._collecting:
             raise RuntimeError("this batcher has groups of its own: load into a new one")
-        counters, groups = saved.read(Path(path), self._stock.recipe)
+        counters, steps, groups = saved.read(Path(path), self._stock.recipe)
         for prompt, members in groups:
             self._stock.add(prompt, members)  # which were checked
         self.version, self.handed_out, self.dropped = (
             counters.version, counters.handed_out, counters.dropped,
         )  # fmt: skip
+        self._stock.steps, self._published = Steps(steps, counters.version), 0
 
     def _version(self, version: int | None) -> int | None:
         """The trainer's step."""
         if version is None:
             policy = self._fleet.policy
             version = policy.version if policy is not None else None
-        if self.version is not None and (version is None or version < self.version):
+        if self.version is not None and version is None:
             raise ValueError(
-                f"the trainer's version is {version}, and was {self.version}: a batcher goes with "
-                f"one run, whose versions rise; publish first, or say version=…"
+                f"the trainer has no version, and was at {self.version}: a batcher goes with one "
+                "run, whose versions rise; publish first, or say version=…"
             )
         return version
 
+    def _plan(self, plan: Plan) -> Plan:
+        """The plan with what it means for the steps of the run."""
+        steps = self._stock.steps
+        published, self._published = self._fleet.published_since(self._published)
+        for weights in published:
+            steps.published(weights)
+        if plan.version is None:
+            return plan
+        steps.reach(plan.version)
+        if plan.max_lag is None:
+            return plan
+        return replace(plan, oldest_version=steps.oldest_version(plan.max_lag))
+
     async def _await_weights(self, plan: Plan) -> None:
         """Returns once a server serves weights that the bound allows."""
-        least = plan.oldest_version
+        least, steps = plan.oldest_version, self._stock.steps
         if least is None:
             return
         clock = asyncio.get_running_loop().time
         give_up = clock() + self._weights_timeout
         while True:
-            served = [member.version for member in self._fleet.members]
-            newest = max((v for v in served if v is not None), default=None)
-            if newest is not None and newest >= least:
+            served = [m.info.weights for m in self._fleet.members if m.info is not None]
+            if any(not plan.is_stale(steps.lag(weights)) for weights in served):
                 return
             if clock() >= give_up:
+                told = ", ".join(sorted({version_text(w.version) for w in served})) or "nothing"
                 raise StalenessError(
                     f"the trainer is at version {plan.version}, and max_lag is {plan.max_lag}; the "
-                    f"newest version that a server serves is {newest}, and {least} did not come "
-                    f"within {self._weights_timeout:g} s: publish the policy, or allow more lag"
+                    f"servers serve {told}, and version {least} did not come within "
+                    f"{self._weights_timeout:g} s: publish the policy, or allow more lag"
                 )
             await asyncio.sleep(_POLL)
 

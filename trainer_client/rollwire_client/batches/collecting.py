@@ -21,6 +21,7 @@ from rollwire_client.batches.data import (
 from rollwire_client.batches.group import is_final, reason_of
 from rollwire_client.batches.ledger import Ledger, Life
 from rollwire_client.batches.pool import Pool
+from rollwire_client.batches.steps import Steps
 from rollwire_client.errors import CallbackError, ClosedError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Stock:
         ledger: What each is; under the same numbers.
         gone: Those that were dropped since the batch before, with their numbers.
         succeeded: Whether any group was ever complete.
+        steps: Of the trainer.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -53,6 +55,7 @@ class Stock:
         self.ledger = Ledger()
         self.gone: list[tuple[int, Group]] = []
         self.succeeded = False
+        self.steps = Steps()
 
     def add(self, prompt: Prompt, members: list[Member] | None = None) -> LiveGroup:
         """A group that does not run yet; see ``Pool.add``."""
@@ -118,7 +121,7 @@ class Collecting:
     async def _run(self) -> None:
         """Returns when the batch has what it is to have."""
         for number, group in self._pool.groups.items():
-            self._ledger.see(number, group.oldest())
+            self._ledger.see(number, group.lag(self._stock.steps))
         for number in self._ledger.open(self._plan, self._clock()):
             self._stock.drop(number, DropReason.STALE)
         self._go_on()
@@ -153,6 +156,7 @@ class Collecting:
     def _go_on(self) -> None:
         """Groups that failed between batches, or were loaded, are sampled again."""
         for number, group in self._pool.groups.items():
+            group.allow(self._plan.oldest_version)
             if self._ledger.entries[number].life is not Life.SAMPLING or group.running:
                 continue
             passing = group.failure is not None and not is_final(group.failure)
@@ -180,7 +184,7 @@ class Collecting:
             self._pool.settled(group)
             self._failures.clear()
             self._stock.succeeded = True
-            if not self._ledger.complete(number, group.oldest()):
+            if not self._ledger.complete(number, group.lag(self._stock.steps)):
                 self._stock.drop(number, DropReason.STALE)
         elif is_final(error):
             self._drop(number, reason_of(error), error)

@@ -28,7 +28,8 @@ from rollwire_client.trajectory import Draft
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from rollwire_client.data import Sampling
+    from rollwire_client.batches.steps import Steps
+    from rollwire_client.data import Sampling, WeightTag
     from rollwire_client.fleet import Fleet
     from rollwire_client.request import RolloutOptions
     from rollwire_client.rollout import Rollout
@@ -87,14 +88,19 @@ class Member:
         self._flush()
         return self.draft.trajectory()
 
-    def versions(self) -> list[int | None]:
-        """The weight versions of its tokens."""
+    def weights(self) -> list[WeightTag]:
+        """What sampled its tokens."""
         self._flush()
-        return self.draft.versions
+        return self.draft.weights
 
     def follow(self, rollout: Rollout, draft: Draft) -> None:
         """It is sampled by ``rollout`` from now on."""
         self._rollout, self.draft = rollout, draft
+
+    def allow(self, least: int | None) -> None:
+        """Its next tokens may be of version ``least`` too."""
+        if self._rollout is not None:
+            self._rollout.allow(least)
 
     def begin_anew(self) -> None:
         """Forgets what was sampled; the next draws are others."""
@@ -134,10 +140,19 @@ class LiveGroup:
         samples = tuple(Sample(member.trajectory(), member.reward) for member in self.members)
         return Group(self.prompt, samples, dropped, error)
 
-    def oldest(self) -> float:
-        """The version of its oldest token, as ``ledger.Entry`` has it."""
-        versions = [version for member in self.members for version in member.versions()]
-        return min((-math.inf if v is None else float(v) for v in versions), default=math.inf)
+    def lag(self, steps: Steps) -> float:
+        """Of its oldest token, as ``ledger.Entry`` has it."""
+        lags = [steps.lag(weights) for member in self.members for weights in member.weights()]
+        return max(lags, default=-math.inf)
+
+    def allow(self, oldest_version: int | None) -> None:
+        """Its next tokens may be of that version too: the trainer went back to it."""
+        if self.oldest_version is None or self.oldest_version == oldest_version:
+            return
+        if oldest_version is None or oldest_version < self.oldest_version:
+            self.oldest_version = oldest_version
+            for member in self.members:
+                member.allow(oldest_version)
 
     @property
     def running(self) -> bool:

@@ -82,6 +82,7 @@ class Plan:
         tail: What becomes of what is unfinished at its end.
         version: The trainer's step; None: nothing is too old.
         max_lag: Steps that the oldest token of a group may be behind; None: nothing is too old.
+        oldest_version: That may sample for it; None: any.
     """
 
     target: int
@@ -90,6 +91,7 @@ class Plan:
     tail: Tail = _DROP
     version: int | None = None
     max_lag: int | None = None
+    oldest_version: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.tail, Tail):
@@ -123,20 +125,9 @@ class Plan:
         """How many of those are for later batches, at least."""
         return self.started - self.target if isinstance(self.tail, Carry) else 0
 
-    @property
-    def oldest_version(self) -> int | None:
-        """The oldest that may sample for it; None: any."""
-        if self.max_lag is None or self.version is None:
-            return None
-        return max(self.version - self.max_lag, 0)
-
-    def is_stale(self, oldest: float) -> bool:
-        """Whether a group whose oldest token is of that version is not to be trained on."""
-        return (
-            self.max_lag is not None
-            and self.version is not None
-            and (self.version - oldest > self.max_lag)
-        )
+    def is_stale(self, lag: float) -> bool:
+        """Whether a group whose oldest token is so many steps behind is not to be trained on."""
+        return self.max_lag is not None and lag > self.max_lag
 
 
 @dataclass(slots=True)
@@ -145,13 +136,13 @@ class Entry:
 
     Attributes:
         life: What it is.
-        oldest: The version of its oldest token: infinity until there is one, and minus infinity if
-            one is of weights without a version.
+        lag: Steps that its oldest token is behind the trainer: minus infinity until there is one,
+            and infinity if one is of weights without a version.
         completed: Counts the groups that were complete before it.
     """
 
     life: Life = Life.SAMPLING
-    oldest: float = math.inf
+    lag: float = -math.inf
     completed: int = 0
 
 
@@ -177,7 +168,7 @@ class Ledger:
             raise RuntimeError("a batch is open already")
         self._plan, self._opened, self._first_share_at = plan, now, math.inf
         self._reopen()
-        stale = [n for n, entry in self.entries.items() if plan.is_stale(entry.oldest)]
+        stale = [n for n, entry in self.entries.items() if plan.is_stale(entry.lag)]
         for number in stale:
             self.drop(number)
         return stale
@@ -206,16 +197,16 @@ class Ledger:
         self._of[Life.SAMPLING][number] = None
         self._newest_candidate = None
 
-    def see(self, number: int, oldest: float) -> None:
-        """The version of the oldest token that a group has by now."""
-        self.entries[number].oldest = oldest
+    def see(self, number: int, lag: float) -> None:
+        """How far the oldest token that a group has is behind by now."""
+        self.entries[number].lag = lag
 
-    def complete(self, number: int, oldest: float) -> bool:
+    def complete(self, number: int, lag: float) -> bool:
         """A group is complete; False: it is too old for the batch that is open, and dropped."""
         entry = self._move(number, Event.COMPLETE)
         self._completed += 1
-        entry.oldest, entry.completed = oldest, self._completed
-        if self._plan is not None and self._plan.is_stale(oldest):
+        entry.lag, entry.completed = lag, self._completed
+        if self._plan is not None and self._plan.is_stale(lag):
             self.drop(number)
             return False
         return True

@@ -20,6 +20,7 @@ from rollwire_client import wire
 from rollwire_client.batches.data import Prompt
 from rollwire_client.batches.group import LiveGroup, Member
 from rollwire_client.batches.pool import checked
+from rollwire_client.batches.steps import Step
 from rollwire_client.errors import BufferFileError, RollwireError
 from rollwire_client.replay import Routing, RoutingReplay, RoutingSegment
 from rollwire_client.request import sampling_message
@@ -50,7 +51,13 @@ class Counters:
     dropped: int
 
 
-def write(path: Path, recipe: Recipe, counters: Counters, groups: Iterable[LiveGroup]) -> None:
+def write(
+    path: Path,
+    recipe: Recipe,
+    counters: Counters,
+    steps: Iterable[Step],
+    groups: Iterable[LiveGroup],
+) -> None:
     """Replaces the file as a whole; see ``Batcher.save``."""
     message = buffer_pb2.SavedBuffer(
         seed=recipe.run,
@@ -59,6 +66,9 @@ def write(path: Path, recipe: Recipe, counters: Counters, groups: Iterable[LiveG
         handed_out=counters.handed_out,
         dropped=counters.dropped,
         groups=[_group_message(group) for group in groups],
+        steps=[
+            buffer_pb2.SavedStep(number=s.number, version=s.version, digest=s.digest) for s in steps
+        ],
     )
     content = message.SerializeToString()
     digest = hashlib.sha256(content).digest()
@@ -73,7 +83,9 @@ def write(path: Path, recipe: Recipe, counters: Counters, groups: Iterable[LiveG
         unfinished.unlink(missing_ok=True)
 
 
-def read(path: Path, recipe: Recipe) -> tuple[Counters, list[tuple[Prompt, list[Member]]]]:
+def read(
+    path: Path, recipe: Recipe
+) -> tuple[Counters, list[Step], list[tuple[Prompt, list[Member]]]]:
     """What was saved; see ``Batcher.load``."""
     content = _content(path)
     try:
@@ -88,11 +100,13 @@ def read(path: Path, recipe: Recipe) -> tuple[Counters, list[tuple[Prompt, list[
     version = message.version if message.HasField("version") else None
     counters = Counters(version, message.handed_out, message.dropped)
     try:
+        steps = [_step(step) for step in message.steps]
+        _check(all(a.number < b.number for a, b in pairwise(steps)), "steps out of order")
         groups = [_group(group, recipe.size) for group in message.groups]
         _check(len({(p.id, p.epoch) for p, _ in groups}) == len(groups), "a prompt is there twice")
     except (ValueError, TypeError, RollwireError, RecursionError) as error:
         raise BufferFileError(f"{path} cannot be what a Batcher saved: {error}") from error
-    return counters, groups
+    return counters, steps, groups
 
 
 def _content(path: Path) -> bytes:
@@ -127,6 +141,14 @@ def _group_message(group: LiveGroup) -> buffer_pb2.SavedGroup:
         info=info,
         sampling=None if prompt.sampling is None else sampling_message(prompt.sampling),
         samples=[_sample_message(member) for member in group.members],
+    )
+
+
+def _step(message: buffer_pb2.SavedStep) -> Step:
+    return Step(
+        message.number,
+        message.version if message.HasField("version") else None,
+        message.digest if message.HasField("digest") else None,
     )
 
 
