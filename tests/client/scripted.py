@@ -133,6 +133,7 @@ class ScriptedServer(rollout_pb2_grpc.RolloutServiceServicer):
         self.requests: list[rollout_pb2.GenerateRequest] = []
         self.aborted: asyncio.Queue[str] = asyncio.Queue()
         self.streams = 0
+        self.asked = 0  # how it is
         self.mute = False  # answers no calls, as a frozen process
         self.weights = common_pb2.WeightTag(server_id=uuid.uuid4().hex, digest=1)
         self.highest_version: int | None = None  # None: that of the weights
@@ -207,6 +208,7 @@ class ScriptedServer(rollout_pb2_grpc.RolloutServiceServicer):
             await asyncio.gather(playing, aborted, return_exceptions=True)
 
     async def GetServerInfo(self, request, context):  # noqa: N802
+        self.asked += 1
         if self.mute:
             await asyncio.Event().wait()
         return rollout_pb2.GetServerInfoResponse(

@@ -37,7 +37,9 @@ class Fleet(Members):
         retries: When to give a sequence up.
         timeouts: How long to wait for a server.
         credentials: TLS and token, for all of them.
-        probe_interval: Seconds between two questions to each server how it is.
+        probe_interval: Seconds between two questions to each server how it is. A fleet with more
+            than 20 ready servers asks 20 of those in that time, and each of them when a sequence
+            starts there after a silence.
         resolve_interval: Seconds between two questions to the name or function.
 
     Attributes:

@@ -52,6 +52,7 @@ class Link:
         address: Of the server.
         lost: Why the link serves no more; None while it does.
         outstanding_tokens: Tokens that its attempts may still bring.
+        heard_at: When the last message came, on the event loop's clock.
         to_wake: Attempts whose readers wait for what they have.
     """
 
@@ -64,12 +65,12 @@ class Link:
         self.address = address
         self.lost: RollwireError | None = None
         self.outstanding_tokens = 0
+        self.heard_at = 0.0
         self.to_wake: set[Attempt] = set()
         self.loop = asyncio.get_running_loop()
         self._call = call
         self._probe = probe
         self._silence = silence
-        self._heard = 0.0
         self._attempts: dict[int, Attempt] = {}
         self._handles = 0
         self._waking: asyncio.TimerHandle | None = None
@@ -147,9 +148,9 @@ class Link:
 
     async def _read(self) -> None:
         clock = self.loop.time
-        self._heard = clock()
+        self.heard_at = clock()
         async for message in self._call:
-            self._heard = clock()
+            self.heard_at = clock()
             self._deliver(message)
 
     async def _write(self) -> None:
@@ -162,9 +163,9 @@ class Link:
         clock = self.loop.time
         while True:
             await asyncio.sleep(self._silence / 2)
-            if self._attempts and clock() - self._heard > self._silence:
+            if self._attempts and clock() - self.heard_at > self._silence:
                 await self._probe()
-                self._heard = clock()
+                self.heard_at = clock()
 
     def _deliver(self, message: rollout_pb2.StreamRolloutsResponse) -> None:
         weights = self._weights(message.weights)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -50,9 +51,10 @@ class Member:
         *,
         changed: Callable[[], None],
         policy: Policy,
+        fresh_seconds: float,
     ) -> None:
         """``changed`` is called whenever it is ready, and when it says something new; ``policy`` is
-        what it should serve.
+        what it should serve; what was heard of it counts for ``fresh_seconds``.
         """
         self.client = client
         self.life = Life.JOINING
@@ -63,6 +65,9 @@ class Member:
         self._policy = policy
         self._last_words = ""  # what it said when it gave up a sequence, since it was last ready
         self._beyond: tuple[WeightTag | None, int] | None = None  # see refused_as_too_old
+        self._fresh_seconds = fresh_seconds
+        self._clock = asyncio.get_running_loop().time
+        self._asked_at = -math.inf  # inf while it is being asked
         self._starting_tokens = 0
         self._attempts = 0
         self._works: set[asyncio.Task[Any]] = set()
@@ -139,7 +144,12 @@ class Member:
     async def start(
         self, request: rollout_pb2.GenerateRequest, routing: RoutingDraft | None
     ) -> Attempt:
-        """Starts an attempt; beneath ``attempt``, which ends it."""
+        """Starts an attempt; beneath ``attempt``, which ends it.
+
+        A server of which nothing was heard for a while is asked how it is, beside that.
+        """
+        if self._clock() - max(self._asked_at, self.client.heard_at) > self._fresh_seconds:
+            self._poked.set()
         context = self.info.context_length if self.info is not None else 0
         tokens = request.sampling.max_new_tokens or context
         self._starting_tokens += tokens
@@ -198,8 +208,8 @@ class Member:
             work.add_done_callback(self._work_ended)
         self._poked.set()
 
-    async def tend(self, interval: float) -> None:
-        """Asks the server every ``interval`` seconds, and whenever it is in doubt, until it has
+    async def tend(self, pause: Callable[[], float]) -> None:
+        """Asks the server every ``pause()`` seconds, and whenever it is in doubt, until it has
         left; then its channel is closed.
         """
         while True:
@@ -211,17 +221,20 @@ class Member:
                 await self.client.close()
                 return
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(interval):
+                async with asyncio.timeout(pause()):
                     await self._poked.wait()
 
     async def probe(self) -> ServerInfo | None:
         """Asks the server how it is; None if it does not say."""
         self._poked.clear()
+        self._asked_at = math.inf
         try:
             info = await self.client.info(timeout=self.client.timeouts.probe)
         except RollwireError as error:
             self._move(Event.FAILED, error)
             return None
+        finally:
+            self._asked_at = self._clock()
         if self.info is not None and _is_later(self.info.weights, info.weights):
             info = replace(info, weights=self.info.weights)
         before, self.info = self.info, info

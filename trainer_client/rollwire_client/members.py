@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import random
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,6 +44,12 @@ logger = logging.getLogger(__name__)
 _START_POLL = 0.25  # seconds
 _SHORTEST = 0.001  # seconds between two questions
 
+# A question costs the client half a millisecond or more, so no more servers than these are asked
+# within a probe interval: of those that are ready, and of all others, which change soon, and for
+# which rollouts may wait. What changes of a ready server shows when a sequence starts there.
+_READY_PROBES = 20
+_OTHER_PROBES = 200
+
 
 class Members:
     """What rollouts and publishes share of a fleet; its methods are the library's own.
@@ -52,7 +59,7 @@ class Members:
         retries: When to give a sequence up.
         timeouts: How long to wait for a server.
         credentials: TLS and token, for all of them.
-        probe_interval: Seconds between two questions to each server how it is.
+        probe_interval: Seconds between two questions to each server how it is, see ``Fleet``.
         resolve_interval: Seconds between two questions where the servers are.
     """
 
@@ -205,7 +212,7 @@ class Members:
             raise
         self._closed = False
         for member in self._all.values():
-            _keep(member.tend(self._probe_interval), self._tending)
+            self._tend(member)
         _keep(self._waits.tell(), self._tending)
         if not self._source.fixed:
             _keep(self._follow(), self._tending)
@@ -280,10 +287,28 @@ class Members:
     async def _join(self, address: str) -> None:
         client = RolloutClient(address, timeouts=self._timeouts, credentials=self._credentials)
         await client.__aenter__()
-        member = Member(client, changed=self._on_change, policy=self._policy)
+        member = Member(
+            client,
+            changed=self._on_change,
+            policy=self._policy,
+            fresh_seconds=self._probe_interval,
+        )
         self._all[address] = member
         if not self._closed:
-            _keep(member.tend(self._probe_interval), self._tending)
+            self._tend(member)
+
+    def _tend(self, member: Member) -> None:
+        _keep(member.tend(functools.partial(self._until_probe, member)), self._tending)
+
+    def _until_probe(self, member: Member) -> float:
+        """Seconds until a server is asked again how it is."""
+        ready = member.problem is None
+        alike = sum((other.problem is None) is ready for other in self.members)
+        times = alike / (_READY_PROBES if ready else _OTHER_PROBES)
+        if times <= 1:
+            return self._probe_interval
+        spread = random.uniform(0.9, 1.1)  # noqa: S311 - not all at once; no secret
+        return self._probe_interval * times * spread
 
     async def _pick(
         self,
