@@ -17,6 +17,7 @@ from rollwire_client import (
     Publisher,
     Retries,
     Sampling,
+    ServerUnreachableError,
     Timeouts,
     UnavailableError,
 )
@@ -291,3 +292,80 @@ async def test_a_server_that_leaves_during_a_publish_still_commits_it() -> None:
             await until(lambda: left.life is Life.GONE)
     finally:
         await asyncio.gather(*(server.stop() for server in servers))
+
+
+def other_name(server: ScriptedServer) -> str:
+    """Another address of the same server."""
+    return server.address.replace("127.0.0.1", "localhost")
+
+
+async def test_two_addresses_of_one_server_are_one_server(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    servers = [await PublishableServer().start() for _ in range(2)]
+    one, two = servers
+    addresses = [one.address, other_name(one), two.address]
+    try:
+        async with Fleet(addresses, probe_interval=0.02, timeouts=Timeouts(close=0.2)) as fleet:
+            assert [member.address for member in fleet.members] == [one.address, two.address]
+            assert (await fleet.info()).keys() == set(addresses)
+            report = await publish(Publisher(fleet, bucket_bytes=BUCKET_BYTES))
+            assert [(s.address, s.error) for s in report.servers] == [
+                (one.address, None),
+                (two.address, None),
+            ]
+            assert [server.announced for server in servers] == [1, 1]
+            one.default = two.default = gate(go := asyncio.Event())
+            rollouts = [asyncio.create_task(fleet.generate(PROMPT, SAMPLING)) for _ in range(8)]
+            await until(lambda: len(one.requests + two.requests) == 8)
+            assert [len(server.requests) for server in servers] == [4, 4]  # not twice the share
+            go.set()
+            await asyncio.gather(*rollouts)
+            two.weights.digest += 1
+            assert len((await Publisher(fleet).catch_up(policy())).servers) == 1
+    finally:
+        await asyncio.gather(*(server.stop() for server in servers))
+    assert caplog.text.count("are addresses of one server") == 1
+    assert f"{one.address} and {other_name(one)} are addresses" in caplog.text
+
+
+async def test_another_address_of_a_server_that_comes_later_changes_nothing() -> None:
+    server = await PublishableServer().start()
+    addresses = [server.address]
+    try:
+        async with Fleet(
+            lambda: addresses, probe_interval=0.02, resolve_interval=0.01,
+            timeouts=Timeouts(close=0.2),
+        ) as fleet:  # fmt: skip
+            publisher = Publisher(fleet, bucket_bytes=BUCKET_BYTES)
+            addresses.append(other_name(server))
+            await until(lambda: len(fleet.listed) == 2)
+            report = await publish(publisher)  # perhaps before it has said who it is
+            assert [s.address for s in report.servers] == [server.address]
+            assert report.failed == ()
+            # Without the first address it is reached under the second.
+            await until(lambda: fleet.listed[1].info is not None)
+            addresses.pop(0)
+            await until(lambda: [m.address for m in fleet.members] == [other_name(server)])
+            assert (await fleet.generate(PROMPT, SAMPLING)).token_ids == TOKENS
+            assert (await publish(publisher, 2)).failed == ()
+    finally:
+        await server.stop()
+
+
+async def test_a_server_is_reached_under_the_address_that_answers(server: ScriptedServer) -> None:
+    """One of the ways to it is cut."""
+    async with Fleet(
+        [server.address, other_name(server)], probe_interval=0.02, timeouts=Timeouts(close=0.2)
+    ) as fleet:
+        first, second = fleet.listed
+        assert fleet.members == (first,)
+
+        async def cut(**_: object) -> None:
+            raise ServerUnreachableError("cut", server=first.address)
+
+        first.client.info = cut
+        await until(lambda: fleet.members == (second,))
+        assert (await fleet.generate(PROMPT, SAMPLING)).servers == (second.address,)
+        del first.client.info
+        await until(lambda: fleet.members == (first,))

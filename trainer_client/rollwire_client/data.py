@@ -116,11 +116,6 @@ class WeightTag:
         )
 
 
-def version_text(version: int | None) -> str:
-    """A version in a message's words."""
-    return "weights without a version" if version is None else f"version {version}"
-
-
 @dataclass(frozen=True, slots=True)
 class Finish:
     """How a sequence ended.

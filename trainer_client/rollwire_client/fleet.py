@@ -44,7 +44,7 @@ class Fleet(Members):
 
     Attributes:
         members: The servers of the moment, in the order of their addresses; empty before the fleet
-            is open.
+            is open. A server that answers at several of the addresses is there once.
         policy: What was published last, as one of them serves it.
 
     Raises:
@@ -149,7 +149,7 @@ class Fleet(Members):
             except RollwireError as error:
                 return error
 
-        members = self.members
+        members = self.listed
         answers = await asyncio.gather(*(ask(member) for member in members))
         return {member.address: a for member, a in zip(members, answers, strict=True)}
 

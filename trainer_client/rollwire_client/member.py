@@ -9,9 +9,10 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rollwire_client.data import ServerInfo, ServerState, WeightTag, version_text
+from rollwire_client.data import ServerInfo, ServerState, WeightTag
 from rollwire_client.errors import RollwireError, ServerNotReadyError, ServerUnreachableError
 from rollwire_client.lifecycle import TRANSITIONS, Event, Life
+from rollwire_client.wording import version_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -43,6 +44,7 @@ class Member:
         info: What it said last.
         problem: Why it takes no sequences.
         full_until: Its queue was full; when to try again, on the event loop's clock.
+        answers: Whether it said how it is when it was asked last.
     """
 
     def __init__(
@@ -50,18 +52,22 @@ class Member:
         client: RolloutClient,
         *,
         changed: Callable[[], None],
+        identified: Callable[[], None],
         policy: Policy,
         fresh_seconds: float,
     ) -> None:
-        """``changed`` is called whenever it is ready, and when it says something new; ``policy`` is
-        what it should serve; what was heard of it counts for ``fresh_seconds``.
+        """``changed`` is called whenever it is ready, and when it says something new;
+        ``identified`` when another process answers, or none; ``policy`` is what it should serve;
+        what was heard of it counts for ``fresh_seconds``.
         """
         self.client = client
         self.life = Life.JOINING
         self.info: ServerInfo | None = None
         self.problem: RollwireError | None = self._not_ready("has not answered yet")
         self.full_until = 0.0
+        self.answers = False
         self._changed = changed
+        self._identified = identified
         self._policy = policy
         self._last_words = ""  # what it said when it gave up a sequence, since it was last ready
         self._beyond: tuple[WeightTag | None, int] | None = None  # see refused_as_too_old
@@ -231,6 +237,9 @@ class Member:
         try:
             info = await self.client.info(timeout=self.client.timeouts.probe)
         except RollwireError as error:
+            if self.answers:
+                self.answers = False
+                self._identified()
             self._move(Event.FAILED, error)
             return None
         finally:
@@ -238,6 +247,9 @@ class Member:
         if self.info is not None and _is_later(self.info.weights, info.weights):
             info = replace(info, weights=self.info.weights)
         before, self.info = self.info, info
+        if not self.answers or before is None or before.server_id != info.server_id:
+            self.answers = True
+            self._identified()
         self._policy.seen(info.weights)
         if before is None or (before.state, before.weights) != (info.state, info.weights):
             self._changed()

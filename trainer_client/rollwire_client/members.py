@@ -25,6 +25,7 @@ from rollwire_client.routing import Router
 from rollwire_client.tasks import end
 from rollwire_client.trajectory import Draft
 from rollwire_client.waiting import Waits
+from rollwire_client.wording import servers_text
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -89,6 +90,8 @@ class Members:
         self._resolve_interval = seconds("resolve_interval", resolve_interval, least=_SHORTEST)
         self._all: dict[str, Member] = {}  # those that are leaving too
         self._listed: tuple[Member, ...] = ()
+        self._servers: tuple[Member, ...] = ()
+        self._told_duplicates: set[tuple[str, str]] = set()
         self._router = Router()
         self._change = asyncio.Event()
         self._waits = Waits()
@@ -98,8 +101,10 @@ class Members:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The servers of the moment, in the order of their addresses; empty before it is open."""
-        return self._listed
+        """The servers of the moment, in the order of their addresses; empty before it is open. One
+        that has several addresses is there once.
+        """
+        return self._servers
 
     @property
     def policy(self) -> WeightTag | None:
@@ -195,16 +200,55 @@ class Members:
 
     async def behind(self) -> list[Member]:
         """Asks all servers; those that could serve the policy published last, and do not."""
-        members = self.members
-        infos = await asyncio.gather(*(member.probe() for member in members))
+        listed = self._listed
+        infos = await asyncio.gather(*(member.probe() for member in listed))
+        servers = self.members
         return [
             member
-            for member, info in zip(members, infos, strict=True)
-            if info is not None and member.is_behind(info)
+            for member, info in zip(listed, infos, strict=True)
+            if info is not None and member in servers and member.is_behind(info)
         ]
 
+    async def recipients(self) -> tuple[Member, ...]:
+        """The servers of the moment; those that joined just now are asked first who they are."""
+        joining = [member for member in self._listed if member.life is Life.JOINING]
+        await asyncio.gather(*(member.probe() for member in joining))
+        return self.members
+
+    @property
+    def listed(self) -> tuple[Member, ...]:
+        """One for each address of the moment."""
+        return self._listed
+
+    def _tell_apart(self) -> None:
+        """Finds out which of the addresses are of the same server: it counts once, under the first
+        at which it answers.
+        """
+        chosen: dict[str, Member] = {}
+        for member in self._listed:
+            first = chosen.setdefault(member.server_id, member)
+            if member.answers and not first.answers:
+                chosen[member.server_id] = member
+        self._servers = tuple(
+            m for m in self._listed if not m.server_id or chosen[m.server_id] is m
+        )
+        for member in self._listed:
+            if member in self._servers:
+                continue
+            first = chosen[member.server_id]
+            one, other = sorted((first.address, member.address))
+            if (one, other) not in self._told_duplicates:
+                self._told_duplicates.add((one, other))
+                logger.warning(
+                    "%s and %s are addresses of one server (server_id %s), which counts once: "
+                    "leave one of them out",
+                    first.address,
+                    member.address,
+                    member.server_id,
+                )
+
     async def _open(self) -> None:
-        self._all, self._listed = {}, ()
+        self._all, self._listed, self._servers = {}, (), ()
         try:
             await self._find_a_server()
         except BaseException:
@@ -235,7 +279,7 @@ class Members:
         told = False
         while True:
             problem = await self._resolve()
-            infos = await asyncio.gather(*(member.probe() for member in self.members))
+            infos = await asyncio.gather(*(member.probe() for member in self._listed))
             if any(info is not None and info.state is not ServerState.STARTING for info in infos):
                 return
             problem = problem or self._problems()
@@ -256,7 +300,9 @@ class Members:
             except CredentialsError as error:  # a file of theirs is gone
                 problem = str(error)
             if problem is not None and problem != before:
-                logger.warning("%s; the fleet keeps its %d servers", problem, len(self.members))
+                logger.warning(
+                    "%s; the fleet keeps its %s", problem, servers_text(len(self.members))
+                )
             before = problem
 
     async def _resolve(self) -> str | None:
@@ -277,10 +323,11 @@ class Members:
                 await self._join(address)
             elif member.life is Life.LEAVING:
                 member.rejoin()
-        for member in self.members:
+        for member in self._listed:
             if member.address not in addresses:
                 member.leave(self._works)
         self._listed = tuple(self._all[address] for address in addresses)
+        self._tell_apart()
         self._all = {a: m for a, m in self._all.items() if m.life is not Life.GONE}
         self._on_change()
 
@@ -290,6 +337,7 @@ class Members:
         member = Member(
             client,
             changed=self._on_change,
+            identified=self._tell_apart,
             policy=self._policy,
             fresh_seconds=self._probe_interval,
         )

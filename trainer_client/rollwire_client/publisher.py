@@ -183,7 +183,7 @@ class Publisher:
         async with _leading(ranks, publishes(version, partial=partial)) as lead:
             with self._turn():
                 handle = await self._begin(
-                    self._fleet.members,
+                    await self._fleet.recipients(),
                     version,
                     tensors,
                     lead,

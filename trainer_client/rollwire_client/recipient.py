@@ -15,13 +15,13 @@ from rollwire.v1 import weights_pb2, weights_pb2_grpc
 from rollwire_client import errors, wire
 from rollwire_client.arguments import all_seconds
 from rollwire_client.calls import unary
-from rollwire_client.data import version_text
 from rollwire_client.errors import (
     PublishError,
     RollwireError,
     ServerUnreachableError,
     UpdateRefusedError,
 )
+from rollwire_client.wording import version_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from rollwire_client import wire
-from rollwire_client.data import Chunk, FinishReason, version_text
+from rollwire_client.data import Chunk, FinishReason
 from rollwire_client.errors import (
     ErrorScope,
     QueueFullError,
@@ -22,6 +22,7 @@ from rollwire_client.errors import (
     WeightVersionError,
 )
 from rollwire_client.request import deliver_rarely
+from rollwire_client.wording import version_text
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

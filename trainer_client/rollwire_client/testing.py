@@ -128,7 +128,7 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
             version=version,
         )
         if version is not None:
-            self._highest_version = version
+            self._highest_version = max(version, self._highest_version or 0)
 
     def interrupt(self) -> None:
         """Gives up all sequences under way, as a server does that drains."""

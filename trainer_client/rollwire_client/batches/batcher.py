@@ -27,9 +27,9 @@ from rollwire_client.batches.group import Recipe
 from rollwire_client.batches.ledger import Plan
 from rollwire_client.batches.saved import Counters
 from rollwire_client.batches.steps import Steps
-from rollwire_client.data import version_text
 from rollwire_client.errors import StalenessError
 from rollwire_client.request import DEFAULT_SAMPLING, RolloutOptions
+from rollwire_client.wording import version_text
 
 if TYPE_CHECKING:
     import os

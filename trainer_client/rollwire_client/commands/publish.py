@@ -18,6 +18,7 @@ from rollwire_client.client import Timeouts
 from rollwire_client.errors import MissingDependencyError, SourceError
 from rollwire_client.fleet import Fleet
 from rollwire_client.publisher import Publisher
+from rollwire_client.wording import servers_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -136,7 +137,7 @@ def _table(report: PublishReport) -> Table:
     table = Table(
         box=None, header_style="bold", pad_edge=False, title_justify="left", title_style="",
         title=f"{version}, digest {report.digest:016x}: {report.bytes / 1e6:.1f} MB to "
-        f"{len(report.servers)} servers in {report.seconds:.2f} s",
+        f"{servers_text(len(report.servers))} in {report.seconds:.2f} s",
     )  # fmt: skip
     table.add_column("server")
     table.add_column("what came of it")

@@ -20,6 +20,7 @@ from rollwire_client.commands.info import STYLES, plain
 from rollwire_client.data import ServerInfo
 from rollwire_client.errors import RollwireError
 from rollwire_client.fleet import Fleet
+from rollwire_client.wording import servers_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -118,8 +119,10 @@ async def _look(fleet: Fleet, history: History) -> Answers:
 
 
 def _table(answers: Answers, history: History) -> Table:
-    infos = [answer for answer in answers.values() if isinstance(answer, ServerInfo)]
-    newest = max((i.weights.version for i in infos if i.weights.version is not None), default=None)
+    said = [answer for answer in answers.values() if isinstance(answer, ServerInfo)]
+    infos = list({info.server_id: info for info in reversed(said)}.values())  # each process once
+    count = len(infos) + len(answers) - len(said)
+    newest = _newest(infos)
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("server")
     table.add_column("state")
@@ -140,13 +143,28 @@ def _table(answers: Answers, history: History) -> Table:
         else:
             table.add_row(address, Text("no answer", style="red"))
     table.add_section()
-    table.add_row(f"{len(answers)} servers", *_sums(infos, history), style="bold")
+    table.add_row(servers_text(count), *_sums(infos, history), style="bold")
     return table
+
+
+def _newest(infos: list[ServerInfo]) -> int | None:
+    """The newest version that serves; none from which another server was rolled back."""
+    versions = {i.weights.version for i in infos if i.weights.version is not None}
+    left = {
+        version
+        for version in versions
+        for info in infos
+        if info.weights.version is not None and info.highest_version is not None
+        if info.weights.version < version <= info.highest_version
+    }
+    return max(versions - left, default=None)
 
 
 def _row(info: ServerInfo, rates: Rates | None, newest: int | None) -> list[str]:
     version = info.weights.version
     lag = "-" if version is None or newest is None else str(newest - version)
+    if version is not None and newest is not None and version > newest:
+        lag = "missed rollback"
     return [
         f"[{STYLES.get(info.state, 'yellow')}]{info.state.value}[/]",
         "-" if version is None else str(version),

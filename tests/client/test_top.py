@@ -1,0 +1,37 @@
+"""What ``rollwire top`` makes of the servers' answers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollwire_client import Credentials
+from rollwire_client.commands.top import show_top
+from rollwire_client.testing import FakeServer
+
+if TYPE_CHECKING:
+    import pytest
+
+
+async def shown(capsys: pytest.CaptureFixture[str], *addresses: str) -> list[list[str]]:
+    code = await show_top(addresses, Credentials(), interval=0.01, timeout=5, as_json=False)
+    assert code == 0
+    return [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+
+
+async def test_after_a_rollback_the_newest_is_what_was_committed_last(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with FakeServer(version=57) as back, FakeServer(version=57) as missed:
+        back.commit(50)
+        one, other, total = await shown(capsys, back.address, missed.address)
+        assert one[2:4] == ["50", "0"]
+        assert other[2:5] == ["57", "missed", "rollback"]
+        assert total[:2] == ["2", "servers"]
+
+
+async def test_a_server_with_two_addresses_counts_once(capsys: pytest.CaptureFixture[str]) -> None:
+    async with FakeServer(version=1) as server:
+        other_name = server.address.replace("127.0.0.1", "localhost")
+        *rows, total = await shown(capsys, server.address, other_name)
+    assert [row[0] for row in rows] == [server.address, other_name]
+    assert total[:2] == ["1", "server"]

@@ -1,0 +1,13 @@
+"""Words that several messages share."""
+
+from __future__ import annotations
+
+
+def version_text(version: int | None) -> str:
+    """A version of weights."""
+    return "weights without a version" if version is None else f"version {version}"
+
+
+def servers_text(count: int) -> str:
+    """How many servers."""
+    return "1 server" if count == 1 else f"{count} servers"
