@@ -68,7 +68,6 @@ class Rpc(enum.Enum):
     """The calls that ask before they act."""
 
     GENERATE = "Generate"
-    PICK_UP = "a pick-up"
     ABORT = "Abort"
     PAUSE = "Pause"
     RESUME = "Resume"
@@ -191,6 +190,13 @@ class Lifecycle:
                 f"{ADVICE[self._mode]}",
                 metadata={"state": self._mode.name},
             )
+
+    def check_started(self, rpc: Rpc) -> None:
+        """Raises ServiceError while the engine loads, and nothing can be asked of it. (What
+        ``check`` refuses in other states may be a pick-up, which is served.)
+        """
+        if self._mode is State.STARTING:
+            self.check(rpc)
 
     def attach(self, engine: Engine) -> None:
         """Names the engine that holds act on, once it is started."""

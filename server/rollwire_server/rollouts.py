@@ -19,6 +19,7 @@ from rollwire_server.lifecycle import Rpc
 from rollwire_server.readers import Reader
 from rollwire_server.records import Records, check_pick_up
 from rollwire_server.sequences import FinishReason, Sequence, new_sequence
+from rollwire_server.update import told_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -98,7 +99,6 @@ class Rollouts:
             request = dataclasses.replace(request, detach_grace=most)
         record = self._records.find(request)
         if record is not None and record.request.attempt == request.attempt:
-            self._lifecycle.check(Rpc.PICK_UP)
             return self._pick_up(record, request, outbox, handle)
         self._lifecycle.check(Rpc.GENERATE)
         self._refuse_unread()
@@ -193,7 +193,7 @@ class Rollouts:
                 bound = f"below min_weight_version {request.min_weight_version}"
             else:
                 continue
-            message = f"{told_version(version)} is committed, {bound}"
+            message = f"{told_version(version)} came, {bound}"
             self._end(record, record.finish(FinishReason.INTERRUPTED, message))
         await self._drop()
 
@@ -206,7 +206,8 @@ class Rollouts:
                 continue
             del self._awaiting_version[sequence]
             if request.wants_older(weights.version):
-                message = f"version {weights.version} came, beyond {request.max_weight_version}"
+                bound = f"beyond max_weight_version {request.max_weight_version}"
+                message = f"{told_version(weights.version)} came, {bound}"
                 self._end(sequence, sequence.finish(FinishReason.INTERRUPTED, message))
             else:
                 self._submit(sequence)
@@ -278,7 +279,7 @@ class Rollouts:
         if request.wants_older(self._version):
             raise ServiceError(
                 Reason.WEIGHTS_TOO_NEW,
-                f"the server serves version {self._version}, newer than max_weight_version "
+                f"the server serves {told_version(self._version)}, newer than max_weight_version "
                 f"{request.max_weight_version}: use a server that holds it",
                 metadata={"version": str(self._version)},
             )
@@ -371,7 +372,7 @@ class Rollouts:
         if sequence in self._awaiting_version:
             error = ServiceError(
                 Reason.WEIGHTS_TOO_OLD,
-                f"the server serves {_told_weights(self._version)} and got no version "
+                f"the server serves {told_version(self._version)} and got no version "
                 f"{request.min_weight_version} within {seconds:g} s",
             )
         else:
@@ -390,11 +391,6 @@ class Rollouts:
         timeout, most = sequence.request.timeout, self._max_sequence_seconds
         seconds = most if timeout is None else min(timeout, most)
         sequence.arm("timeout", seconds, self._timed_out, seconds)
-
-
-def told_version(version: int | None) -> str:
-    """A version in a message's words."""
-    return "an untagged update" if version is None else f"version {version}"
 
 
 def _ragged(step: Step) -> EngineError | None:
@@ -430,7 +426,3 @@ def _end_of(sequence: Sequence, end: End) -> Finish | ServiceError:
                 f"the logits after {len(sequence.tokens)} output tokens are NaN or infinite: the "
                 "weights may be broken; other sequences go on",
             )
-
-
-def _told_weights(version: int | None) -> str:
-    return "weights without a version" if version is None else f"version {version}"

@@ -48,6 +48,7 @@ class ServedWeights:
         history: What served, newest first.
         committed_update_id: What brought the ones that serve now; "" for a checkpoint.
         committed_at: When their publisher was last told so, in Unix time; None for a checkpoint.
+        highest_version: Ever committed here, rolled back or not; None if no commit had a version.
     """
 
     def __init__(
@@ -61,17 +62,13 @@ class ServedWeights:
         self.committed_update_id = ""
         self.committed_at: float | None = None
         self._digests: dict[str, int] = {}
-        self._highest: WeightTag | None = None  # of the versions; after a rollback: since then
+        self._last: WeightTag | None = None  # of the commits with a version
+        self.highest_version: int | None = None
 
     @property
     def weights(self) -> WeightTag:
         """What serves now."""
         return self.history[0]
-
-    @property
-    def highest_version(self) -> int | None:
-        """What the next version must not be below, unless it is rolled back."""
-        return self._highest.version if self._highest is not None else None
 
     async def loaded(self, weights: WeightTag) -> None:
         """Learns the initial checkpoint."""
@@ -108,15 +105,15 @@ class ServedWeights:
 
     def check_version(self, announcement: Announcement) -> None:
         """Raises ServiceError when an update is below what was committed."""
-        version, highest = announcement.version, self._highest
-        if version is None or highest is None or highest.version is None:
+        version, last = announcement.version, self._last
+        if version is None or last is None or last.version is None:
             return
-        if version < highest.version and not announcement.allow_version_rollback:
+        if version < last.version and not announcement.allow_version_rollback:
             raise ServiceError(
                 Reason.VERSION_NOT_NEWER,
-                f"version {version} is below {highest.version}, which was committed: publish a "
+                f"version {version} is below {last.version}, which was committed: publish a "
                 "higher one, or allow_version_rollback",
-                metadata={"version": str(highest.version)},
+                metadata={"version": str(last.version)},
             )
 
     async def commit(self, update: Update, policy: KvPolicy) -> Commit:
@@ -145,15 +142,16 @@ class ServedWeights:
         return commit
 
     def _check_conflict(self, announcement: Announcement, digest: int) -> None:
-        highest = self._highest
-        if highest is None or announcement.version != highest.version or digest == highest.digest:
+        last = self._last
+        if last is None or announcement.version != last.version or digest == last.digest:
             return
         if announcement.allow_version_rollback:  # the trainer went back, and comes to it again
             return
         raise ServiceError(
             Reason.VERSION_CONFLICT,
-            f"version {highest.version} was committed with other content (digest "
-            f"{highest.digest:016x}, this update has {digest:016x}): publish a higher one",
+            f"version {last.version} was committed with other content (digest "
+            f"{last.digest:016x}, this update has {digest:016x}): publish a higher one, or "
+            "allow_version_rollback",
         )
 
     async def _apply(self, update: Update, digests: dict[str, int], policy: KvPolicy) -> Commit:
@@ -166,7 +164,8 @@ class ServedWeights:
             applied = await self._put_in_place(update, weights, policy)
             self._digests = digests
             if version is not None:
-                self._highest = weights
+                self._last = weights
+                self.highest_version = max(version, self.highest_version or 0)
             self.history.appendleft(weights)
             self._lifecycle.happened(Event.COMMITTED)
             self._rollouts.committed(weights)

@@ -167,6 +167,9 @@ def named(update: Update) -> dict[str, object]:
 
 def told(weights: WeightTag) -> str:
     """The weights in an error's words."""
-    version = weights.version
-    which = "weights without a version" if version is None else f"version {version}"
-    return f"{which}, revision {weights.revision}"
+    return f"{told_version(weights.version)}, revision {weights.revision}"
+
+
+def told_version(version: int | None) -> str:
+    """A version in a message's words."""
+    return "weights without a version" if version is None else f"version {version}"

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 GRID = """
                    starting awaiting_weights serving sleeping quarantined draining
 Generate              x            x            .       x          x          x
-a_pick-up             x            .            .       .          .          .
 Abort                 .            .            .       .          .          .
 Pause                 x            .            .       .          .          x
 Resume                x            .            .       .          .          .
@@ -291,3 +290,11 @@ async def test_a_pause_may_not_be_named_as_the_commit() -> None:
     async with serving() as (lifecycle, _):
         with pytest.raises(ServiceError, match="pause_id"):
             await lifecycle.pause(COMMIT, None)
+
+
+def test_what_is_refused_while_the_engine_loads_is_called_what_it_is() -> None:
+    lifecycle = Lifecycle(default_pause_lease=0.0)
+    with pytest.raises(ServiceError, match=r"^Generate is refused while the server is starting"):
+        lifecycle.check_started(Rpc.GENERATE)
+    lifecycle.happened(Event.LOADED_AWAITING)
+    lifecycle.check_started(Rpc.GENERATE)  # else nothing could be picked up

@@ -1,7 +1,8 @@
-"""Messages of any content, by their descriptors."""
+"""Messages of any content, and messages of which one field is changed, by their descriptors."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import hypothesis.strategies as st
@@ -9,6 +10,8 @@ from google.protobuf.descriptor import FieldDescriptor as F
 from google.protobuf.message_factory import GetMessageClass
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from google.protobuf.descriptor import Descriptor, FieldDescriptor
     from google.protobuf.message import Message
 
@@ -69,3 +72,58 @@ def _values(field: FieldDescriptor, depth: int) -> st.SearchStrategy[Any]:
     else:
         one = _SCALARS[field.type]
     return st.lists(one, max_size=4) if field.is_repeated else one
+
+
+_FLOATS = [math.nan, math.inf, -math.inf, -1.0, -0.0, 1e-45, 1e-6, 0.5, 1.0000001, 3e38]
+_EDGES: dict[int, list[Any]] = {
+    F.TYPE_BOOL: [False, True],
+    F.TYPE_STRING: ["", "a", "x" * 257, "\x00", "\u2028"],
+    F.TYPE_FLOAT: _FLOATS,
+    F.TYPE_UINT32: [0, 1, I32, I32 + 1, U32],
+    F.TYPE_UINT64: [0, 1, U32 + 1, I64, I64 + 1, U64],
+    F.TYPE_FIXED64: [0, 1, U64],
+    F.TYPE_INT32: [-I32 - 1, -1, 0, 1, I32],
+    F.TYPE_INT64: [-I64 - 1, -1, 0, 1, U32, I64],
+}
+
+
+def changed(message: Message) -> Iterator[tuple[str, Message]]:
+    """Copies of a message, each with one field at an edge of what its type can hold, and which it
+    is: "sampling.top_p = nan". Of repeated messages the first is changed.
+    """
+    for field in message.DESCRIPTOR.fields:
+        for told, values in _edges(message, field):
+            copy = GetMessageClass(message.DESCRIPTOR)()
+            copy.CopyFrom(message)
+            copy.ClearField(field.name)
+            if field.is_repeated:
+                getattr(copy, field.name).extend(values)
+            elif field.type == F.TYPE_MESSAGE:
+                getattr(copy, field.name).CopyFrom(values)
+            else:
+                setattr(copy, field.name, values)
+            yield told, copy
+
+
+def _edges(message: Message, field: FieldDescriptor) -> Iterator[tuple[str, Any]]:
+    """What a field may become instead."""
+    name, now = field.name, getattr(message, field.name)
+    if field.type == F.TYPE_MESSAGE:
+        first = (
+            (now[0] if now else GetMessageClass(field.message_type)()) if field.is_repeated else now
+        )
+        for told, one in changed(first):
+            yield f"{name}.{told}", [one, *now[1:]] if field.is_repeated else one
+        if field.is_repeated:
+            yield f"{name} = []", []
+            yield f"{name} twice", [*now, *now]
+        return
+    if field.type == F.TYPE_ENUM:
+        edges: list[Any] = [-1, *range(len(field.enum_type.values) + 1), I32]
+    else:
+        edges = _EDGES[field.type]
+    for edge in edges:
+        yield f"{name} = {edge!r}", [edge, *now[1:]] if field.is_repeated else edge
+    if field.is_repeated:
+        yield f"{name} = []", []
+        yield f"{name} twice", [*now, *now]

@@ -1026,8 +1026,8 @@ class GetServerInfoResponse(_message.Message):
     kv_tokens_used: _builtins.int
     kv_tokens_total: _builtins.int
     highest_version: _builtins.int
-    """The highest version that this process has committed, whatever it serves now: after an untagged update `weights` has
-    none, and the next version must still not be below this one.
+    """The highest version that this process has ever committed, whatever it serves now: an untagged update and a rollback
+    leave it as it is. A trainer that starts again goes on above it.
     """
     sampled_tokens: _builtins.int
     """since this process started"""

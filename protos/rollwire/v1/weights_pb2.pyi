@@ -238,11 +238,11 @@ class UpdateWeightsRequest(_message.Message):
     STAGE_LEASE_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     version: _builtins.int
-    """The trainer's step. Absent: an untagged update, whose tokens carry a new revision and no version.
+    """The trainer's step, from 0 on. Absent: an untagged update, whose tokens carry a new revision and no version.
 
-    Against the highest version that this server has committed: above, it goes on; equal with an equal digest, the
-    commit answers already_current; equal with another digest, VERSION_CONFLICT; below, VERSION_NOT_NEWER. Both are
-    allowed with allow_version_rollback (a trainer that went back to a checkpoint).
+    Against the last version that this server has committed: above, it goes on; equal with an equal digest, the commit
+    answers already_current; equal with another digest, VERSION_CONFLICT; below, VERSION_NOT_NEWER. Both are allowed with
+    allow_version_rollback (a trainer that went back to a checkpoint).
     """
     allow_version_rollback: _builtins.bool
     @_builtins.property

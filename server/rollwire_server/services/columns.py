@@ -170,7 +170,7 @@ class RolloutStream:
 
     def _start(self, handle: int, request: rollout_pb2.GenerateRequest) -> None:
         try:
-            self._lifecycle.check(Rpc.PICK_UP)
+            self._lifecycle.check_started(Rpc.GENERATE)
             _check_named(request)
             checked = read_request(request, self._engine.describe(), self._rollouts.next_key())
             self._readers[handle] = self._rollouts.start(checked, self._outbox, handle)

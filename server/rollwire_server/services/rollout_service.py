@@ -76,7 +76,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.GenerateRequest, context: Context
     ) -> None:
         """One sequence."""
-        self._lifecycle.check(Rpc.PICK_UP)  # else see Rollouts.start
+        self._lifecycle.check_started(Rpc.GENERATE)  # else see Rollouts.start
         outbox = Outbox()
         checked = read_request(request, self._engine.describe(), self._rollouts.next_key())
         bind(request_id=checked.request_id)  # which may be the server's own

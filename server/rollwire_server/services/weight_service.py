@@ -61,6 +61,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         """Announces an update and reports on it until it is staged."""
         lease = read_duration(request, "stage_lease")
         publisher, update_id = _publisher(request.publisher), _update_id(request.update_id)
+        version = _version(request)
         self._updates.check_announcer(publisher)
         messages.check_parts(request.manifest)
         if self._announcements >= MOST_ANNOUNCEMENTS:
@@ -70,7 +71,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
             )
         self._announcements += 1
         try:
-            await self._announce(request, publisher, update_id, lease, context)
+            await self._announce(request, publisher, update_id, version, lease, context)
         finally:
             self._announcements -= 1
 
@@ -79,6 +80,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         request: weights_pb2.UpdateWeightsRequest,
         publisher: Publisher,
         update_id: str,
+        version: int | None,
         lease: float | None,
         context: Context,
     ) -> None:
@@ -87,7 +89,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         announcement = Announcement(
             publisher=publisher,
             update_id=update_id,
-            version=request.version if request.HasField("version") else None,
+            version=version,
             allow_version_rollback=request.allow_version_rollback,
             manifest=manifest,
             stage_lease=STAGE_LEASE_SECONDS if lease is None else lease,
@@ -204,6 +206,19 @@ def _publisher(message: weights_pb2.Publisher) -> Publisher:
     if not message.id:
         raise ServiceError(Reason.BAD_REQUEST, "a publisher needs an id", field="publisher.id")
     return Publisher(message.id, message.term)
+
+
+def _version(request: weights_pb2.UpdateWeightsRequest) -> int | None:
+    if not request.HasField("version"):
+        return None
+    if request.version < 0:
+        raise ServiceError(
+            Reason.BAD_REQUEST,
+            f"version {request.version} is negative: a version is the trainer's step, from 0 on; "
+            "leave it out for an update without a version",
+            field="version",
+        )
+    return request.version
 
 
 def _update_id(update_id: str) -> str:
