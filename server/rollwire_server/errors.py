@@ -7,6 +7,7 @@ field of the request is wrong, and RetryInfo where waiting helps.
 from __future__ import annotations
 
 import enum
+import struct
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
@@ -178,6 +179,18 @@ def of_engine(
     """
     reason = no_memory if isinstance(error, NoMemoryError) else Reason.ENGINE_FAILED
     return ServiceError(reason, f"{error}; {state}" if state else str(error))
+
+
+def told_float(value: float) -> str:
+    """A float32 in a message: the shortest decimal that is this one and no other, so usually what
+    its sender wrote.
+    """
+    single = struct.pack("f", value)
+    for digits in range(1, 9):
+        told = f"{value:.{digits}g}"
+        if struct.pack("f", float(told)) == single:
+            return told
+    return f"{value:.9g}"
 
 
 def _cut(message: str) -> str:

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from rollwire_server.engines.base import SamplingParams, SequenceSpec
-from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.errors import Reason, ServiceError, told_float
 from rollwire_server.retained import Retained
 from rollwire_server.sequences import Request
 
@@ -154,6 +154,8 @@ def _told(value: object) -> str:
     """A field's value in a message, cut where it is long."""
     if value is None:
         return "absent"
+    if isinstance(value, float):
+        return told_float(value)
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, frozenset | tuple):

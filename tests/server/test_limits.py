@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import struct
 import uuid
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
+from hypothesis import given
+from hypothesis import strategies as st
 from rollwire.v1 import rollout_pb2, weights_pb2
-from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.errors import Reason, ServiceError, told_float
 from rollwire_server.services import messages
 from rollwire_server.services.requests import STOP_TOKENS, read_request
 from support.calls import Api, connected, generate, reason_of, request
@@ -225,6 +229,33 @@ async def test_what_nobody_knows_is_not_carried_along() -> None:
         read_request(message, info, 1)
     assert caught.value.reason is Reason.BAD_REQUEST
     assert read_request(request([1] * (info.context_length - 1), 1), info, 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("top_p", 1.0000001, "top_p is 1.0000001, not above 0 and at most 1"),
+        ("top_p", 0.0, "top_p is 0, not above 0 and at most 1"),
+        ("top_p", 7.0, "top_p is 7, not above 0 and at most 1"),
+        ("min_p", 1.0000001, "min_p is 1.0000001, not from 0 to 1"),
+        ("min_p", -1e-45, "min_p is -1e-45, not from 0 to 1"),
+        ("min_p", math.nan, "min_p is nan, not from 0 to 1"),
+        ("temperature", 9.999998e-7, "temperature is 9.999998e-07, neither 0 nor at least 1e-06"),
+        ("temperature", -math.inf, "temperature is -inf, neither 0 nor at least 1e-06"),
+    ],
+)
+async def test_a_value_is_told_as_it_was_sent(field: str, value: float, told: str) -> None:
+    """A refusal that rounds it may say that it is what is allowed."""
+    with pytest.raises(ServiceError) as caught:
+        read_request(request(**{field: value}), await engine_info(), 1)
+    assert caught.value.message == told
+    assert caught.value.reason is Reason.BAD_SAMPLING
+
+
+@given(st.floats(width=32))
+def test_any_float_is_told_so_that_it_is_no_other(value: float) -> None:
+    told = float(told_float(value))
+    assert struct.pack("f", told) == struct.pack("f", value) or math.isnan(value)
 
 
 def test_a_part_of_a_manifest_that_is_too_much_is_not_looked_at() -> None:

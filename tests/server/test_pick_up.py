@@ -28,10 +28,10 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "routed_experts": ({"routed_experts": True}, "routed_experts is True, not False"),
     "min_weight_version": ({"min_weight_version": 0}, "min_weight_version is 0, not absent"),
     "max_weight_version": ({"max_weight_version": 9}, "max_weight_version is 9, not absent"),
-    "sampling.temperature": ({"temperature": 0.5}, "temperature is 0.5, not 1.0"),
-    "sampling.top_p": ({"top_p": 0.5}, "top_p is 0.5, not 1.0"),
+    "sampling.temperature": ({"temperature": 0.7}, "temperature is 0.7, not 1"),
+    "sampling.top_p": ({"top_p": 0.5}, "top_p is 0.5, not 1"),
     "sampling.top_k": ({"top_k": 5}, "top_k is 5, not 0"),
-    "sampling.min_p": ({"min_p": 0.5}, "min_p is 0.5, not 0.0"),
+    "sampling.min_p": ({"min_p": 0.5}, "min_p is 0.5, not 0"),
     "sampling.max_new_tokens": ({"max_new_tokens": 50}, "max_new_tokens is 50, not 400"),
     "sampling.min_new_tokens": ({"min_new_tokens": 1}, "min_new_tokens is 1, not 0"),
     "sampling.stop_token_ids": ({"stop_token_ids": [8]}, "stop_token_ids is [7, 8], not [7]"),
@@ -105,7 +105,7 @@ async def test_all_that_differs_is_told_and_long_lists_are_cut() -> None:
     with pytest.raises(ServiceError) as caught:
         await picked_up(first, first | {"prompt": range(1, 99), "temperature": 0.5, "seed": 2})
     assert (
-        "temperature is 0.5, not 1.0; "
+        "temperature is 0.5, not 1; "
         "prompt_token_ids is [1, 2, 3, 4, 5, 6, 7, 8, … (98 in all)], "
         "not [0, 1, 2, 3, 4, 5, 6, 7, … (100 in all)]; "
         "seed is 2, not 1; nothing was changed"
