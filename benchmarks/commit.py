@@ -2,12 +2,17 @@
 
     python benchmarks/commit.py --device cuda                      7B shape, bf16, 64 streams
     python benchmarks/commit.py --shape tiny                       on a CPU
+    python benchmarks/commit.py --shape tiny --every 1.3 --streams 8 --prompt 1500
 
 Random weights of a Qwen2 shape are written as a checkpoint, loaded, and committed again and again
 while streams decode. Printed for each KV policy: how long sampling was held, what putting the
 weights in place took of that, the longest gap between two steps, and decode lost (seconds of
 undisturbed decoding that the tokens missing in a window around the commit would have taken). The
 floor is one bare copy of as many bytes, in the same run; beside it, two ways to copy all tensors.
+
+With ``--every`` it prints what is left of decoding when weights are committed so often (seconds):
+tokens a second without commits, under KEEP and under RECOMPUTE, which computes the keys and values
+of all sequences again after each.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from rollwire_server.engines.grouped_copy import copy_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -84,19 +89,15 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[list[str]]:
         size = sum(t.nbytes for t in staged.values())
         print(f"{size / 1e9:.2f} GB in {len(staged)} tensors", flush=True)
         update = StagedUpdate(staged, {})  # this engine digests what serves itself
+        if options.every:
+            return await sustained(engine, recorder, update, tag, options)
         rows = [
             [name, f"{seconds * 1e3:.1f}", f"{seconds * 1e3:.1f}", "", "", ""]
             for name, seconds in bare_copies(staged).items()
         ]
         keys = iter(range(1, 10_000))
         for policy in (KvPolicy.KEEP, KvPolicy.RECOMPUTE):
-            generator = torch.Generator().manual_seed(1)
-            live = []
-            for _ in range(options.streams):
-                prompt = torch.randint(0, options.vocab, (options.prompt,), generator=generator)
-                live.append(next(keys))
-                params = SamplingParams(max_new_tokens=options.new_tokens, seed=live[-1])
-                engine.submit(SequenceSpec(live[-1], prompt.tolist(), params))
+            live = submitted(engine, keys, options)
             await decoding(recorder, options)
             results = []
             for _ in range(options.commits):
@@ -118,6 +119,51 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[list[str]]:
             )
     finally:
         await engine.stop()
+    return rows
+
+
+def submitted(
+    engine: EmbeddedEngine, keys: Iterator[int], options: argparse.Namespace
+) -> list[int]:
+    """Starts all streams; the same prompts each time."""
+    generator = torch.Generator().manual_seed(1)
+    live = []
+    for _ in range(options.streams):
+        prompt = torch.randint(0, options.vocab, (options.prompt,), generator=generator)
+        live.append(next(keys))
+        params = SamplingParams(max_new_tokens=options.new_tokens, seed=live[-1])
+        engine.submit(SequenceSpec(live[-1], prompt.tolist(), params))
+    return live
+
+
+async def sustained(
+    engine: EmbeddedEngine,
+    recorder: Recorder,
+    update: StagedUpdate,
+    tag: WeightTag,
+    options: argparse.Namespace,
+) -> list[list[str]]:
+    """A row without commits, and one a KV policy."""
+    keys = iter(range(1, 10_000))
+    rows = []
+    for policy in (None, KvPolicy.KEEP, KvPolicy.RECOMPUTE):
+        live = submitted(engine, keys, options)
+        await decoding(recorder, options)
+        began = time.perf_counter()
+        recomputed: list[int] = []
+        while (now := time.perf_counter()) < began + options.seconds:
+            if policy is not None:
+                tag = WeightTag((tag.version or 0) + 1, tag.revision + 1, tag.server_id, tag.digest)
+                await engine.hold()
+                applied = await engine.commit(update, tag, policy)
+                await engine.release()
+                recomputed.append(applied.kv_tokens_to_recompute)
+            await asyncio.sleep(now + options.every - time.perf_counter())
+        ended = time.perf_counter()
+        rate = recorder.tokens(began, ended) / (ended - began)
+        again = f"{statistics.mean(recomputed):,.0f}" if recomputed else ""
+        rows.append([policy.name if policy else "no commits", f"{rate:,.0f}", again])
+        await engine.abort(live)
     return rows
 
 
@@ -199,12 +245,16 @@ def main() -> None:
     parser.add_argument(
         "--window", type=float, default=1.0, help="seconds measured before a commit"
     )
+    parser.add_argument("--every", type=float, help="seconds from commit to commit")
+    parser.add_argument("--seconds", type=float, default=10.0, help="with --every: of each line")
     options = parse(parser)
     with checkpoint(options, options.device) as folder:
         rows = asyncio.run(measure(options, folder))
     load = f"{options.streams} streams after prompts of {options.prompt} tokens"
     print(f"{machine(options.device)}, {load}")
     header = ["", "held ms", "apply ms", "longest gap ms", "decode lost ms", "tokens/s before"]
+    if options.every:
+        header = [f"a commit every {options.every:g} s", "tokens/s", "computed again, each time"]
     print_table([header, *rows])
 
 

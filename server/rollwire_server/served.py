@@ -177,6 +177,8 @@ class ServedWeights:
             revision=weights.revision,
             digest=f"{digest:016x}",
             held_sequences=held,
+            kv_policy=policy.value,
+            kv_tokens_to_recompute=applied.kv_tokens_to_recompute,
             apply_ms=round(applied.apply_ns / 1e6, 1),
             paused_ms=round(paused_ns / 1e6, 1),
         )

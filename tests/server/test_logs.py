@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 import structlog
-from rollwire.v1 import rollout_pb2
+from rollwire.v1 import common_pb2, rollout_pb2
 from rollwire_server import logs
 from rollwire_server.logs import REFUSALS_A_SECOND
 from rollwire_server.services.answering import answering
@@ -113,7 +113,13 @@ async def test_a_life_at_debug_level(
         again = Noting(api, await random_weights(api, 1), 7)
         await again.publish()
         untagged = Noting(api, await random_weights(api, 2))
-        await untagged.publish()
+        await untagged.stage()
+        held = Generation(api, request((1, 2, 3), 4000, request_id="held"))
+        await held.some()
+        answer = await untagged.commit(common_pb2.KV_POLICY_RECOMPUTE)
+        assert answer.timing.kv_tokens_to_recompute > 3
+        assert await api.abort("held") == (1, [])
+        await held.all()
         lost = Noting(api, await random_weights(api, 3), 8)
         await lost.announce()
         nobody = lost.join(uuid.uuid4().hex, "127.0.0.1:1")
@@ -140,8 +146,9 @@ async def test_a_life_at_debug_level(
     assert ("plain", 2, "LENGTH") in ends
     assert ("column", 0, "LENGTH") in ends
     assert ("endless", 0, "ABORTED") in ends
-    assert len(ends) == 4
-    assert len({request_id for request_id, *_ in ends}) == 4
+    assert ("held", 0, "ABORTED") in ends
+    assert len(ends) == 5
+    assert len({request_id for request_id, *_ in ends}) == 5
 
     why = {(line.get("request_id"), line["reason"]) for line in lines if "rpc" in line}
     assert ("empty", "EMPTY_PROMPT") in why
@@ -164,6 +171,12 @@ async def test_a_life_at_debug_level(
         last = ["stalled"] if change is lost else ["receiving", "staged"]
         assert phases == ["ready", *last]
         assert [line["event"] for line in told if line["event"] in last_lines] == [end]
+    costs = [
+        (line["kv_policy"], line["kv_tokens_to_recompute"])
+        for line in lines
+        if line["event"] == "committed"
+    ]
+    assert costs == [("recompute", 0), ("recompute", answer.timing.kv_tokens_to_recompute)]
     updates = [line for line in lines if line["event"] in {"update", *last_lines}]
     assert all({"update_id", "version"} <= line.keys() for line in updates)
     by_rpc = {line["rpc"]: line for line in lines if line.get("update_id") == lost.update_id
