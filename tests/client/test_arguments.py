@@ -8,11 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from client.publishing import publishing
 from client.scripted_weights import policy
-from rollwire_client import Fleet, Publisher, PublishTimeouts, Timeouts
-from rollwire_client.arguments import integer, number
+from rollwire_client import (
+    Batcher,
+    Fleet,
+    InvalidRequestError,
+    Publisher,
+    PublishTimeouts,
+    Timeouts,
+)
+from rollwire_client.arguments import integer, number, version
 from rollwire_client.sync import SyncFleet
+from rollwire_client.testing import FakeServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,3 +90,34 @@ def test_numbers_may_be_of_any_type(
 ) -> None:
     assert check("n", value) == checked
     assert type(check("n", value)) is type(checked)
+
+
+NO_VERSIONS: list[Any] = [-1, -(1 << 63), 1 << 63, True, False, 1.0, "1", math.nan]
+
+
+@pytest.mark.parametrize("wrong", NO_VERSIONS, ids=repr)
+async def test_what_is_no_version_is_refused_before_anything_is_sent(wrong: Any) -> None:
+    told = r"^version is .*, not a version: an integer from 0 to 2\^63 - 1"
+    refused = pytest.raises((TypeError, ValueError), match=told)
+    async with publishing(1) as (servers, fleet, publisher), Batcher(fleet, seed=1) as batcher:
+        with refused:
+            await publisher.publish(wrong, policy())
+        with refused:
+            await batcher.collect([], 1, version=wrong)
+        with refused:
+            await batcher.evaluate([], version=wrong)
+        for bound in ("min_weight_version", "max_weight_version"):
+            with pytest.raises(InvalidRequestError, match=f"^{bound} is .*, not a version"):
+                await fleet.generate([1], **{bound: wrong})
+        assert (servers[0].announced, servers[0].requests) == (0, [])
+    with refused:
+        FakeServer(version=wrong)
+    with refused:
+        FakeServer().commit(wrong)
+
+
+@pytest.mark.parametrize("right", [0, (1 << 63) - 1, np.int8(5), torch.tensor(7), None])
+def test_versions_may_be_of_any_type(right: Any) -> None:
+    checked = version("version", right)
+    assert checked == right
+    assert type(checked) in {int, type(None)}

@@ -414,3 +414,16 @@ async def test_a_line_that_says_what_makes_no_sense(said: bytes) -> None:
         raw.sendall(said)
         with pytest.raises(ConnectionError, match="no sense"):
             await line.hear()
+
+
+async def test_what_is_no_version_is_refused_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
+) -> None:
+    async with trainer(monkeypatch, group, size=2) as (servers, publisher, (lead, other)):
+        outcomes = await asyncio.gather(
+            lead.publish(publisher, -1, policy()), other.publish(None, -1, policy()),
+            return_exceptions=True,
+        )  # fmt: skip
+    assert [type(outcome) for outcome in outcomes] == [ValueError, PublishError]
+    assert all("version is -1, not a version" in str(outcome) for outcome in outcomes)
+    assert servers[0].announced == 0

@@ -8,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+import operator
 import reprlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+VERSION = "a version: an integer from 0 to 2^63 - 1"
 LONGEST = 1e9  # seconds; timers and messages can carry it, and nobody waits for longer
 
 
@@ -51,6 +53,21 @@ def integer(name: str, value: object, *, least: int = 0, most: int | None = None
     if whole < least or (most is not None and whole > most):
         raise ValueError(_misfit(name, value, fitting))
     return whole
+
+
+def version(name: str, value: object) -> int | None:
+    """``value`` as a version of weights, the trainer's step: any integer of 63 bits, or None."""
+    if value is None:
+        return None
+    if isinstance(value, bool):
+        raise TypeError(_misfit(name, value, VERSION))
+    try:
+        step = operator.index(value)  # type: ignore[arg-type]  # tensors of one integer too
+    except TypeError:
+        raise TypeError(_misfit(name, value, VERSION)) from None
+    if not 0 <= step < 1 << 63:
+        raise ValueError(_misfit(name, value, VERSION))
+    return step
 
 
 def _misfit(name: str, value: object, fitting: str) -> str:

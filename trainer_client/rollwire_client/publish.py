@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import operator
 import time
 import uuid
 from typing import TYPE_CHECKING
@@ -87,7 +86,7 @@ class Publish:
         timeouts: PublishTimeouts,
         expected_digest: int | None = None,
     ) -> None:
-        self.version = _step(version)
+        self.version = version
         self.update_id = uuid.uuid4().hex
         self.sent_bytes = 0
         self.announced = asyncio.Event()
@@ -291,18 +290,3 @@ def _other_digest(recipient: Recipient, sent: int) -> DigestMismatchError:
         f"{sent:016x}",
         server=recipient.address,
     )
-
-
-def _step(version: int | None) -> int | None:
-    """A version as the API has it, of whatever integer it is: numpy's too."""
-    if version is None:
-        return None
-    try:
-        step = operator.index(version)
-    except TypeError:
-        raise TypeError(
-            f"version is the trainer's step, an integer, or None: not {version!r}"
-        ) from None
-    if not -(1 << 63) <= step < 1 << 63:
-        raise ValueError(f"version is the trainer's step, an integer of 64 bits: not {step}")
-    return step

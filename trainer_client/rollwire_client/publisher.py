@@ -23,6 +23,7 @@ from rollwire.v1 import weights_pb2, weights_pb2_grpc
 
 from rollwire_client import wire
 from rollwire_client.arguments import integer
+from rollwire_client.arguments import version as checked_version
 from rollwire_client.calls import unary
 from rollwire_client.data import KvPolicy
 from rollwire_client.errors import (
@@ -173,7 +174,7 @@ class Publisher:
 
         Raises:
             TypeError: ``version`` is no integer, or ``kv_policy`` no ``KvPolicy``.
-            ValueError: It does not fit 64 bits.
+            ValueError: It is negative, or does not fit 63 bits.
             ClosedError: The fleet is not open.
             SchemaMismatchError: The tensors are not those that the servers want.
             PublishInProgressError: The publish before has not ended.
@@ -181,6 +182,7 @@ class Publisher:
             PublishFailedError: No server takes the update.
         """
         async with _leading(ranks, publishes(version, partial=partial)) as lead:
+            version = checked_version("version", version)
             with self._turn():
                 handle = await self._begin(
                     await self._fleet.recipients(),

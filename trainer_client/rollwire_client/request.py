@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from google.protobuf.descriptor import FieldDescriptor
 from rollwire.v1 import rollout_pb2
 
-from rollwire_client import wire
+from rollwire_client import arguments, wire
 from rollwire_client.data import LogprobBasis, Sampling
 from rollwire_client.errors import InvalidRequestError
 from rollwire_client.replay import RoutingReplay
@@ -67,7 +67,6 @@ _OPTIONS = RolloutOptions.__optional_keys__
 _FITS = {
     FieldDescriptor.TYPE_UINT32: "an integer from 0 to 2^32 - 1",
     FieldDescriptor.TYPE_UINT64: "an integer from 0 to 2^64 - 1",
-    FieldDescriptor.TYPE_INT64: "an integer from -2^63 to 2^63 - 1",
     FieldDescriptor.TYPE_FLOAT: "a number",
     FieldDescriptor.TYPE_BOOL: "True or False",
     FieldDescriptor.TYPE_STRING: "text",
@@ -97,8 +96,8 @@ def generate_request(
     if not isinstance(replay, RoutingReplay | None):
         raise _misfit("routed_experts", replay, "a RoutingReplay")
     made.routed_experts = replay is not None
-    put(made, "min_weight_version", options.get("min_weight_version"))
-    put(made, "max_weight_version", options.get("max_weight_version"))
+    put_version(made, "min_weight_version", options.get("min_weight_version"))
+    put_version(made, "max_weight_version", options.get("max_weight_version"))
     put(made, "session_id", options.get("session_id"))
     put_seconds(made, "timeout", options.get("timeout"))
     put_seconds(made, "delivery_interval", options.get("delivery_interval"))
@@ -180,6 +179,19 @@ def put_all(message: Message, field: str, values: Any, *, within: str = "") -> N
             except (TypeError, ValueError, OverflowError) as error:
                 fitting = _fitting(message, field)
                 raise _misfit(f"{name}[{number}]", item, fitting, field=name) from error
+
+
+def put_version(message: Message, field: str, value: int | None) -> None:
+    """Sets a version of weights; None leaves it out.
+
+    Raises:
+        InvalidRequestError: It is none.
+    """
+    try:
+        checked = arguments.version(field, value)
+    except (TypeError, ValueError) as error:
+        raise _misfit(field, value, arguments.VERSION) from error
+    put(message, field, checked)
 
 
 def put_seconds(message: Message, field: str, seconds: float | None) -> None:

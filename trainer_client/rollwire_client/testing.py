@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 import grpc
 from rollwire.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
 
+from rollwire_client.arguments import version as checked_version
 from rollwire_client.data import FinishReason, ServerState
 from rollwire_client.tasks import end
 
@@ -91,6 +92,7 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
         self._vocab_size = vocab_size
         self._context_length = context_length
         self._routing = routing
+        version = checked_version("version", version)
         self._weights = common_pb2.WeightTag(server_id=uuid.uuid4().hex, version=version)
         self._highest_version = version
         self._live: set[_Sequence] = set()
@@ -121,6 +123,7 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
 
     def commit(self, version: int | None) -> None:
         """From the next token on it serves this version, as after an update."""
+        version = checked_version("version", version)
         self._weights = common_pb2.WeightTag(
             server_id=self._weights.server_id,
             revision=self._weights.revision + 1,

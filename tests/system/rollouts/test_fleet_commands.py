@@ -224,7 +224,9 @@ def test_trace_shows_states_updates_and_sequences(two: list[ServerProcess], tmp_
     "wrong",
     [("top",), ("top", "nowhere"), ("top", "dns:///x"), ("top", "dns:///x:5", NOBODY),
      ("publish", "/", "--server", "nowhere"), ("publish", "/nowhere", "--server", NOBODY),
-     ("publish", "/"), ("publish", "/", "--server", NOBODY, "--kv-policy", "burn")],
+     ("publish", "/"), ("publish", "/", "--server", NOBODY, "--kv-policy", "burn"),
+     ("publish", "/", "--server", NOBODY, "--version", "-1"),
+     ("publish", "/", "--server", NOBODY, "--version", str(2**63))],
 )  # fmt: skip
 def test_a_mistake_is_one_line(wrong: tuple[str, ...]) -> None:
     done = rollwire(*wrong)

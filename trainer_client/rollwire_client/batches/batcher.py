@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from rollwire_client.arguments import version as checked_version
 from rollwire_client.batches import saved
 from rollwire_client.batches.bar import Bar
 from rollwire_client.batches.collecting import Collecting, Stock
@@ -232,6 +233,7 @@ class Batcher:
             raise ValueError(f"samples is {samples}, from 1 on")
         if sampling is not None:
             _check_unseeded(sampling)
+        version = checked_version("version", version)
         self._fleet.check_open()
         policy = self._fleet.policy
         if version is None and policy is not None:
@@ -282,6 +284,7 @@ class Batcher:
 
     def _version(self, version: int | None) -> int | None:
         """The trainer's step."""
+        version = checked_version("version", version)
         if version is None:
             policy = self._fleet.policy
             version = policy.version if policy is not None else None

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import enum
 import math
-import operator
 from dataclasses import dataclass
 
+from rollwire_client.arguments import version as checked_version
 from rollwire_client.batches.data import Carry, Drop, Tail
 
 
@@ -96,8 +96,7 @@ class Plan:
     def __post_init__(self) -> None:
         if not isinstance(self.tail, Tail):
             raise TypeError(f"tail is {self.tail!r}, not Drop(…) or Carry(…)")
-        if self.version is not None and not 0 <= operator.index(self.version) < 1 << 63:
-            raise ValueError(f"version is {self.version}, from 0 to 2^63 - 1")
+        checked_version("version", self.version)
         if self.target < 1 or self.prefetch < 0 or (self.max_lag is not None and self.max_lag < 0):
             raise ValueError(
                 f"target is {self.target}, from 1 on; prefetch {self.prefetch} and max_lag "

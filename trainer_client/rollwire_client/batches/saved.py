@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from rollwire.v1 import buffer_pb2
 
 from rollwire_client import wire
+from rollwire_client.arguments import version as checked_version
 from rollwire_client.batches.data import Prompt
 from rollwire_client.batches.group import LiveGroup, Member
 from rollwire_client.batches.pool import checked
@@ -100,6 +101,7 @@ def read(
     version = message.version if message.HasField("version") else None
     counters = Counters(version, message.handed_out, message.dropped)
     try:
+        checked_version("its version", version)
         steps = [_step(step) for step in message.steps]
         _check(all(a.number < b.number for a, b in pairwise(steps)), "steps out of order")
         groups = [_group(group, recipe.size) for group in message.groups]
@@ -147,7 +149,7 @@ def _group_message(group: LiveGroup) -> buffer_pb2.SavedGroup:
 def _step(message: buffer_pb2.SavedStep) -> Step:
     return Step(
         message.number,
-        message.version if message.HasField("version") else None,
+        checked_version("a step", message.version if message.HasField("version") else None),
         message.digest if message.HasField("digest") else None,
     )
 

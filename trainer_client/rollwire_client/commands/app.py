@@ -241,7 +241,8 @@ def publish(
         typer.Option("--server", metavar="HOST:PORT", help="Each server; or one dns:///NAME:PORT."),
     ],
     version: Annotated[
-        int | None, typer.Option(help="The trainer's step. Default: an untagged update.")
+        int | None,
+        typer.Option(min=0, max=2**63 - 1, help="The trainer's step. Default: an untagged update."),
     ] = None,
     kv_policy: Annotated[
         KvPolicy, typer.Option(help="What becomes of sequences' keys and values.")
