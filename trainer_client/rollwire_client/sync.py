@@ -279,9 +279,9 @@ class SyncPublisher(_Facade[Publisher]):
 class SyncBatcher(_Facade[Batcher]):
     """A ``Batcher`` for a ``SyncFleet``, made with the arguments of ``Batcher``; a context manager.
 
-    What it is given to call (``prompts``, ``reward``, ``decide``, ``stop``) it calls in the fleet's
-    thread. A batch that was ready when the waiting thread was interrupted, as by Ctrl-C, is what
-    the next ``collect`` returns.
+    What it is given to call (``prompts``, ``reward``, ``decide``, ``stop``) it calls in threads of
+    its own, coroutine functions in the fleet's. A batch that was ready when the waiting thread was
+    interrupted, as by Ctrl-C, is what the next ``collect`` returns.
     """
 
     @_takes_after_fleet(Batcher.__init__)

@@ -454,9 +454,12 @@ async def test_versions_rise() -> None:
     [
         ({"sampling": Sampling(seed=1)}, "all samples would share"),
         ({"group_size": 0}, "group_size is 0"),
-        ({"refills": -1}, "refills -1"),
+        ({"refills": -1}, "refills is -1"),
         ({"max_lag": -1}, "max_lag is -1"),
         ({"seed": 2**63}, "seed is"),
+        ({"callback_timeout": float("nan")}, "callback_timeout is nan"),
+        ({"callback_timeout": 0}, "callback_timeout is 0"),
+        ({"weights_timeout": -1.0}, "weights_timeout is -1.0"),
         ({"options": {"request_id": "a"}}, "request_id: the batcher's own"),
         ({"options": {"session_id": "a", "max_weight_version": 1}}, "session_id, max_weight"),
     ],

@@ -105,7 +105,9 @@ async def test_what_is_complete_is_not_sampled_again(tmp_path: Path) -> None:
     async with HeldServer({1, 2, 3}) as server:
         async with fleet_of(server) as fleet, batcher_of(fleet, reward=reward) as batcher:
             await batcher.collect(prompts(), 1, prefetch=2)
-            await until(lambda: len(asked) == 6)
+            groups = batcher._stock.pool.groups.values()
+            await until(lambda: all(m.reward == 1.0 for group in groups for m in group.members))
+            assert len(asked) == 6
             batcher.save(tmp_path / "buffer")
         sampled = len(server.requests)
         async with fleet_of(server) as fleet, batcher_of(fleet, reward=lambda p, t: 2.0) as batcher:

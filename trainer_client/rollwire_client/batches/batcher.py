@@ -13,16 +13,17 @@ Between two calls, groups that were carried or begun ahead go on in the backgrou
 from __future__ import annotations
 
 import asyncio
-import operator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from rollwire_client.arguments import integer, seconds
 from rollwire_client.arguments import version as checked_version
 from rollwire_client.batches import saved
 from rollwire_client.batches.bar import Bar
+from rollwire_client.batches.callbacks import Caller, Scorer, Source, read_all
 from rollwire_client.batches.collecting import Collecting, Stock
-from rollwire_client.batches.data import Decision, Drop, Tail
+from rollwire_client.batches.data import Drop, Tail
 from rollwire_client.batches.evaluation import evaluate
 from rollwire_client.batches.group import Recipe
 from rollwire_client.batches.ledger import Plan
@@ -36,21 +37,20 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable
 
-    from rollwire_client.batches.data import Batch, Evaluation, Group, Progress, Prompt
-    from rollwire_client.batches.group import Reward
+    from rollwire_client.batches.callbacks import Reward
+    from rollwire_client.batches.data import (
+        Batch,
+        Decision,
+        Evaluation,
+        Group,
+        Progress,
+        Prompt,
+    )
     from rollwire_client.data import Sampling
     from rollwire_client.fleet import Fleet
 
 _OWN_OPTIONS = ("request_id", "session_id", "min_weight_version", "max_weight_version")
 _POLL = 0.05  # seconds between two looks at what the servers serve
-
-
-def _take(_: Group) -> Decision:
-    return Decision.TAKE
-
-
-def _go_on(_: Progress) -> bool:
-    return False
 
 
 class Batcher:
@@ -63,15 +63,19 @@ class Batcher:
         seed: The run's. It, a prompt's id and epoch, and the number of the sample fix the draws.
         group_size: Samples of each prompt.
         sampling: How to sample; without a seed.
-        reward: Called with prompt and trajectory when a sample is complete; async, or quick: it
-            runs in the event loop. Returns a finite number. A group of which it has none is dropped
-            as ``UNSCORED``.
+        reward: Called with prompt and trajectory when a sample is complete; returns a finite
+            number. A plain function is called in a thread of its own, one call at a time (not in
+            the main thread, which signals need); a coroutine function runs in the event loop. A
+            group of which it has none is dropped as ``UNSCORED``.
         max_lag: A group with a token of a version more than this many steps behind the trainer's is
             never handed out. A publish through the fleet is one step, also where its number jumps
             or falls, and so is going on from a saved buffer. None: no bound.
         refills: A sample that failed is begun again so many times in a row, alone: from its tokens
             on (if the fleet gave it up; a new token starts the count again) or anew with other
             draws (if a server failed at it). A ``reward`` that raised is called again as often.
+        callback_timeout: Seconds that one call of ``reward``, ``decide`` or ``stop`` may take, and
+            ``prompts`` to give its next one, before it is given up; None: any. The log says when
+            one takes long.
         weights_timeout: Seconds that ``collect`` waits for weights that are new enough.
         options: Of the rollouts, such as ``logprob_basis`` and ``timeout``.
         bar: Show one on a terminal while a batch is collected.
@@ -81,7 +85,7 @@ class Batcher:
         handed_out, dropped: Groups so far.
 
     Raises:
-        ValueError: An argument cannot be.
+        TypeError, ValueError: An argument cannot be.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class Batcher:
         reward: Reward | None = None,
         max_lag: int | None = None,
         refills: int = 2,
+        callback_timeout: float | None = 600.0,
         weights_timeout: float = 60.0,
         options: RolloutOptions | None = None,
         bar: bool = True,
@@ -102,20 +107,24 @@ class Batcher:
         if own := [name for name in _OWN_OPTIONS if name in options]:
             raise ValueError(f"{', '.join(own)}: the batcher's own, leave it out")
         _check_unseeded(sampling)
-        if not -(1 << 63) <= operator.index(seed) < 1 << 63:
-            raise ValueError(f"seed is {seed}, from -2^63 to 2^63 - 1")
-        if group_size < 1 or refills < 0:
-            raise ValueError(f"group_size is {group_size}, from 1 on; refills {refills}, from 0")
-        if max_lag is not None and max_lag < 0:
-            raise ValueError(f"max_lag is {max_lag}, from 0 on, or None for no bound")
+        seed = integer("seed", seed, least=-(1 << 63), most=(1 << 63) - 1)
+        group_size = integer("group_size", group_size, least=1)
+        refills = integer("refills", refills)
+        if max_lag is not None:
+            max_lag = integer("max_lag", max_lag)
+        if callback_timeout is not None:
+            callback_timeout = seconds("callback_timeout", callback_timeout, least=0.001)
         self.version: int | None = None
         self.handed_out = 0
         self.dropped = 0
         self._fleet = fleet
-        recipe = Recipe(fleet, operator.index(seed), group_size, sampling, options, reward, refills)
+        scorer = Scorer(reward, callback_timeout, refills) if reward is not None else None
+        recipe = Recipe(fleet, seed, group_size, sampling, options, scorer, refills)
         self._stock = Stock(recipe)
+        self._reader = Caller("rollwire-prompts", callback_timeout)
+        self._hooks = Caller("rollwire-hooks", callback_timeout)
         self._max_lag = max_lag
-        self._weights_timeout = weights_timeout
+        self._weights_timeout = seconds("weights_timeout", weights_timeout)
         self._bar = bar
         self._collecting = False
         self._published = 0  # so many publishes through the fleet are among the steps
@@ -129,12 +138,17 @@ class Batcher:
     async def close(self) -> None:
         """Ends what is under way, on the servers too; it can still be saved. Idempotent."""
         await self._stock.pool.close()
+        callers = self._reader, self._hooks, self._stock.recipe.scorer
+        for caller in callers:
+            if caller is not None:
+                caller.close()
 
     @property
     def taken(self) -> int:
         """Prompts so far: handed out, dropped, or under way. Where a data set goes on."""
         stock = self._stock
-        return self.handed_out + self.dropped + len(stock.gone) + len(stock.pool.groups)
+        live = len(stock.pool.groups) + len(stock.arrived)
+        return self.handed_out + self.dropped + len(stock.gone) + live
 
     async def collect(
         self,
@@ -145,8 +159,8 @@ class Batcher:
         over_sample: float = 1.0,
         tail: Tail = Drop(),  # noqa: B008 - it cannot change
         prefetch: int = 0,
-        decide: Callable[[Group], Decision] = _take,
-        stop: Callable[[Progress], bool] = _go_on,
+        decide: Callable[[Group], Decision] | None = None,
+        stop: Callable[[Progress], bool] | None = None,
     ) -> Batch:
         """The next batch; it ends when ``target`` groups are complete.
 
@@ -162,7 +176,8 @@ class Batcher:
 
         Args:
             prompts: They are taken from it as there is room for them, and no more than that: give
-                an iterator that goes on where it was.
+                an iterator that goes on where it was. It is asked in a thread of its own, and so
+                are ``decide`` and ``stop``, unless they are coroutine functions.
             target: Groups; fewer if the prompts run out, or ``stop`` says so; more with a tail that
                 has patience, up to all that were begun.
             version: The trainer's step. Default: the version that was published last.
@@ -171,8 +186,8 @@ class Batcher:
             prefetch: Groups begun beyond that, for later batches: servers have work while the last
                 of this one end, and while the trainer learns.
             decide: Asked about each group that is complete, in the order of their ends, whether it
-                is part of the batch.
-            stop: Asked after each; True ends the batch with what it has.
+                is part of the batch. Default: it is.
+            stop: Asked after each; True ends the batch with what it has. Default: nothing does.
 
         Raises:
             ValueError: The arguments contradict each other, or the version fell.
@@ -184,7 +199,8 @@ class Batcher:
             RollwireError: Something else is wrong, such as a token that is not let in; what was
                 sampled is kept.
             ClosedError: The fleet or the batcher is closed.
-            Exception: What ``prompts`` or ``stop`` raise.
+            CallbackError: ``prompts`` or ``stop`` took too long.
+            Exception: What these two raise.
         """
         begun = asyncio.get_running_loop().time()
         plan = self._plan(
@@ -198,7 +214,9 @@ class Batcher:
             await self._await_weights(plan)
             self.version = plan.version
             with Bar(_title(plan), target, wanted=self._bar) as bar:
-                collecting = Collecting(plan, self._stock, iter(prompts), decide, stop, bar, begun)
+                stock = self._stock
+                source = Source(iter(prompts), self._reader, stock.arrived, stock.pool.changed)
+                collecting = Collecting(plan, stock, source, self._hooks, decide, stop, bar, begun)
                 batch = await collecting.batch()
         finally:
             self._collecting = False
@@ -241,11 +259,7 @@ class Batcher:
         recipe = replace(
             self._stock.recipe, size=samples, sampling=sampling or self._stock.recipe.sampling
         )
-        taken: list[Prompt] = []
-        for prompt in prompts:
-            taken.append(prompt)
-            if len(taken) % 1000 == 0:
-                await asyncio.sleep(0)  # so that whoever gave endless ones can be told
+        taken = await read_all(iter(prompts), self._reader)
         return await evaluate(recipe, taken, version, bar=self._bar)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -259,6 +273,7 @@ class Batcher:
             OSError: It cannot be written.
         """
         stock = self._stock
+        stock.begin_arrived()
         groups = tuple(stock.pool.groups.values())
         counters = Counters(self.version, self.handed_out, self.dropped + len(stock.gone))
         saved.write(Path(path), stock.recipe, counters, stock.steps.saved(), groups)

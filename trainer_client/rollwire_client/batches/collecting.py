@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
+from collections import deque
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -25,9 +26,10 @@ from rollwire_client.batches.steps import Steps
 from rollwire_client.errors import CallbackError, ClosedError, InvalidRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from rollwire_client.batches.bar import Bar
+    from rollwire_client.batches.callbacks import Caller, Source
     from rollwire_client.batches.group import LiveGroup, Member, Recipe
     from rollwire_client.batches.ledger import Plan
 
@@ -47,6 +49,7 @@ class Stock:
         gone: Those that were dropped since the batch before, with their numbers.
         succeeded: Whether any group was ever complete.
         steps: Of the trainer.
+        arrived: Prompts that were taken, of which no group was begun yet.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -56,12 +59,22 @@ class Stock:
         self.gone: list[tuple[int, Group]] = []
         self.succeeded = False
         self.steps = Steps()
+        self.arrived: deque[Prompt] = deque()
 
     def add(self, prompt: Prompt, members: list[Member] | None = None) -> LiveGroup:
         """A group that does not run yet; see ``Pool.add``."""
         group = self.pool.add(prompt, members)
         self.ledger.begin(group.number)
         return group
+
+    def begin_arrived(self) -> None:
+        """Makes groups of the prompts that arrived after their batch had ended."""
+        while self.arrived:
+            prompt = self.arrived.popleft()
+            try:
+                self.add(prompt)
+            except Exception as error:
+                self.refuse(prompt, error)
 
     def drop(self, number: int, why: DropReason, error: Exception | None = None) -> None:
         """Lets go of a group that the ledger has dropped."""
@@ -79,7 +92,8 @@ class Collecting:
     Args:
         plan: What it is to be.
         stock: What it is made of, and what it leaves.
-        prompts: Where there is room for more.
+        prompts: Taken from where there is room for more.
+        hooks: Calls the next two.
         decide: See ``Batcher.collect``, as with ``stop``.
         stop: See there.
         bar: Shows how far it is.
@@ -90,9 +104,10 @@ class Collecting:
         self,
         plan: Plan,
         stock: Stock,
-        prompts: Iterator[Prompt],
-        decide: Callable[[Group], Decision],
-        stop: Callable[[Progress], bool],
+        prompts: Source,
+        hooks: Caller,
+        decide: Callable[[Group], Decision] | None,
+        stop: Callable[[Progress], bool] | None,
         bar: Bar,
         begun: float,
     ) -> None:
@@ -100,12 +115,12 @@ class Collecting:
         self._stock = stock
         self._pool, self._ledger = stock.pool, stock.ledger
         self._prompts = prompts
+        self._hooks = hooks
         self._decide = decide
         self._stop = stop
         self._bar = bar
         self._clock = asyncio.get_running_loop().time
         self._begun = begun
-        self._more = True  # prompts
         self._failures: list[Exception] = []  # of groups, since the last one that was complete
         self._undecided: list[Exception] = []  # of ``decide``, since it last said something
 
@@ -116,6 +131,8 @@ class Collecting:
         except BaseException:
             self._ledger.abandon()
             raise
+        finally:
+            await self._prompts.stop()
         return self._close()
 
     async def _run(self) -> None:
@@ -131,13 +148,13 @@ class Collecting:
                 raise ClosedError("the batcher was closed")
             self._settle_all()
             self._admit()
-            over = self._choose()
+            over = await self._choose()
             self._show()
             if over or self._ledger.is_over(self._clock()):
                 return
-            if self._may_begin():
+            if self._stock.arrived or (self._may_begin() and not self._prompts.busy):
                 continue
-            if not self._ledger.waits():
+            if not (self._ledger.waits() or self._prompts.busy):
                 self._check(self._failures, none_is_left=True)
                 return  # there are no more prompts
             await self._change()
@@ -221,32 +238,39 @@ class Collecting:
 
     def _may_begin(self) -> bool:
         """Whether there is room for a group, and nothing speaks against one more."""
-        room = self._more and self._ledger.room()
-        return bool(room) and len(self._failures) < _FAILURES
+        return (
+            not self._prompts.ended and len(self._failures) < _FAILURES and self._ledger.room() > 0
+        )
 
     def _admit(self) -> None:
-        while self._may_begin():
-            if (prompt := next(self._prompts, None)) is None:
-                self._more = False
-                return
-            if not isinstance(prompt, Prompt):
-                raise TypeError(f"prompts gave {prompt!r:.80}, not a Prompt(id, token_ids)")
-            try:
-                group = self._stock.add(prompt)
-            except InvalidRequestError as error:
-                self._stock.refuse(prompt, error)
-                self._failed(prompt, DropReason.FAILED, error, self._failures)
-            except Exception as error:
-                self._stock.refuse(prompt, error)
-                raise
-            else:
-                self._pool.run(group, self._plan.oldest_version)
+        """Begins groups of the prompts that arrived, and asks for more where there is room."""
+        while self._stock.arrived:
+            self._begin(self._stock.arrived.popleft())
+        if (error := self._prompts.error) is not None:
+            error.add_note("So failed `prompts`, which collect takes its prompts from.")
+            raise error
+        if self._may_begin():
+            self._prompts.ask(self._ledger.room())
 
-    def _choose(self) -> bool:
+    def _begin(self, prompt: Prompt) -> None:
+        if not isinstance(prompt, Prompt):
+            raise TypeError(f"prompts gave {prompt!r:.80}, not a Prompt(id, token_ids)")
+        try:
+            group = self._stock.add(prompt)
+        except InvalidRequestError as error:
+            self._stock.refuse(prompt, error)
+            self._failed(prompt, DropReason.FAILED, error, self._failures)
+        except Exception as error:
+            self._stock.refuse(prompt, error)
+            raise
+        else:
+            self._pool.run(group, self._plan.oldest_version)
+
+    async def _choose(self) -> bool:
         """Decides on what is complete; True ends the batch."""
         while (number := self._ledger.offered()) is not None:
             try:
-                decision = self._decision(self._pool.groups[number].snapshot())
+                decision = await self._decision(self._pool.groups[number].snapshot())
             except CallbackError as error:
                 prompt = self._pool.groups[number].prompt
                 self._drop(number, DropReason.FAILED, error)
@@ -259,21 +283,34 @@ class Collecting:
                 self._ledger.postpone(number)
             else:
                 self._drop(number, DropReason.FILTERED)
-            stopped = self._stop(self._progress())
-            if not isinstance(stopped, bool):
-                raise TypeError(f"stop returned {stopped!r}, not True or False")
-            if stopped:
+            if self._stop is not None and await self._stops(self._stop):
                 return True
         return False
 
-    def _decision(self, group: Group) -> Decision:
+    async def _stops(self, stop: Callable[[Progress], bool]) -> bool:
+        """Whether the caller ends the batch here."""
+        try:
+            stopped = await self._hooks.call("stop", stop, self._progress(), of="the batch")
+        except Exception as error:
+            error.add_note("So failed `stop`, which collect was given.")
+            raise
+        if not isinstance(stopped, bool):
+            raise TypeError(f"stop returned {stopped!r}, not True or False")
+        return stopped
+
+    async def _decision(self, group: Group) -> Decision:
         """What the caller says of a group that is complete.
 
         Raises:
-            CallbackError: It raised, or said none.
+            CallbackError: It raised, took too long, or said none.
         """
+        if self._decide is None:
+            return Decision.TAKE
+        of = f"the group of prompt {group.prompt.id!r}"
         try:
-            decision = self._decide(group)
+            decision = await self._hooks.call("decide", self._decide, group, of=of)
+        except CallbackError:
+            raise
         except Exception as error:
             told = f"decide failed at the group of prompt {group.prompt.id!r}: {error!r}"
             raise CallbackError(told, callback="decide") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import math
 import uuid
@@ -26,8 +25,7 @@ from rollwire_client.tasks import end
 from rollwire_client.trajectory import Draft
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
+    from rollwire_client.batches.callbacks import Scorer
     from rollwire_client.batches.steps import Steps
     from rollwire_client.data import Sampling, WeightTag
     from rollwire_client.fleet import Fleet
@@ -35,11 +33,8 @@ if TYPE_CHECKING:
     from rollwire_client.rollout import Rollout
     from rollwire_client.trajectory import Trajectory
 
-    Reward = Callable[[Prompt, Trajectory], float | Awaitable[float]]
-
 logger = logging.getLogger(__name__)
 
-_REWARD_DELAY = 0.1  # seconds until a reward that raised is asked for again; then four times that
 _NEVER_REFILLED = (RefusedError, TimedOutError, ClosedError)
 
 
@@ -53,8 +48,8 @@ class Recipe:
         size: Samples of each prompt.
         sampling: Without a seed.
         options: Of the rollouts.
-        reward: Of a complete sample; None: there are none.
-        refills: How often in a row a sample that failed is begun again, or its reward asked for.
+        scorer: Gives a complete sample its reward; None: there are none.
+        refills: How often in a row a sample that failed is begun again.
     """
 
     fleet: Fleet
@@ -62,7 +57,7 @@ class Recipe:
     size: int
     sampling: Sampling
     options: RolloutOptions
-    reward: Reward | None
+    scorer: Scorer | None
     refills: int
 
 
@@ -235,51 +230,8 @@ async def _sample(group: LiveGroup, member: Member, recipe: Recipe) -> None:
                 failures += 1
                 if failures > recipe.refills:
                     raise _ended_by_others(member.trajectory())
-    if member.reward is None and recipe.reward is not None:
-        member.reward = await _reward(group.prompt, trajectory, recipe)
-
-
-async def _reward(prompt: Prompt, trajectory: Trajectory, recipe: Recipe) -> float:
-    """Asks the caller's function, again where it raised.
-
-    Raises:
-        CallbackError: It raised each time, or what it returned is no finite number.
-    """
-    assert recipe.reward is not None  # noqa: S101 - or nobody asks
-    failures = 0
-    while True:
-        try:
-            given = recipe.reward(prompt, trajectory)
-            given = await given if inspect.isawaitable(given) else given
-        except (Exception, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
-                raise
-            failures += 1
-            if failures > recipe.refills:
-                told = f"the reward of prompt {prompt.id!r} could not be had: {error!r}"
-                raise CallbackError(told, callback="reward") from error
-            logger.warning("the reward of prompt %r, asked for again: %r", prompt.id, error)
-            await asyncio.sleep(_REWARD_DELAY * 4 ** (failures - 1))
-        else:
-            return _number(given, prompt)
-
-
-def _is_cancelled() -> bool:
-    """Whether this task is to end, not only what it awaited."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-def _number(reward: object, prompt: Prompt) -> float:
-    """The reward, of whatever type has a value: numpy's numbers, bools, tensors of one element."""
-    try:
-        value = float(reward)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        value = math.nan
-    if not math.isfinite(value):
-        told = f"the reward of prompt {prompt.id!r} is {reward!r:.80}, no finite number"
-        raise CallbackError(told, callback="reward")
-    return value
+    if member.reward is None and recipe.scorer is not None:
+        member.reward = await recipe.scorer.score(group.prompt, trajectory)
 
 
 def _ended_by_others(trajectory: Trajectory) -> RolloutFailedError:
