@@ -8,12 +8,16 @@ from array import array
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from rollwire_server.engines.base import PromptLogprobs
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from rollwire_server.engines.base import Extras, RoutedExperts, SequenceSpec, WeightTag
+    from rollwire_server.engines.base import (
+        Extras,
+        PromptLogprobs,
+        RoutedExperts,
+        SequenceSpec,
+        WeightTag,
+    )
     from rollwire_server.errors import ServiceError
     from rollwire_server.readers import Reader
 
@@ -204,7 +208,7 @@ def _prompt_parts(told: PromptLogprobs, weights: WeightTag) -> Iterator[PromptPa
     most = EXTRA_BYTES // 4
     for i in range(0, len(told.logprobs), most):
         part = told.logprobs[i : i + most]
-        logprobs = PromptLogprobs(told.start_position + i, part)
+        logprobs = replace(told, start_position=told.start_position + i, logprobs=part)
         yield PromptPart(logprobs, weights, 4 * len(part))
 
 

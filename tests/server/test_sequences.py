@@ -132,8 +132,8 @@ def test_large_routing_and_prompt_logprobs_are_cut_to_messages() -> None:
     told = [-float(i) for i in range(200_000)]
     sequence.extend(
         Extras(
-            prompt_logprobs=[PromptLogprobs(1, told)],
-            routed_experts=[RoutedExperts(0, rows, layers, k, experts, 1)],
+            prompt_logprobs=[PromptLogprobs(1, told, 1)],
+            routed_experts=[RoutedExperts(0, rows, layers, k, experts, 1, None, 1)],
         ),
         TAGS[1],
     )
@@ -144,10 +144,12 @@ def test_large_routing_and_prompt_logprobs_are_cut_to_messages() -> None:
         assert chunk.extra_bytes <= EXTRA_BYTES
         for part in chunk.prompt_logprobs:
             assert part.start_position == 1 + len(got_logprobs)
+            assert part.oldest_kv_revision == 1
             got_logprobs += part.logprobs
         for part, tag in chunk.routed_experts:
             assert part.start_position == len(got_experts) // (layers * k)
             assert tag is TAGS[1]
+            assert part.oldest_kv_revision == 1
             got_experts += part.experts
         ends += chunk.end is not None
     assert got_experts == experts

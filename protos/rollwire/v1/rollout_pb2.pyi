@@ -362,6 +362,7 @@ class RoutedExperts(_message.Message):
     EXPERTS_FIELD_NUMBER: _builtins.int
     BYTES_PER_EXPERT_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    OLDEST_KV_REVISION_FIELD_NUMBER: _builtins.int
     start_position: _builtins.int
     num_tokens: _builtins.int
     num_layers: _builtins.int
@@ -369,6 +370,8 @@ class RoutedExperts(_message.Message):
     experts: _builtins.bytes
     """[num_tokens, num_layers, top_k], each 1 or 2 bytes, little-endian."""
     bytes_per_expert: _builtins.int
+    oldest_kv_revision: _builtins.int
+    """The lowest revision under which any key or value that these rows attended to was computed."""
     @_builtins.property
     def weights(self) -> _common_pb2.WeightTag: ...
     def __init__(
@@ -381,10 +384,11 @@ class RoutedExperts(_message.Message):
         experts: _builtins.bytes = ...,
         bytes_per_expert: _builtins.int = ...,
         weights: _common_pb2.WeightTag | None = ...,
+        oldest_kv_revision: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_expert", b"bytes_per_expert", "experts", b"experts", "num_layers", b"num_layers", "num_tokens", b"num_tokens", "start_position", b"start_position", "top_k", b"top_k", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_expert", b"bytes_per_expert", "experts", b"experts", "num_layers", b"num_layers", "num_tokens", b"num_tokens", "oldest_kv_revision", b"oldest_kv_revision", "start_position", b"start_position", "top_k", b"top_k", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -425,8 +429,13 @@ class PromptLogprobs(_message.Message):
 
     START_POSITION_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    OLDEST_KV_REVISION_FIELD_NUMBER: _builtins.int
     start_position: _builtins.int
-    """Of prompt tokens start_position, start_position + 1, …; token 0 has none."""
+    """Of prompt tokens start_position, start_position + 1, …; token 0 has none. The message's `weights` computed them."""
+    oldest_kv_revision: _builtins.int
+    """The lowest revision under which any key or value that they attended to was computed. Below weights.revision only
+    after a commit that kept the KV cache while the prompt was prefilled.
+    """
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     def __init__(
@@ -434,10 +443,11 @@ class PromptLogprobs(_message.Message):
         *,
         start_position: _builtins.int = ...,
         logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        oldest_kv_revision: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "start_position", b"start_position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "oldest_kv_revision", b"oldest_kv_revision", "start_position", b"start_position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -467,8 +477,8 @@ class GenerateResponse(_message.Message):
     each next one where the last ended, also when it brings no tokens.
     """
     oldest_kv_revision: _builtins.int
-    """The lowest revision under which any key or value that these tokens attended to was computed. Below weights.revision
-    only after a commit that kept the KV cache.
+    """The lowest revision under which any key or value that these tokens (and the prompt log-probabilities, of a message
+    without tokens) attended to was computed. Below weights.revision only after a commit that kept the KV cache.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...

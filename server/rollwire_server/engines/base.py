@@ -168,17 +168,19 @@ class TopLogprobs:
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
     """Log-probabilities of prompt tokens ``start_position``, ``start_position`` + 1, …; token 0 has
-    none.
+    none. No key or value that they attended to is older than ``oldest_kv_revision``.
     """
 
     start_position: int
     logprobs: list[float]
+    oldest_kv_revision: int
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedExperts:
     """Expert ids [num_tokens, num_layers, top_k], little-endian, row i being the input token
-    ``start_position`` + i; chosen by ``weights`` (None: those of the step that tells it).
+    ``start_position`` + i; chosen by ``weights`` (None: those of the step that tells it). No key or
+    value that they attended to is older than ``oldest_kv_revision``; 0 where that is not known.
     """
 
     start_position: int
@@ -188,6 +190,7 @@ class RoutedExperts:
     experts: bytes
     bytes_per_expert: int
     weights: WeightTag | None = None
+    oldest_kv_revision: int = 0
 
 
 @dataclass(slots=True)

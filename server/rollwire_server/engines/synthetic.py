@@ -352,7 +352,7 @@ class SyntheticEngine:
             extras.cached_prompt_tokens = 0
             if spec.prompt_logprobs and len(spec.prompt) > 1:
                 known = [self._logprob] * (len(spec.prompt) - 1)
-                extras.prompt_logprobs.append(PromptLogprobs(1, known))
+                extras.prompt_logprobs.append(PromptLogprobs(1, known, sequence.kv_revision))
         if extras != Extras():
             step.extras[spec.key] = extras
 

@@ -96,7 +96,11 @@ def top_logprobs(tops: list[tuple[list[int], list[float]]]) -> rollout_pb2.TopLo
 def prompt_logprobs(told: Iterable[PromptLogprobs]) -> list[rollout_pb2.PromptLogprobs]:
     """Those of a chunk."""
     return [
-        rollout_pb2.PromptLogprobs(start_position=part.start_position, logprobs=part.logprobs)
+        rollout_pb2.PromptLogprobs(
+            start_position=part.start_position,
+            logprobs=part.logprobs,
+            oldest_kv_revision=part.oldest_kv_revision,
+        )
         for part in told
     ]
 
@@ -114,6 +118,7 @@ def routed_experts(
             experts=rows.experts,
             bytes_per_expert=rows.bytes_per_expert,
             weights=weight_tag(weights),
+            oldest_kv_revision=rows.oldest_kv_revision,
         )
         for rows, weights in told
     ]
@@ -123,7 +128,12 @@ def generate_response(
     chunk: Chunk, request_id: str, attempt: int, weights: WeightTag
 ) -> rollout_pb2.GenerateResponse:
     """A chunk as a message of Generate; ``weights`` are told where nothing was computed."""
-    run, weights = chunk.run, chunk.weights or weights
+    weights = chunk.weights or weights
+    if chunk.run is not None:
+        oldest = chunk.run.oldest_kv_revision
+    else:
+        told = (part.oldest_kv_revision for part in chunk.prompt_logprobs)
+        oldest = min(told, default=weights.revision)
     message = rollout_pb2.GenerateResponse(
         request_id=request_id,
         attempt=attempt,
@@ -131,7 +141,7 @@ def generate_response(
         token_ids=chunk.token_ids,
         logprobs=chunk.logprobs,
         weights=weight_tag(weights),
-        oldest_kv_revision=run.oldest_kv_revision if run is not None else weights.revision,
+        oldest_kv_revision=oldest,
         top_logprobs=top_logprobs(chunk.tops),
         prompt_logprobs=prompt_logprobs(chunk.prompt_logprobs),
         routed_experts=routed_experts(chunk.routed_experts),

@@ -68,15 +68,22 @@ def routing(tokens: int) -> RoutedExperts:
     return RoutedExperts(0, tokens, 2, 2, bytes(i // 4 for i in range(tokens * 4)), 1)
 
 
-def told(step: Step, key: int) -> list[tuple[int, int, int]]:
-    """First position, last position, revision of rows, which must be those of their positions."""
+def told(step: Step, key: int) -> list[tuple[int, int, int, int]]:
+    """First position, last position, revision, oldest revision of keys: of rows, which must be
+    those of their positions.
+    """
     parts = step.extras[key].routed_experts
     for part in parts:
         positions = range(part.start_position, part.start_position + part.num_tokens)
         assert list(part.experts[::4]) == list(positions)
         assert len(part.experts) == 4 * part.num_tokens
     return [
-        (p.start_position, p.start_position + p.num_tokens - 1, p.weights.revision)
+        (
+            p.start_position,
+            p.start_position + p.num_tokens - 1,
+            p.weights.revision,
+            p.oldest_kv_revision,
+        )
         for p in parts
         if p.weights is not None
     ]
@@ -97,10 +104,11 @@ def test_experts_are_told_by_the_weights_that_chose_them() -> None:
     ended = replace(chunk(first.rid, 7, ended="abort"), routed_experts=routing(6))
     step, _ = sequences.take([ended], last)
     assert not step.keys
-    assert told(step, asked.key) == [(0, 3, 3), (4, 4, 4)]  # 6 was an input after it was given up
+    # 6 was an input after it was given up.
+    assert told(step, asked.key) == [(0, 3, 3, 3), (4, 4, 4, 3)]
     whole = replace(chunk(second.rid, *range(10, 27), ended="length"), routed_experts=routing(22))
     step, _ = sequences.take([whole], last)
-    assert told(step, asked.key) == [(0, 21, 5)]
+    assert told(step, asked.key) == [(0, 21, 5, 5)]
 
 
 @pytest.mark.parametrize("recalled", [True, False])

@@ -78,7 +78,7 @@ async def test_keep_of_half_a_prompt(driver: Driver, tiny: PreTrainedModel) -> N
     first, second = prompts(6, LONG)
     (pace,) = driver.submit(spec(first, TOKENS))
     await driver.tokens(3, pace)
-    (got,) = driver.submit(one := spec(second, 10, seed=1))
+    (got,) = driver.submit(one := spec(second, 10, seed=1, prompt_logprobs=True))
     await driver.tokens(8, pace)
     await driver.engine.hold()
     entries = driver.engine.load().kv_tokens_used - len(first) - len(pace.token_ids) + 1
@@ -89,6 +89,29 @@ async def test_keep_of_half_a_prompt(driver: Driver, tiny: PreTrainedModel) -> N
     assert (set(got.revisions), set(got.oldest_kv_revisions)) == ({1}, {0})
     tokens = [*one.prompt, *got.token_ids]
     close(got.logprobs, reference.logprobs_over_old_keys(tiny, new, tokens, entries, LONG))
+    # Of the prompt, too: what the new weights computed attended to keys of the old ones.
+    parts = [(revision, p) for extras, revision in got.extras for p in extras.prompt_logprobs]
+    assert {(revision, part.oldest_kv_revision) for revision, part in parts} == {(0, 0), (1, 0)}
+    expected = reference.logprobs_over_old_keys(tiny, new, tokens, entries, entries + 1)
+    close(got.prompt_logprobs[entries:], expected[: LONG - entries - 1])
+
+
+async def test_routing_says_which_keys_it_attended_to() -> None:
+    """Rows of a prompt that a commit cut in two, and of what follows it."""
+    config = EmbeddedConfig("builtin:tiny-moe", device="cpu", prefill_tokens=16)
+    async with running(EmbeddedEngine(config)) as driver:
+        (prompt,) = prompts(LONG)
+        (got,) = driver.submit(spec(prompt, 10, routed_experts=True, prompt_logprobs=True))
+        for revision, policy in enumerate((KvPolicy.KEEP, KvPolicy.RECOMPUTE)):
+            await driver.recorder.until(lambda r=revision: r in {at for _, at in got.extras})
+            await driver.commit({}, policy)
+        await driver.ended(got)
+        told = {
+            (revision, part.oldest_kv_revision)
+            for extras, revision in got.extras
+            for part in (*extras.routed_experts, *extras.prompt_logprobs)
+        }
+        assert told == {(0, 0), (1, 0), (2, 2)}
 
 
 async def test_recompute_after_keep_forgets_the_old_keys(

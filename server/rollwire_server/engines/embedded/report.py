@@ -99,6 +99,7 @@ class Report:
                     top_k=rows.shape[2],
                     experts=rows.tobytes(),
                     bytes_per_expert=rows.itemsize,
+                    oldest_kv_revision=int(table.revision[slot]),
                 )
             )
 
@@ -113,7 +114,8 @@ class Report:
         sequence = self._table.at(slot)
         start = sequence.prompt_logprobs_told
         sequence.prompt_logprobs_told += len(logprobs)
-        self._extras(slot).prompt_logprobs.append(PromptLogprobs(start, logprobs))
+        told = PromptLogprobs(start, logprobs, int(self._table.revision[slot]))
+        self._extras(slot).prompt_logprobs.append(told)
 
     def sampled(self, slots: np.ndarray, tokens: Tokens) -> None:
         """Appends a token to each of ``slots``; ends what is complete with it."""

@@ -66,10 +66,12 @@ class Ending:
 
     Attributes:
         tokens: Whose keys and values are there.
+        revision: Of the oldest of them.
     """
 
     key: int
     tokens: int
+    revision: int
     passes: list[tuple[int, WeightTag]]
 
 
@@ -171,7 +173,7 @@ class Sequences:
                 del self._sent[chunk.rid]
             end = self._append(step, sequence, chunk)
             if chunk.routed_experts is not None:
-                told = _by_weights(chunk.routed_experts, sequence.length - 1, sequence.passes)
+                told = _by_weights(chunk.routed_experts, sequence.length - 1, sequence)
                 step.extras.setdefault(sequence.spec.key, Extras()).routed_experts += told
             if end is not None:
                 step.ends.append(end)
@@ -203,7 +205,7 @@ class Sequences:
             return
         del self.ending[chunk.rid]
         if chunk.routed_experts is not None and ending.key in self._live:
-            told = _by_weights(chunk.routed_experts, ending.tokens - 1, ending.passes)
+            told = _by_weights(chunk.routed_experts, ending.tokens - 1, ending)
             step.extras.setdefault(ending.key, Extras()).routed_experts += told
 
     def _limit(self, spec: SequenceSpec) -> int:
@@ -215,7 +217,7 @@ class Sequences:
         if rid is None or self._sent.pop(rid, None) is None:
             return None
         tokens = sequence.length if sequence.started else 0
-        self.ending[rid] = Ending(sequence.spec.key, tokens, sequence.passes)
+        self.ending[rid] = Ending(sequence.spec.key, tokens, sequence.revision, sequence.passes)
         return rid
 
     def _append(self, step: Step, sequence: Sequence, chunk: Chunk) -> End | None:
@@ -255,15 +257,14 @@ class Sequences:
             extras.cached_prompt_tokens = min(chunk.cached_tokens, len(spec.prompt))
             if spec.prompt_logprobs and len(spec.prompt) > 1:
                 known = chunk.prompt_logprobs[: len(spec.prompt) - 1]
-                extras.prompt_logprobs.append(PromptLogprobs(1, known))
+                extras.prompt_logprobs.append(PromptLogprobs(1, known, sequence.revision))
         if extras != Extras():
             step.extras[spec.key] = extras
 
 
-def _by_weights(
-    rows: RoutedExperts, known: int, passes: list[tuple[int, WeightTag]]
-) -> Iterator[RoutedExperts]:
+def _by_weights(rows: RoutedExperts, known: int, of: Sequence | Ending) -> Iterator[RoutedExperts]:
     """The first ``known`` rows, cut where weights changed; none of what has no token."""
+    passes = of.passes
     if not passes:
         return
     count = min(known, rows.num_tokens)
@@ -277,6 +278,7 @@ def _by_weights(
                 num_tokens=end - start,
                 experts=rows.experts[start * width : end * width],
                 weights=weights,
+                oldest_kv_revision=of.revision,
             )
 
 
