@@ -281,3 +281,20 @@ async def test_a_server_that_was_too_new_takes_sequences_after_a_rollback(
         serve(server, 5, 50)
         await until(lambda: fleet.members[0].version == 5)
         assert (await fleet.generate(PROMPT, TURN, max_weight_version=7)).complete
+
+
+async def test_weights_without_a_version_are_told_as_such() -> None:
+    async with publishing(2) as (servers, fleet, publisher):
+        await publish(publisher, 5)
+        serve(servers[1], None, 9)
+        told = "serves weights without a version, not version 5, which was published last"
+        await until(lambda: told in str(fleet.members[1].problem))
+        for server in servers:
+            server.refuse_update = ("STAGING_FAILED", {})
+        with pytest.raises(
+            PublishFailedError, match="an untagged update was not published"
+        ) as caught:
+            await publish(publisher, None, seed=2)
+        assert "serves version 5" in str(caught.value)
+        assert "serves weights without a version" in str(caught.value)
+        assert "None" not in str(caught.value)

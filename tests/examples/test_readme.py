@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from rollwire_client import Fleet, Publisher
+from rollwire_server import builtin_model
 from support.programs import ran
 
 if TYPE_CHECKING:
@@ -50,12 +53,24 @@ def test_batches(start_server: StartServer, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_sharded_trainer(start_server: StartServer, tmp_path: Path) -> None:
+    """Also where its ranks hear of different versions, as while servers start or are published to:
+    here rank 1 asks only the first server.
+    """
     addresses = [start_server().address, start_server().address]
+    asyncio.run(publish(3, addresses[1]))
     *_, code = blocks(addresses)
-    (tmp_path / "sharded.py").write_text(code)
+    known = f'["{addresses[0]}", "{addresses[1]}"]'
+    assert known in code
+    (tmp_path / "sharded.py").write_text(code.replace(known, f"{known}[: 2 - ranks.rank]"))
     torchrun = ["-m", "torch.distributed.run", "--standalone"]
     done = ran(*torchrun, "--nproc-per-node", "2", "sharded.py", cwd=tmp_path)
     (report,) = done.stdout.splitlines()
     for address in addresses:
-        assert f"address='{address}', weights=WeightTag(version=1, revision=1, " in report
+        assert f"address='{address}', weights=WeightTag(version=4, revision=" in report
     assert report.count("error=None") == 2
+
+
+async def publish(version: int, address: str) -> None:
+    async with Fleet([address]) as fleet:
+        tensors = builtin_model("builtin:tiny").state_dict()
+        await (await Publisher(fleet).publish(version, tensors)).committed

@@ -26,6 +26,7 @@ from rollwire_client.reports import PublishReport, ServerReport
 from rollwire_client.routes import local_address
 from rollwire_client.tasks import end, through
 from rollwire_client.transfer import Transfer
+from rollwire_client.wording import update_text
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -141,7 +142,7 @@ class Publish:
         for recipient in self._recipients:
             if recipient.error is not None:
                 logger.warning(
-                    "version %s is not on every server: %s", self.version, recipient.error
+                    "%s is not on every server: %s", update_text(self.version), recipient.error
                 )
         return PublishReport(
             version=self.version,
@@ -193,7 +194,7 @@ class Publish:
         self._changes.check()
         if self._expected_digest not in {None, transfer.digest}:
             raise DigestMismatchError(
-                f"the tensors are not those of version {self.version}: their digest is "
+                f"the tensors are not those of {update_text(self.version)}: their digest is "
                 f"{transfer.digest:016x}, the fleet serves {self._expected_digest:016x}; give the "
                 "tensors of that version, or publish a new one; nothing was committed"
             )
@@ -222,7 +223,7 @@ class Publish:
         served = await asyncio.gather(*(r.serves() for r in self._recipients))
         told = [f"{r.error} [{now}]" for r, now in zip(self._recipients, served, strict=True)]
         raise PublishFailedError(
-            f"version {self.version} was not published, {problem}: {'; '.join(told)}",
+            f"{update_text(self.version)} was not published, {problem}: {'; '.join(told)}",
             {r.address: r.error for r in self._recipients if r.error is not None},
         )
 

@@ -8,6 +8,11 @@ def version_text(version: int | None) -> str:
     return "weights without a version" if version is None else f"version {version}"
 
 
+def update_text(version: int | None) -> str:
+    """An update that brings this version."""
+    return "an untagged update" if version is None else f"version {version}"
+
+
 def servers_text(count: int) -> str:
     """How many servers."""
     return "1 server" if count == 1 else f"{count} servers"

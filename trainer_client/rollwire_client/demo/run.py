@@ -21,6 +21,7 @@ from rollwire_client.demo.trainer import Trainer, TrainingBatch
 from rollwire_client.errors import RollwireError
 from rollwire_client.fleet import Fleet
 from rollwire_client.publisher import Publisher
+from rollwire_client.wording import servers_text
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Sequence
@@ -72,7 +73,7 @@ async def run_demo(settings: DemoSettings, display: Display) -> Outcome:
     save_policy(model, checkpoint)
     learning = _Learning(settings, model, display)
     try:
-        display.phase(f"starting {settings.servers} servers")
+        display.phase(f"starting {servers_text(settings.servers)}")
         async with rollout_servers(settings.servers, checkpoint, settings.output) as servers:
             await learning.run(servers)
     except ExceptionGroup as errors:

@@ -11,6 +11,7 @@ from rollwire_client.errors import PublishInProgressError
 from rollwire_client.ranks.follower import Follower
 from rollwire_client.ranks.lead import Lead
 from rollwire_client.ranks.meeting import meet
+from rollwire_client.wording import update_text
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -181,7 +182,7 @@ def _in_progress() -> PublishInProgressError:
 
 def publishes(version: int | None, *, partial: bool) -> str:
     """The call of a publish, in words: the same on all ranks."""
-    return f"publishes {'a part of ' if partial else ''}version {version}"
+    return f"publishes {'a part of ' if partial else ''}{update_text(version)}"
 
 
 def _required(publisher: Publisher | None) -> Publisher:
