@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import pytest
@@ -221,6 +221,25 @@ def test_it_goes_on_from_what_an_earlier_rollout_had() -> None:
         routing = draft.routing([(6, tag(1)), (8, tag(2))])
         assert passes(routing) == want
         assert routing.recomputed == (() if replay is AS_SAMPLED else ((0, 5),))
+
+
+def test_segments_carry_the_oldest_keys_of_their_rows() -> None:
+    """A prompt that spans commits which keep keys and values, and what goes on from it."""
+
+    def part(start: int, end: int, revision: int, oldest: int) -> Rows:
+        return replace(rows(start, end, weights=tag(0, revision)), oldest_kv_revision=oldest)
+
+    draft = RoutingDraft(AS_SAMPLED, 6)
+    for one in (part(0, 2, 1, 1), part(2, 3, 2, 1), part(3, 5, 2, 2), part(5, 7, 2, 2)):
+        draft.add(one)
+    told = draft.routing([(8, tag(0, 2))])
+    assert told is not None
+    later = RoutingDraft(AS_SAMPLED, 6)
+    later.go_on_from(told)
+    for routing in (told, later.routing([(8, tag(0, 2))]), joined([told])):
+        assert routing is not None
+        spans = [(s.start, s.end, s.weights, s.oldest_kv_revision) for s in routing.segments]
+        assert spans == [(0, 2, tag(0, 1), 1), (2, 7, tag(0, 2), 1)]
 
 
 def test_turns_make_a_conversation() -> None:

@@ -28,11 +28,20 @@ class RoutingReplay(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RoutingSegment:
-    """Rows ``start`` to ``end`` (exclusive), all computed by the same weights."""
+    """Rows ``start`` to ``end`` (exclusive), all computed by the same weights.
+
+    Attributes:
+        start: Position of the first row's token.
+        end: Position after the last row's token.
+        weights: What computed them.
+        oldest_kv_revision: The lowest revision that computed a key or value which any of them
+            attended to; 0 where the server did not say.
+    """
 
     start: int
     end: int
     weights: WeightTag
+    oldest_kv_revision: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +89,7 @@ class Rows:
         shape: Layers, experts a layer, bytes an expert.
         experts: All of them, as ``Routing`` has them.
         weights: What computed them.
+        oldest_kv_revision: As ``RoutingSegment`` has it.
     """
 
     start: int
@@ -87,6 +97,7 @@ class Rows:
     shape: tuple[int, int, int]
     experts: bytes
     weights: WeightTag
+    oldest_kv_revision: int = 0
 
     @property
     def end(self) -> int:
@@ -233,7 +244,7 @@ class _Store:
         self.end = 0
         self._experts = bytearray()
         self._row_bytes = 0
-        self._runs: list[tuple[int, WeightTag]] = []  # where each ends
+        self._runs: list[tuple[int, WeightTag, int]] = []  # where each ends, oldest revision
 
     def append(self, rows: Rows) -> None:
         """Adds those that are not there."""
@@ -242,22 +253,24 @@ class _Store:
         self._row_bytes = len(rows.experts) // rows.count
         self._experts += memoryview(rows.experts)[(self.end - rows.start) * self._row_bytes :]
         self.end = rows.end
+        oldest = rows.oldest_kv_revision
         if self._runs and self._runs[-1][1] == rows.weights:
-            self._runs.pop()
-        self._runs.append((rows.end, rows.weights))
+            oldest = min(oldest, self._runs.pop()[2])
+        self._runs.append((rows.end, rows.weights, oldest))
 
     def load(self, routing: Routing) -> None:
         """Adds those that are not there."""
         size = len(routing.experts) // max(routing.num_rows, 1)
         for s in routing.segments:
             experts = routing.experts[s.start * size : s.end * size]
-            self.append(Rows(s.start, s.end - s.start, _shape(routing), experts, s.weights))
+            shape, oldest = _shape(routing), s.oldest_kv_revision
+            self.append(Rows(s.start, s.end - s.start, shape, experts, s.weights, oldest))
 
     def cut(self, end: int) -> None:
         """Leaves those before ``end``."""
         if end >= self.end:
             return
-        self._runs = [(s.end, s.weights) for s in self.segments(0, end)]
+        self._runs = [(s.end, s.weights, s.oldest_kv_revision) for s in self.segments(0, end)]
         del self._experts[end * self._row_bytes :]
         self.end = end
 
@@ -266,16 +279,16 @@ class _Store:
         made = _Store()
         made.end = min(end, self.end)
         made._row_bytes = self._row_bytes
-        made._runs = [(s.end, s.weights) for s in self.segments(0, made.end)]
+        made._runs = [(s.end, s.weights, s.oldest_kv_revision) for s in self.segments(0, made.end)]
         made._experts = self._experts[: made.end * self._row_bytes]
         return made
 
     def segments(self, start: int, end: int) -> list[RoutingSegment]:
         """Rows ``start`` to ``end`` in runs of equal weights."""
         found, at = [], 0
-        for stop, weights in self._runs:
+        for stop, weights, oldest in self._runs:
             if at < end and stop > start:
-                found.append(RoutingSegment(max(at, start), min(stop, end), weights))
+                found.append(RoutingSegment(max(at, start), min(stop, end), weights, oldest))
             at = stop
         return found
 

@@ -288,6 +288,7 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
             experts=experts,
             bytes_per_expert=1,
             weights=self._weights,
+            oldest_kv_revision=self._weights.revision,
         )
         return [rollout_pb2.SequenceEvent(handle=sequence.handle, routed_experts=[rows])]
 

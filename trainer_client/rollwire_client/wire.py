@@ -127,7 +127,10 @@ def rows(message: rollout_pb2.RoutedExperts, weights: WeightTag) -> Rows:
             f"{message.top_k}, {message.bytes_per_expert} bytes an expert came in "
             f"{len(message.experts)} bytes"
         )
-    return Rows(message.start_position, message.num_tokens, shape, message.experts, weights)
+    return Rows(
+        message.start_position, message.num_tokens, shape, message.experts, weights,
+        message.oldest_kv_revision,
+    )  # fmt: skip
 
 
 def server_info(message: rollout_pb2.GetServerInfoResponse, address: str) -> ServerInfo:

@@ -141,7 +141,7 @@ def test_what_a_sample_has_comes_back_as_it_was(tmp_path: Path) -> None:
     tags = WeightTag(1, 2, "a", 3), WeightTag(None, 0, "b", 2**64 - 1)
     routing = Routing(
         RoutingReplay.LAST_PASS, 0, 4, 2, 1, 2, bytes(range(16)),
-        (RoutingSegment(0, 2, tags[0]), RoutingSegment(2, 4, tags[1])), ((2, 3),),
+        (RoutingSegment(0, 2, tags[0], 1), RoutingSegment(2, 4, tags[1])), ((2, 3),),
     )  # fmt: skip
     trajectory = Trajectory(
         "name", (5, 6), (7, 8, 9), (-0.5, -1.25, -3.0),

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rollwire_client.batches.group import Recipe
-    from rollwire_client.data import WeightTag
 
 _NAME, _FORMAT = b"rollwire buffer ", b"1"
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -182,9 +181,7 @@ def _sample_message(member: Member) -> buffer_pb2.SavedSample:
         request_id=trajectory.request_id,
         token_ids=trajectory.token_ids,
         logprobs=trajectory.logprobs,
-        segments=[
-            _segment_message(s.end, s.weights, s.oldest_kv_revision) for s in trajectory.segments
-        ],
+        segments=[_segment_message(segment) for segment in trajectory.segments],
         finish=None if trajectory.finish is None else wire.finish_message(trajectory.finish),
         servers=trajectory.servers,
         reward=member.reward,
@@ -193,13 +190,11 @@ def _sample_message(member: Member) -> buffer_pb2.SavedSample:
     )
 
 
-def _segment_message(
-    end: int, weights: WeightTag, oldest_kv_revision: int = 0
-) -> buffer_pb2.SavedSegment:
+def _segment_message(segment: Segment | RoutingSegment) -> buffer_pb2.SavedSegment:
     return buffer_pb2.SavedSegment(
-        end=end,
-        weights=wire.weight_tag_message(weights),
-        oldest_kv_revision=oldest_kv_revision,
+        end=segment.end,
+        weights=wire.weight_tag_message(segment.weights),
+        oldest_kv_revision=segment.oldest_kv_revision,
     )
 
 
@@ -211,7 +206,7 @@ def _routing_message(routing: Routing) -> buffer_pb2.SavedRouting:
         top_k=routing.top_k,
         bytes_per_expert=routing.bytes_per_expert,
         experts=routing.experts,
-        segments=[_segment_message(s.end, s.weights) for s in routing.segments],
+        segments=[_segment_message(segment) for segment in routing.segments],
     )
 
 
@@ -255,7 +250,7 @@ def _routing(message: buffer_pb2.SavedRouting) -> Routing:
         bytes_per_expert=width,
         experts=message.experts,
         segments=tuple(
-            RoutingSegment(start, s.end, wire.weight_tag(s.weights))
+            RoutingSegment(start, s.end, wire.weight_tag(s.weights), s.oldest_kv_revision)
             for start, s in _with_starts(message.segments, message.num_rows)
         ),
     )
