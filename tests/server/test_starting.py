@@ -7,15 +7,20 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
+import grpc
 import pytest
 import rollwire_transport
 import structlog
+from rollwire_server.endpoints import Endpoints
 from rollwire_server.engines.synthetic import SyntheticEngine
 from rollwire_server.server import EngineDied, RolloutServer
 from rollwire_server.settings import ServerSettings
+from support.calls import Stream, connected, generate, reason_of, request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
+
+    from rollwire_server.metrics import Metrics
 
 SETTINGS = ServerSettings(model="none", engine="synthetic", listen="127.0.0.1:0")
 
@@ -85,3 +90,30 @@ async def test_a_signal_while_the_server_prepares(monkeypatch: pytest.MonkeyPatc
         await server._stopping.wait()
 
     await run(signalled, monkeypatch)
+
+
+async def test_requests_while_the_model_loads_are_called_what_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[Endpoints] = []
+    start = Endpoints.start
+
+    async def starting(self: Endpoints, metrics: Metrics) -> None:
+        await start(self, metrics)
+        started.append(self)
+
+    async def asked(server: RolloutServer) -> None:
+        async with connected(started[0].addresses["listen"]) as api:
+            with pytest.raises(grpc.aio.AioRpcError, match="Generate is refused") as caught:
+                await generate(api, request((1,), 3))
+            assert reason_of(caught.value) == "STARTING"
+            stream = Stream(api)
+            await stream.start(1, request((1,), 3))
+            (output,) = (await stream.all()).values()
+            assert output.error is not None
+            assert output.error.reason == "STARTING"
+            assert output.error.message.startswith("Generate is refused while the server is")
+        server._stopping.set()
+
+    monkeypatch.setattr(Endpoints, "start", starting)
+    await run(asked, monkeypatch)
