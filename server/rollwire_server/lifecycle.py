@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import structlog
+from rollwire.patience import Deadline
 
 from rollwire_server.engines.base import EngineError
 from rollwire_server.errors import Reason, ServiceError
@@ -129,10 +130,10 @@ ADVICE: dict[State, str] = {
 
 @dataclass(slots=True)
 class Hold:
-    """One reason not to sample; ``expires`` (monotonic seconds) lifts it by itself."""
+    """One reason not to sample; the end of its lease lifts it by itself."""
 
     name: str
-    expires: float | None = None
+    lease: Deadline | None = None
 
 
 class Lifecycle:
@@ -226,7 +227,7 @@ class Lifecycle:
             )
         self.begun_pauses += pause_id not in self._holds
         seconds = self._default_pause_lease if lease is None else lease
-        await self._hold(Hold(pause_id, time.monotonic() + seconds if seconds else None))
+        await self._hold(Hold(pause_id, Deadline(seconds) if seconds else None))
         return pause_id
 
     async def resume(self, pause_id: str) -> None:
@@ -258,16 +259,15 @@ class Lifecycle:
     async def _keep_in_step(self) -> None:
         while True:
             change = self._change
-            self._expire(time.monotonic())
+            self._expire()
             if self._engine is not None and self._engine_held is not self.held:
                 await self._tell_engine(self._engine)
                 continue
             if change is not self._change:
                 continue
-            expiries = [hold.expires for hold in self._holds.values() if hold.expires is not None]
-            until_next = min(expiries) - time.monotonic() if expiries else None
+            leases = [hold.lease.left for hold in self._holds.values() if hold.lease is not None]
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(until_next):
+                async with asyncio.timeout(min(leases, default=None)):
                     await change.wait()
 
     async def _tell_engine(self, engine: Engine) -> None:
@@ -284,8 +284,9 @@ class Lifecycle:
         self._engine_held = held
         self._changed()
 
-    def _expire(self, now: float) -> None:
-        over = [h.name for h in self._holds.values() if h.expires is not None and h.expires <= now]
+    def _expire(self) -> None:
+        leases = [(hold.name, hold.lease) for hold in self._holds.values()]
+        over = [name for name, lease in leases if lease is not None and lease.left == 0]
         if over:
             log.warning("pauses lifted: their leases are over", pause_ids=over)
             self._drop(over)

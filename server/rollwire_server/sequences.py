@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import enum
 from array import array
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+from rollwire.patience import Timer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -142,7 +143,7 @@ class Sequence:
     cached_prompt_tokens: int = 0
     end: Finish | ServiceError | None = None
     reader: Reader | None = None
-    timers: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
+    timers: dict[str, Timer] = field(default_factory=dict)
 
     def append(self, token: int, logprob: float, weights: WeightTag, oldest: int) -> None:
         """Takes one sampled token."""
@@ -187,8 +188,7 @@ class Sequence:
     def arm(self, name: str, seconds: float, then: Callable[..., None], *arguments: object) -> None:
         """Calls ``then`` with this sequence in so many seconds, instead of what ``name`` did."""
         self.disarm(name)
-        loop = asyncio.get_running_loop()
-        self.timers[name] = loop.call_later(seconds, then, self, *arguments)
+        self.timers[name] = Timer(seconds, then, self, *arguments)
 
     def disarm(self, name: str) -> None:
         """Nothing is called."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import rollwire_transport as transport
+    from rollwire.patience import Timer
     from torch import Tensor
 
     from rollwire_server.engines.base import WeightTag
@@ -126,8 +127,7 @@ class Update:
     receiving: asyncio.Task[None] | None = None
     committing: asyncio.Task[Commit | ServiceError] | None = None
     receive_ns: int = 0
-    lease_ends: float | None = None
-    lease_timer: asyncio.TimerHandle | None = None
+    lease: Timer | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def progress(self) -> Progress:
@@ -154,9 +154,9 @@ class Update:
 
     def end_lease(self) -> None:
         """Its publisher is there, or it is gone itself."""
-        if self.lease_timer is not None:
-            self.lease_timer.cancel()
-        self.lease_timer = self.lease_ends = None
+        if self.lease is not None:
+            self.lease.cancel()
+        self.lease = None
 
 
 def named(update: Update) -> dict[str, object]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import rollwire_transport as transport
 import structlog
+from rollwire.patience import Timer
 
 from rollwire_server.checks import (
     check_commit,
@@ -288,11 +288,8 @@ class Updates:
         update.end_lease()
         if phase in WAITING and update.failure is None:
             lease = update.announcement.stage_lease
-            update.lease_ends = time.monotonic() + lease
             why = f"its publisher let its lease of {lease:g} s run out while it was {phase.value}"
-            update.lease_timer = asyncio.get_running_loop().call_later(
-                lease, self._give_up, update, why
-            )
+            update.lease = Timer(lease, self._give_up, update, why)
         update.move(phase, detail)
         log.info(
             "update", **named(update), phase=phase.value, detail=detail,

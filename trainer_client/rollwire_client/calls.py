@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
+from rollwire.patience import Patience
 
 from rollwire_client import errors
 from rollwire_client.errors import ClosedError, ServerUnreachableError
@@ -21,8 +22,17 @@ async def unary(
     *,
     server: str,
     timeout: float,
+    deadline: float | None = None,
 ) -> Response:
     """Calls ``method`` of the server at the address ``server``.
+
+    Args:
+        method: Of a stub.
+        request: For it.
+        server: Its address.
+        timeout: Seconds to wait for the answer.
+        deadline: Seconds after which the server is to give up too, whether or not this process
+            listens to it.
 
     Raises:
         ServerUnreachableError: Nothing answers, or not within ``timeout`` seconds.
@@ -30,12 +40,14 @@ async def unary(
         RollwireError: What else the server answered with.
     """
     try:
-        return await method(request, timeout=timeout)
+        # A deadline of gRPC's goes on while this process hears nobody.
+        async with Patience(timeout):
+            return await method(request, timeout=deadline)
+    except TimeoutError as error:
+        raise _no_answer(server, timeout) from error
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            raise ServerUnreachableError(
-                f"{server}: no answer within {timeout:g} s", server=server
-            ) from error
+            raise _no_answer(server, timeout) from error
         raise errors.from_rpc(error, server) from error
     except asyncio.CancelledError:
         # gRPC cancels whoever waits for a call of a channel that is closed.
@@ -43,3 +55,7 @@ async def unary(
         if task is not None and task.cancelling():
             raise
         raise ClosedError(f"{server}: the client was closed", server=server) from None
+
+
+def _no_answer(server: str, timeout: float) -> ServerUnreachableError:
+    return ServerUnreachableError(f"{server}: no answer within {timeout:g} s", server=server)

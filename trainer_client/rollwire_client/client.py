@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 class Timeouts:
     """How long a client waits for a server, in seconds.
 
+    Time in which the event loop did not run is not counted: it heard nobody.
+
     Attributes:
         start: When a fleet is opened: until the first of its servers has loaded its model.
         call: For the answer to a call.

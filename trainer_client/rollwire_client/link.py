@@ -11,9 +11,11 @@ import asyncio
 import contextlib
 import copy
 import logging
+import time
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
+from rollwire.patience import listened
 from rollwire.v1 import common_pb2, rollout_pb2
 
 from rollwire_client import errors, wire
@@ -163,7 +165,8 @@ class Link:
         clock = self.loop.time
         while True:
             await asyncio.sleep(self._silence / 2)
-            if self._attempts and clock() - self.heard_at > self._silence:
+            silent_since = time.monotonic() - (clock() - self.heard_at)
+            if self._attempts and listened(silent_since) > self._silence:
                 await self._probe()
                 self.heard_at = clock()
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
+from rollwire.patience import Deadline, Patience
 from rollwire.v1 import weights_pb2, weights_pb2_grpc
 
 from rollwire_client import errors, wire
@@ -54,6 +55,9 @@ _PHASES = {
 @dataclass(frozen=True, slots=True)
 class PublishTimeouts:
     """How long a publish waits, in seconds.
+
+    Where servers and other ranks are waited for, time in which the event loop did not run is not
+    counted: it heard nobody.
 
     Attributes:
         call: For the answer to a short call.
@@ -191,7 +195,7 @@ class Recipient:
             while not self.staged and self.error is None:
                 announced = self.phase is Phase.ANNOUNCED
                 silence = self._timeouts.ready if announced else self._timeouts.silence
-                async with asyncio.timeout(silence):
+                async with Patience(silence):
                     report = await call.read()
                 if not isinstance(report, weights_pb2.UpdateWeightsResponse):
                     raise PublishError(
@@ -220,19 +224,19 @@ class Recipient:
         """
         request.publisher.CopyFrom(self._publisher)
         request.update_id = self._update_id
-        clock = asyncio.get_running_loop().time
         # Longer than the trainer waits for the group, which then knows who is missing.
-        deadline = clock() + self._timeouts.join + self._timeouts.call
+        limit = Deadline(self._timeouts.join + self._timeouts.call)
         while True:
             try:
                 await unary(
                     self._stub.JoinTransport,
                     request,
                     server=self.address,
-                    timeout=max(deadline - clock(), 0),
+                    timeout=limit.left,
+                    deadline=limit.left,
                 )
             except ServerUnreachableError as error:
-                if not await self._answers() or clock() >= deadline:
+                if not await self._answers() or limit.left == 0:
                     raise
                 logger.info("%s; it is asked again", error)
             else:
@@ -247,8 +251,7 @@ class Recipient:
 
         An answer that was lost is asked for again: the server commits once.
         """
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + self._timeouts.commit
+        limit = Deadline(self._timeouts.commit)
         request = weights_pb2.CommitWeightsRequest(
             publisher=self._publisher,
             update_id=self._update_id,
@@ -264,7 +267,7 @@ class Recipient:
                     timeout=self._timeouts.commit_silence,
                 )
             except ServerUnreachableError as error:
-                if not await self._answers() or clock() >= deadline:
+                if not await self._answers() or limit.left == 0:
                     self.fail(_maybe_committed(self.address, error))
                     return None
                 logger.info("%s; it is asked again", error)

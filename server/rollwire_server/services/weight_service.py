@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from typing import TYPE_CHECKING, Any
 
 from rollwire.v1 import weights_pb2, weights_pb2_grpc
@@ -195,9 +194,8 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
             if update.announcement.version is not None:
                 response.update_version = update.announcement.version
             response.update_phase = messages.PHASES[update.phase]
-            if update.lease_ends is not None:
-                left = max(0.0, update.lease_ends - time.monotonic())
-                response.stage_lease_left.CopyFrom(messages.duration(left))
+            if update.lease is not None:
+                response.stage_lease_left.CopyFrom(messages.duration(update.lease.left))
         return response
 
 

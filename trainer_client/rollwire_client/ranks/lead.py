@@ -9,6 +9,8 @@ import logging
 import threading
 from typing import TYPE_CHECKING, TypeVar
 
+from rollwire.patience import Patience
+
 from rollwire_client.errors import SourceError, TensorsChangedError
 from rollwire_client.ranks.line import Line, Word
 from rollwire_client.tasks import end
@@ -74,7 +76,7 @@ class Lead:
 
     async def _called(self, rank: int, line: Line, call: str) -> None:
         try:
-            async with asyncio.timeout(self._timeout):
+            async with Patience(self._timeout):
                 word, text = await line.hear()
                 while word is not Word.HERE:  # of a publish that was over already
                     word, text = await line.hear()
@@ -146,7 +148,7 @@ class Lead:
         self._tell(Word.CONFIRM)
         for rank, unchanged in self._unchanged.items():
             try:
-                async with asyncio.timeout(self._timeout):
+                async with Patience(self._timeout):
                     await unchanged.wait()
             except TimeoutError as error:
                 raise SourceError(
