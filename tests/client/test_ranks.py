@@ -371,6 +371,43 @@ async def test_a_change_on_any_rank_ends_the_publish_on_all(
         assert (await handle.committed).failed == ()
 
 
+@pytest.mark.parametrize("who", ["leader", "other"])
+async def test_a_cancelled_publish_stops_reading_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup, who: str
+) -> None:
+    async with trainer(monkeypatch, group, size=2) as (_, publisher, ranks):
+        asked, go_on = threading.Event(), threading.Event()
+        taken: list[str] = []
+        closed: list[threading.Thread] = []
+
+        def slow() -> Iterator[tuple[str, Tensor]]:
+            try:
+                for name in NAMES:
+                    asked.set()
+                    assert go_on.wait(20)
+                    taken.append(name)
+                    yield name, policy()[name]
+            finally:
+                closed.append(threading.current_thread())
+
+        other = asyncio.create_task(ranks[1].publish(None, 1, slow))
+        leader = asyncio.create_task(ranks[0].publish(publisher, 1, Source()))
+        await asyncio.to_thread(asked.wait, 20)
+        # The other falls behind: what it has to do yet is of no use any more.
+        task = leader if who == "leader" else other
+        task.cancel()
+        if who == "other":
+            with pytest.raises(asyncio.CancelledError):
+                await other
+        with pytest.raises((asyncio.CancelledError, SourceError)):
+            await leader
+        go_on.set()
+        await asyncio.wait([other])
+        await until(lambda: closed != [])
+        assert taken == NAMES[:1]
+        assert all(thread.name == "rollwire-blocking" for thread in closed)
+
+
 async def test_nothing_to_catch_up_with_is_told_to_all(
     monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from client.publishing import TIMEOUTS, holds, publish, publishing
 from client.scripted import until
 from client.scripted_weights import policy
 from rollwire.v1 import weights_pb2
-from rollwire_client import SourceError
+from rollwire_client import Publisher, SourceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -144,3 +145,84 @@ async def test_a_slow_source_is_waited_for_when_a_server_dies(hanging: Hanging) 
         report = await handle.committed
         assert [s.weights is None for s in report.servers] == [True, False]
         assert holds(servers[1])
+
+
+@dataclass
+class Steady:
+    """A source that is asked while it is ended: it gives its first tensor only then."""
+
+    asked: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+    given: list[str] = field(default_factory=list)
+    closed_in: threading.Thread | None = None
+
+    def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        reading = threading.current_thread()
+        try:
+            for name, tensor in policy().items():
+                if name == "head.weight":
+                    continue
+                self.asked.set()
+                assert self.ended.wait(20)
+                self.given.append(name)
+                yield name, tensor
+        finally:
+            assert threading.current_thread() is reading
+            self.closed_in = reading
+
+
+ONE_BUCKET = 1 << 20
+
+
+@pytest.mark.parametrize("way", ["cancel", "close"])
+async def test_a_source_that_is_read_is_asked_for_nothing_more(way: str) -> None:
+    source = Steady()
+    async with publishing(1) as (servers, fleet, _):
+        publisher = Publisher(fleet, bucket_bytes=ONE_BUCKET, timeouts=TIMEOUTS)
+        handle = await publisher.publish(1, source)
+        await asyncio.to_thread(source.asked.wait, 20)
+        ending = asyncio.create_task(handle.cancel() if way == "cancel" else fleet.close())
+        stalled = weights_pb2.UPDATE_PHASE_STALLED
+        await until(lambda: servers[0].update is not None and servers[0].update.phase == stalled)
+        source.ended.set()
+        await ending
+        with pytest.raises(asyncio.CancelledError):
+            await handle.committed
+        assert source.given == ["embed.weight"]
+        assert source.closed_in is not None
+
+
+async def test_a_source_that_is_read_whole_is_closed_in_its_thread() -> None:
+    source = Steady()
+    source.ended.set()
+    async with publishing(1) as (servers, _, publisher):
+        await (await publisher.publish(1, source)).committed
+        assert holds(servers[0])
+    assert source.closed_in is not None
+    assert source.closed_in.name == "rollwire-blocking"
+
+
+class Reading(Mapping[str, "torch.Tensor"]):
+    """A mapping that reads each tensor when it is asked for it, as of a checkpoint's files."""
+
+    def __init__(self) -> None:
+        self.read: list[str] = []
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.read.append(name)
+        return policy()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(n for n in policy() if n != "head.weight")
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+async def test_a_mapping_is_read_once_to_be_checked_and_once_to_be_sent() -> None:
+    tensors = Reading()
+    async with publishing(1) as (servers, _, publisher):
+        await (await publisher.publish(1, tensors)).committed
+        assert holds(servers[0])
+    # Where the tensors lie is seen by the first.
+    assert tensors.read == [*tensors, "embed.weight", *tensors]

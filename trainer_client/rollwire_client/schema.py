@@ -45,17 +45,18 @@ def fit(
     Raises:
         SchemaMismatchError: The mapping is not what the servers want, or it is none.
     """
-    require_tensors(tensors)
-    if callable(tensors):
+    if not isinstance(tensors, Mapping):
+        require_tensors(tensors)
         source = changes.noting(tensors)
         return list(schema), source if lead is None else lead.iterated(source)
-    sent = _chosen(tensors, schema, partial=partial)
+    held = dict(tensors)  # read once: a mapping may take each tensor out of a file
+    require_tensors(held)
+    sent = _chosen(held, schema, partial=partial)
     aliases = [s for s in schema if s.alias_of in sent]
     specs = []
     for name, mine in sent.items():
-        tensor = tensors[mine]
-        changes.note(mine, tensor)
-        specs.append(transport.describe(name, tensor))
+        changes.note(mine, held[mine])
+        specs.append(transport.describe(name, held[mine]))
 
     def given() -> Iterator[tuple[str, Given]]:
         for name, mine in sent.items():

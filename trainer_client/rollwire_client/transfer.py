@@ -7,14 +7,16 @@ are cut out, and the rest form a new one and go on from the lowest bucket that o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import secrets
-import time
+import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import rollwire_transport as transport
+from rollwire.patience import Patience, listened
 from rollwire.v1 import weights_pb2
 
 from rollwire_client.errors import (
@@ -178,6 +180,7 @@ class Transfer:
 
     async def _send(self, link: transport.Link, first_bucket: int) -> None:
         """Sends beside the event loop, in a thread that is given up if the source hangs."""
+        stop = threading.Event()
         send = functools.partial(
             self._sender.send,
             link,
@@ -185,6 +188,7 @@ class Transfer:
             first_bucket=first_bucket,
             bucket_timeout=self._timeouts.bucket,
             progress=self._progress,
+            stop=stop,
         )
         sending = in_thread(transport.beside(self._device, send))
         overdue = asyncio.create_task(self._overdue())
@@ -192,6 +196,7 @@ class Transfer:
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            stop.set()  # the source is asked for nothing more
             if not sending.done():
                 await in_thread(link.abort)  # ends what waits for a peer, not what the source does
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -209,7 +214,7 @@ class Transfer:
         limit = self._timeouts.source
         while True:
             packing = self._sender.packing
-            left = limit if packing is None else packing.since + limit - time.monotonic()
+            left = limit if packing is None else limit - listened(packing.since)
             if packing is not None and left <= 0:
                 return SourceError(
                     f"the source did not give {packing.tensor} within {limit:g} s: its thread is "
@@ -342,7 +347,9 @@ async def _settled(group: Sequence[Recipient], timeout: float) -> list[Recipient
         for recipient in group
     }
     try:
-        _, late = await asyncio.wait(waits, timeout=timeout)
-        return [waits[task] for task in late]
+        with contextlib.suppress(TimeoutError):
+            async with Patience(timeout):
+                await asyncio.wait(waits)
+        return [recipient for task, recipient in waits.items() if not task.done()]
     finally:
         await end(waits)

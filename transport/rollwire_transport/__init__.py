@@ -33,7 +33,7 @@ from rollwire_transport.links import (
 from rollwire_transport.manifest import Bucket, Encoding, Manifest, Span, TensorSpec
 from rollwire_transport.receiver import Receiver
 from rollwire_transport.sender import Packing, Sender
-from rollwire_transport.tensors import describe, describe_all, whole
+from rollwire_transport.tensors import close_source, describe, describe_all, whole
 from rollwire_transport.warmup import prepare
 
 __all__ = [
@@ -59,6 +59,7 @@ __all__ = [
     "TransportTimeout",
     "available_backends",
     "beside",
+    "close_source",
     "compare",
     "describe",
     "describe_all",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 import traceback
 from collections import deque
@@ -15,12 +16,12 @@ import torch
 from torch import Tensor
 
 from rollwire_transport.checks import ManifestError, validate
-from rollwire_transport.errors import SourceError
+from rollwire_transport.errors import SourceError, TransportError
 from rollwire_transport.host_copy import HostCopy
 from rollwire_transport.ledger import Ledger
 from rollwire_transport.sealing import HEADER, Sealer
 from rollwire_transport.switching import promptly
-from rollwire_transport.tensors import DTYPES, as_bytes, describe, nbytes, whole
+from rollwire_transport.tensors import DTYPES, as_bytes, close_source, describe, nbytes, whole
 
 if TYPE_CHECKING:
     from rollwire_transport.links.base import Link, Transfer
@@ -80,6 +81,7 @@ class Sender:
         first_bucket: int = 0,
         bucket_timeout: float,
         progress: Callable[[int], None] | None = None,
+        stop: threading.Event | None = None,
     ) -> None:
         """Sends the buckets from ``first_bucket`` on; returns when every receiver has them.
 
@@ -97,19 +99,22 @@ class Sender:
             bucket_timeout: Seconds that one bucket may take.
             progress: Called with the bytes of the update that are sent, those before
                 ``first_bucket`` included, after each bucket.
+            stop: Once it is set the source is asked for nothing more. What waits for a receiver is
+                ended by the link's ``abort``.
 
         Raises:
             ManifestError: The source gives something else than the manifest says. The buckets
                 before that tensor were sent.
             SourceError: The source raised something.
-            TransportError: A receiver failed; ``peer`` names it.
+            TransportError: A receiver failed; ``peer`` names it. Or ``stop`` was set.
         """
         buckets = self._manifest.buckets
         if not 0 <= first_bucket <= len(buckets):
             raise ValueError(f"first_bucket is {first_bucket}, there are {len(buckets)} buckets")
+        reader = _Reader(self._manifest, source, self._ask, stop or threading.Event())
         try:
             with promptly(), link.lane():
-                self._send(link, source, first_bucket, bucket_timeout, progress or (lambda _: None))
+                self._send(link, reader, first_bucket, bucket_timeout, progress or (lambda _: None))
             link.finish(bucket_timeout)
             self._ledger.settle()
         except BaseException as error:
@@ -119,11 +124,12 @@ class Sender:
             raise
         finally:
             self.packing = None
+            reader.close()
 
     def _send(
         self,
         link: Link,
-        source: Source,
+        reader: _Reader,
         first_bucket: int,
         bucket_timeout: float,
         progress: Callable[[int], None],
@@ -132,7 +138,6 @@ class Sender:
         largest = max((b.size for b in buckets[first_bucket:]), default=0)
         sealer = Sealer(buckets[first_bucket:], first_bucket, link.device)
         sent = sum(b.size for b in buckets[:first_bucket])
-        reader = _Reader(self._manifest, source, asking=self._ask)
         packed: deque[_Packed] = deque()  # whose sums are not entered yet
         in_flight: deque[_Flight] = deque()
 
@@ -205,13 +210,21 @@ class _Reader:
         manifest: The layout.
         source: What is walked.
         asking: Called with the name of a tensor before the source is asked for it.
+        stop: Once it is set nothing more is asked for.
     """
 
-    def __init__(self, manifest: Manifest, source: Source, asking: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        source: Source,
+        asking: Callable[[str], None],
+        stop: threading.Event,
+    ) -> None:
         self._specs = manifest.tensors
         self._aliases = {spec.name for spec in manifest.tensors if spec.alias_of is not None}
         self._source = source
         self._asking = asking
+        self._stop = stop
         self._items: Iterator[tuple[str, Tensor | Callable[[], Tensor]]] | None = None
         self._index = -1
         self._given: Any = None  # what a source gives is what it likes
@@ -220,6 +233,12 @@ class _Reader:
     def tensor_of(self, span: Span) -> str:
         """Its name."""
         return self._specs[span.tensor].name
+
+    def close(self) -> None:
+        """Ends the source, in the thread that it ran in."""
+        self._given = self._tensor = None
+        items, self._items = self._items, None
+        close_source(items)
 
     def pack(self, bucket: Bucket, payload: Tensor) -> None:
         """Copies a bucket's spans out of the source; buckets come in their order."""
@@ -235,6 +254,7 @@ class _Reader:
         self._given = self._tensor = None
         self._index += 1
         spec = self._specs[self._index]
+        self._check_wanted()
         self._asking(spec.name)
         while True:
             with _told(spec.name):
@@ -257,6 +277,7 @@ class _Reader:
 
     def _take(self) -> None:
         """The tensor itself, whole."""
+        self._check_wanted()
         spec, given = self._specs[self._index], self._given
         self._given = None
         with _told(spec.name):
@@ -273,6 +294,10 @@ class _Reader:
         self._tensor = tensor.detach().resolve_conj().resolve_neg()
         if tensor.is_cuda:  # let go of before the device has read it: its memory is kept so long
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+    def _check_wanted(self) -> None:
+        if self._stop.is_set():
+            raise TransportError("the transfer was ended here")
 
     def _other(self, given: str) -> ManifestError:
         wanted = _words(self._specs[self._index])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from rollwire_transport.manifest import TensorSpec
+
+logger = logging.getLogger(__name__)
 
 # What may travel: every dtype whose elements are whole bytes that can be copied as they are.
 # Names that this torch does not know are left out.
@@ -80,6 +83,16 @@ def whole(given: Tensor | Callable[[], Tensor]) -> Tensor:
     tensor = given() if callable(given) else given
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
+
+
+def close_source(items: object) -> None:
+    """Ends what a source gave to iterate over, in the thread that iterated."""
+    if (close := getattr(items, "close", None)) is None:  # no generator
+        return
+    try:
+        close()
+    except Exception:
+        logger.exception("the source raised something when it was closed")
 
 
 def nbytes(spec: TensorSpec) -> int:

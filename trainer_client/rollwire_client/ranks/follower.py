@@ -8,6 +8,8 @@ import functools
 import queue
 from typing import TYPE_CHECKING, NoReturn
 
+from rollwire.patience import Patience
+
 from rollwire_client.errors import PublishError, SourceError, TensorsChangedError
 from rollwire_client.ranks.line import Line, Word
 from rollwire_client.threads import in_thread
@@ -58,6 +60,7 @@ class Follower:
             self._line.close()  # what rank 0 says later is of the past
             raise
         finally:
+            self._drop_commands()
             self._commands.put(None)
         await asyncio.wait([working], timeout=self._timeout)
         if not working.done():
@@ -97,7 +100,7 @@ class Follower:
         """Passes on what rank 0 says, until it lets go."""
         try:
             while True:
-                async with asyncio.timeout(self._timeout):
+                async with Patience(self._timeout):
                     word, text = await self._line.hear()
                 if word in {Word.RELEASED, Word.OVER}:
                     return word, text
@@ -113,7 +116,20 @@ class Follower:
                 f"rank 0 of the trainer is gone ({error}): these ranks cannot publish any more"
             ) from error
 
+    def _drop_commands(self) -> None:
+        """What rank 0 does not wait for need not be done: all after its last gather."""
+        commands: list[tuple[Word, str] | None] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                commands.append(self._commands.get_nowait())
+        while commands and (commands[-1] is None or commands[-1][0] is not Word.GATHER):
+            commands.pop()
+        for command in commands:
+            self._commands.put(command)
+
     def _work(self) -> None:
+        from rollwire_transport import close_source
+
         assert self._changes is not None  # noqa: S101 - made before this begins
         try:
             with self._changes:
@@ -121,6 +137,9 @@ class Follower:
                     self._do(*command)
         except Exception as error:
             self._fail(error)
+        finally:
+            self._given = None
+            close_source(self._items)
 
     def _fail(self, error: Exception) -> NoReturn:
         changed = isinstance(error, TensorsChangedError)
