@@ -439,6 +439,24 @@ async def test_carried_groups_outlive_a_rollback_and_go_on_under_it() -> None:
         assert batch.groups[0].versions == {10, 5}
 
 
+async def test_servers_that_somebody_else_rolled_back_let_the_version_fall() -> None:
+    async with (
+        HeldServer({2}, version=10) as server,
+        fleet_of(server, probe_interval=0.02) as fleet,
+        batcher_of(fleet, max_lag=1) as batcher,
+    ):
+        source = prompts()
+        await batcher.collect(source, 1, version=10, over_sample=2.0, tail=Carry())
+        server.commit(5)
+        await until(lambda: fleet.members[0].version == 5)
+        with pytest.raises(ValueError, match="unless servers are rolled back"):
+            await batcher.collect(source, 1, version=4)
+        server.let_go |= {1}
+        batch = await batcher.collect(source, 1, version=5)
+        assert ids(batch.finished) == ["1"]
+        assert batch.groups[0].versions == {10, 5}
+
+
 async def test_versions_rise() -> None:
     async with held(1, 2, version=9) as (_, batcher):
         source = prompts()

@@ -190,7 +190,8 @@ class Batcher:
             stop: Asked after each; True ends the batch with what it has. Default: nothing does.
 
         Raises:
-            ValueError: The arguments contradict each other, or the version fell.
+            ValueError: The arguments contradict each other, or the version fell, and no server was
+                rolled back to it.
             StalenessError: No server serves weights new enough for ``max_lag``.
             RolloutFailedError: No server was ready for a sequence within ``Retries.seconds``,
                 though it was begun again; what was sampled is kept.
@@ -318,6 +319,8 @@ class Batcher:
             steps.published(weights)
         if plan.version is None:
             return plan
+        if steps.version is not None and plan.version < steps.version:
+            steps.follow_back([m.info for m in self._fleet.members if m.info is not None])
         steps.reach(plan.version)
         if plan.max_lag is None:
             return plan

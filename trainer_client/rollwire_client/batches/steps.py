@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from rollwire_client.data import WeightTag
+    from rollwire_client.data import ServerInfo, WeightTag
 
 REMEMBERED = 1000  # steps, the latest
 
@@ -61,6 +61,19 @@ class Steps:
         """The run published this policy."""
         self._append(1, weights.version, weights.digest)
 
+    def follow_back(self, servers: Iterable[ServerInfo]) -> None:
+        """Somebody else rolled servers back from the version that the trainer was at, to one which
+        is a step then.
+        """
+        for info in servers:
+            weights, highest = info.weights, info.highest_version
+            if weights.version is None or highest is None or self.version is None:
+                continue
+            known = self._numbers.get((weights.version, weights.digest), -1)
+            if weights.version < self.version <= highest and known < self._now:
+                self.published(weights)
+                return
+
     def reach(self, version: int) -> None:
         """The trainer is at this version now.
 
@@ -72,8 +85,7 @@ class Steps:
             if self.version is not None and version < self.version:
                 raise ValueError(
                     f"the trainer's version is {version}, and was {self.version}: a batcher goes "
-                    "with one run, whose versions rise, unless a lower one is published through "
-                    "its fleet"
+                    "with one run, whose versions rise, unless servers are rolled back"
                 )
             last = self._all[-1].version if self._all else None
             jump = 1 if last is None or self._resumes else max(version - last, 1)
