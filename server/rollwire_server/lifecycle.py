@@ -177,6 +177,15 @@ class Lifecycle:
         """The ids of the pauses that hold."""
         return [name for name in self._holds if name != COMMIT]
 
+    @property
+    def leases(self) -> dict[str, float | None]:
+        """For how many seconds each pause still holds, by its id; None: until it is resumed."""
+        return {
+            hold.name: None if hold.lease is None else hold.lease.left
+            for hold in self._holds.values()
+            if hold.name != COMMIT
+        }
+
     def observe(self, observer: Callable[[State], None]) -> None:
         """Calls ``observer`` with the state, now and after every change."""
         self._observers.append(observer)

@@ -86,8 +86,17 @@ class Sequence:
         )
         await self._event(rollout_pb2.SequenceEvent(handle=self.handle, finish=finish))
 
-    async def fail(self, code: grpc.StatusCode, reason: str, message: str = "as scripted") -> None:
+    async def fail(
+        self,
+        code: grpc.StatusCode,
+        reason: str,
+        message: str = "as scripted",
+        *,
+        retry_after: float | None = None,
+    ) -> None:
         error = rollout_pb2.SequenceError(code=code.value[0], reason=reason, message=message)
+        if retry_after is not None:
+            error.retry_delay.FromMilliseconds(int(retry_after * 1000))
         await self._event(rollout_pb2.SequenceEvent(handle=self.handle, error=error))
 
     async def cut(self) -> None:
@@ -138,6 +147,7 @@ class ScriptedServer(rollout_pb2_grpc.RolloutServiceServicer):
         self.weights = common_pb2.WeightTag(server_id=uuid.uuid4().hex, digest=1)
         self.highest_version: int | None = None  # None: that of the weights
         self.state = common_pb2.SERVER_STATE_SERVING
+        self.pauses: list[rollout_pb2.ActivePause] = []
         self.address = ""
         self._grpc: grpc.aio.Server | None = None
 
@@ -223,6 +233,7 @@ class ScriptedServer(rollout_pb2_grpc.RolloutServiceServicer):
             context_length=CONTEXT,
             accepts_updates=True,
             transports=["gloo"],
+            pauses=self.pauses,
         )
 
     async def Abort(self, request, context):  # noqa: N802

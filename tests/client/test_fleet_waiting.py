@@ -6,10 +6,19 @@ import asyncio
 import re
 from typing import TYPE_CHECKING
 
+import grpc
 import pytest
 from client.scripted import ScriptedServer, Sequence, until
-from rollwire.v1 import common_pb2
-from rollwire_client import ClosedError, Fleet
+from rollwire.v1 import common_pb2, rollout_pb2
+from rollwire_client import (
+    ClosedError,
+    ErrorScope,
+    Fleet,
+    QueueFullError,
+    Retries,
+    RolloutFailedError,
+)
+from rollwire_client.waiting import Want
 
 if TYPE_CHECKING:
     from client.scripted import Script
@@ -17,6 +26,13 @@ if TYPE_CHECKING:
 PROMPT = [1, 2, 3]
 SLEEPING = common_pb2.SERVER_STATE_SLEEPING
 SERVING = common_pb2.SERVER_STATE_SERVING
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits is told at once."""
+    for want in Want:
+        monkeypatch.setattr(want, "grace", 0.0)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -52,6 +68,90 @@ async def test_a_paused_fleet_hinders(server: ScriptedServer) -> None:
         assert fleet.hindrance() == f"{server.address}: is paused"
         server.state = SERVING
         await until(lambda: fleet.hindrance() is None)
+
+
+async def test_rollouts_at_a_paused_server_are_warned_of_by_the_pauses_that_hold_it(
+    pair: list[ScriptedServer], caplog: pytest.LogCaptureFixture, quick: None
+) -> None:
+    go_on = asyncio.Event()
+
+    async def held(sequence: Sequence) -> None:
+        await sequence.send(2)
+        await go_on.wait()
+        await sequence.rest()
+
+    paused, other = pair
+    paused.state = other.state = common_pb2.SERVER_STATE_PAUSED
+    paused.pauses = [
+        rollout_pb2.ActivePause(pause_id="debug"),
+        rollout_pb2.ActivePause(pause_id="eval", lease_left={"seconds": 30}),
+    ]
+    for server in pair:
+        server.default = held
+    retries = Retries(seconds=0.1)
+    async with Fleet([s.address for s in pair], probe_interval=0.02, retries=retries) as fleet:
+        rollouts = [asyncio.create_task(fleet.generate(PROMPT)) for _ in range(4)]
+        await until(lambda: bool(warnings(caplog)))
+        (told,) = warnings(caplog)
+        assert "rollouts wait at paused servers (" in told
+        assert f"{paused.address}: is paused by 'debug' (without a lease), 'eval' (for 30 s" in told
+        await asyncio.sleep(0.1)  # longer than it may go without a place; it has one
+        assert not any(rollout.done() for rollout in rollouts)
+        paused.state = other.state = SERVING
+        await until(lambda: len(warnings(caplog)) == 2)
+        assert "no rollout waits at a paused server any more" in warnings(caplog)[1]
+        go_on.set()
+        assert all(trajectory.complete for trajectory in await asyncio.gather(*rollouts))
+
+
+async def full(sequence: Sequence) -> None:
+    await sequence.fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after=0.01)
+
+
+async def test_a_queue_that_stays_full_is_warned_of_and_given_up(
+    server: ScriptedServer, caplog: pytest.LogCaptureFixture, quick: None
+) -> None:
+    server.default = full
+    async with Fleet([server.address], retries=Retries(seconds=1.0)) as fleet:
+        with pytest.raises(
+            RolloutFailedError, match=r"no server has room: .* queue is full"
+        ) as told:
+            await fleet.generate(PROMPT)
+        assert told.value.scope is ErrorScope.SERVER
+        assert isinstance(told.value.causes[-1], QueueFullError)
+        (warned,) = warnings(caplog)
+        assert "rollouts wait (1), as no server has room for them" in warned
+        assert f"{server.address}: its queue is full; the first is given up in" in warned
+        assert "its queue is full" in (fleet.hindrance() or "")
+
+
+async def test_a_new_token_gives_a_rollout_its_whole_time_again(server: ScriptedServer) -> None:
+    """And the time that it has a place is not counted."""
+
+    async def one_token(sequence: Sequence) -> None:
+        await asyncio.sleep(0.06)
+        await sequence.send(1)
+        await sequence.finish("INTERRUPTED")
+
+    scripts = [full, one_token] * 10
+    server.scripts = scripts
+    async with Fleet([server.address], retries=Retries(seconds=0.5), probe_interval=0.02) as fleet:
+        assert (await fleet.generate(PROMPT)).complete
+    assert not scripts
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"attempts": 0}, "Retries.attempts is 0"),
+        ({"seconds": float("nan")}, "Retries.seconds is nan"),
+        ({"first_delay": -1}, "Retries.first_delay is -1"),
+        ({"longest_delay": float("inf")}, "Retries.longest_delay is inf"),
+    ],
+)
+def test_retries_that_cannot_be(wrong: dict[str, float], told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        Retries(**wrong)
 
 
 async def gives_up(sequence: Sequence) -> None:

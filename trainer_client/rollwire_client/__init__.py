@@ -29,6 +29,7 @@ from rollwire_client.channels import Credentials
 from rollwire_client.client import RolloutClient, Timeouts
 from rollwire_client.data import (
     Aborted,
+    ActivePause,
     Chunk,
     Finish,
     FinishReason,
@@ -90,6 +91,7 @@ from rollwire_client.trajectory import Segment, Trajectory, TrajectoryTensors
 
 __all__ = [
     "Aborted",
+    "ActivePause",
     "Batch",
     "Batcher",
     "BufferFileError",

@@ -164,6 +164,26 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class ActivePause:
+    """A pause that holds a server.
+
+    Attributes:
+        pause_id: Names it; ``resume`` takes it.
+        lease_left: Seconds until it lifts by itself; None: never.
+    """
+
+    pause_id: str
+    lease_left: float | None
+
+    def __str__(self) -> str:
+        """As a line of the log has it."""
+        lease = (
+            "without a lease" if self.lease_left is None else f"for {self.lease_left:.0f} s more"
+        )
+        return f"{self.pause_id!r} ({lease})"
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     """What a server is, holds and is doing.
 
@@ -186,6 +206,7 @@ class ServerInfo:
         running_sequences, waiting_sequences, held_sequences: How many there are now.
         kv_tokens_used, kv_tokens_total: Fill of the KV cache, in tokens.
         sampled_tokens: Since the process started.
+        pauses: That hold it.
     """
 
     address: str
@@ -210,6 +231,7 @@ class ServerInfo:
     kv_tokens_used: int
     kv_tokens_total: int
     sampled_tokens: int
+    pauses: tuple[ActivePause, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,16 @@ class Member:
         """Whether it said last that it is: it takes sequences, and samples none."""
         return self.info is not None and self.info.state is ServerState.PAUSED
 
+    def told_pause(self) -> str:
+        """Who paused it, in a message's words."""
+        pauses = self.info.pauses if self.info is not None else ()
+        return "is paused" + (f" by {', '.join(map(str, pauses))}" if pauses else "")
+
+    @property
+    def attempts(self) -> int:
+        """Sequences of this library that it has."""
+        return self._attempts
+
     def is_ahead(self, most: int) -> bool:
         """Whether its weights are known to be newer than version ``most``."""
         if self._beyond is not None:

@@ -15,7 +15,12 @@ from rollwire_client.arguments import seconds
 from rollwire_client.channels import Credentials, CredentialsError
 from rollwire_client.client import RolloutClient, Timeouts
 from rollwire_client.data import ServerState
-from rollwire_client.errors import ClosedError, UnavailableError, WeightVersionError
+from rollwire_client.errors import (
+    ClosedError,
+    QueueFullError,
+    UnavailableError,
+    WeightVersionError,
+)
 from rollwire_client.lifecycle import Life
 from rollwire_client.member import Member
 from rollwire_client.policy import Policy
@@ -24,7 +29,7 @@ from rollwire_client.rollout import Retries, Rollout
 from rollwire_client.routing import Router
 from rollwire_client.tasks import end
 from rollwire_client.trajectory import Draft
-from rollwire_client.waiting import Waits
+from rollwire_client.waiting import LOOK, Waits, Want
 from rollwire_client.wording import servers_text
 
 if TYPE_CHECKING:
@@ -116,7 +121,8 @@ class Members:
 
         What a rollout that brings nothing waits for.
         """
-        if any(member.problem is None and not member.paused for member in self.members):
+        now = asyncio.get_running_loop().time()
+        if any(m.problem is None and not m.paused and m.full_until <= now for m in self.members):
             return None
         return self._problems() or None
 
@@ -166,7 +172,9 @@ class Members:
         """A rollout that puts into ``draft`` what it brings; ``after`` sampled what stands before
         it.
         """
-        return Rollout(request, draft, pick=self._pick, retries=self._retries, after=after)
+        return Rollout(
+            request, draft, pick=self._pick, retries=self._retries, waits=self._waits, after=after
+        )
 
     def committing(
         self, version: int | None, digest: int | None, *, rollback: bool
@@ -257,7 +265,7 @@ class Members:
         self._closed = False
         for member in self._all.values():
             self._tend(member)
-        _keep(self._waits.tell(), self._tending)
+        _keep(self._tell_waits(), self._tending)
         if not self._source.fixed:
             _keep(self._follow(), self._tending)
 
@@ -289,6 +297,18 @@ class Members:
                 told = True
                 logger.warning("waiting %g s for a server: %s", self._timeouts.start, problem)
             await asyncio.sleep(min(_START_POLL, max(give_up - clock(), 0)))
+
+    async def _tell_waits(self) -> None:
+        """Says in the log what rollouts wait for, until it is cancelled."""
+        while True:
+            await asyncio.sleep(LOOK)
+            for member in self._all.values():
+                if member.paused and member.attempts:
+                    why = functools.partial(_problem, member, None)
+                    self._waits.begin(member, Want.RESUME, why=why)
+                else:
+                    self._waits.end(member)
+            self._waits.tell()
 
     async def _follow(self) -> None:
         """Keeps up with the list; without one, the servers stay those of the last."""
@@ -365,6 +385,7 @@ class Members:
         *,
         timeout: float,
         other_than: Member | None,
+        waiter: object,
     ) -> Member:
         """One of the servers that are ready, as ``rollout.Pick`` has it."""
         if after is not None:
@@ -373,7 +394,6 @@ class Members:
         most = request.max_weight_version if request.HasField("max_weight_version") else None
         clock = asyncio.get_running_loop().time
         give_up = clock() + timeout
-        this_wait = object()
         try:
             while True:
                 self.check_open()
@@ -386,19 +406,19 @@ class Members:
                 if most is not None and not ready:
                     self._check_bound(most)
                 if now >= give_up:
+                    if ready:
+                        raise QueueFullError(f"no server has room: {self._problems(most)}")
                     raise UnavailableError(f"no server is ready: {self._problems(most)}")
-                if ready:
-                    self._waits.end(this_wait)  # for room in a queue, which is no fault
-                else:
-                    why = functools.partial(self._problems, most)
-                    self._waits.begin(this_wait, give_up=give_up, why=why)
+                why = functools.partial(self._problems, most)
+                want = Want.ROOM if ready else Want.SERVER
+                self._waits.begin(waiter, want, give_up=give_up, why=why)
                 until = min([give_up, *(m.full_until for m in ready)])
                 change = self._change
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(until - now):
                         await change.wait()
         finally:
-            self._waits.end(this_wait)
+            self._waits.end(waiter)
 
     def _check_bound(self, most: int) -> None:
         """Raises WeightVersionError if no server may sample under version ``most`` any more."""
@@ -432,8 +452,12 @@ def _problem(member: Member, most: int | None) -> str:
         version = member.version
         newer = f"version {version}" if version is not None and version > most else "a newer one"
         return f"{member.address}: serves {newer}"
-    resting = "is paused" if member.paused else "its queue is full"
-    return str(member.problem or f"{member.address}: {resting}")
+    if member.problem is not None:
+        return str(member.problem)
+    why = [member.told_pause()] if member.paused else []
+    if not why or member.full_until > asyncio.get_running_loop().time():
+        why.append("its queue is full")
+    return f"{member.address}: {', and '.join(why)}"
 
 
 def _fits(member: Member, least: int | None, after: WeightTag | None) -> bool:

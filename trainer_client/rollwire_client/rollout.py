@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from rollwire_client import wire
+from rollwire_client.arguments import integer, seconds
 from rollwire_client.data import Chunk, FinishReason
 from rollwire_client.errors import (
     ErrorScope,
@@ -22,6 +23,7 @@ from rollwire_client.errors import (
     WeightVersionError,
 )
 from rollwire_client.request import deliver_rarely
+from rollwire_client.waiting import Want
 from rollwire_client.wording import version_text
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from rollwire_client.data import WeightTag
     from rollwire_client.member import Member
     from rollwire_client.trajectory import Draft
+    from rollwire_client.waiting import Waits
 
 logger = logging.getLogger(__name__)
 
@@ -41,20 +44,31 @@ _LOOK = 0.5  # seconds between two looks whether weights that are waited for wil
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """When a fleet gives a sequence up. A new token starts both counts again.
+    """When a fleet gives a sequence up. A new token starts both counts again, and one that a server
+    has taken is not given up while that is paused: it waits, and the log says so.
 
     Attributes:
         attempts: So many in a row that failed without a new token.
-        seconds: So long after the first of them, or without any server that is ready.
+        seconds: So long without a place on a server, in sum: until one is ready, has room in its
+            queue, or comes to serve the weights that are asked for, and between attempts.
         first_delay: Seconds between the second and the third of them; each next wait is twice as
             long. (Between the first and the second there is none.)
         longest_delay: But not longer than this.
+
+    Raises:
+        TypeError, ValueError: One of them is none of these.
     """
 
     attempts: int = 8
     seconds: float = 120.0
     first_delay: float = 0.1
     longest_delay: float = 5.0
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be meant."""
+        integer("Retries.attempts", self.attempts, least=1)
+        for name in ("seconds", "first_delay", "longest_delay"):
+            seconds(f"Retries.{name}", getattr(self, name))
 
 
 class Pick(Protocol):
@@ -67,6 +81,7 @@ class Pick(Protocol):
         *,
         timeout: float,
         other_than: Member | None,
+        waiter: object,
     ) -> Member:
         """Waits for a server, preferably one whose weights the sequence takes now.
 
@@ -75,10 +90,12 @@ class Pick(Protocol):
             after: The weights that sampled the token before; None for the first.
             timeout: Seconds.
             other_than: This one only if no other is ready.
+            waiter: Stands for the sequence where the log says what waits.
 
         Raises:
             WeightVersionError: All have newer weights than the request takes.
-            UnavailableError: None was ready within ``timeout`` seconds.
+            QueueFullError: None had room for it within ``timeout`` seconds.
+            UnavailableError: None was ready.
         """
 
 
@@ -96,18 +113,22 @@ class Rollout:
         *,
         pick: Pick,
         retries: Retries,
+        waits: Waits,
         after: WeightTag | None = None,
     ) -> None:
-        """``after`` sampled the last token of what stands before the draft."""
+        """``after`` sampled the last token of what stands before the draft; ``waits`` is told when
+        it waits for weights.
+        """
         self._request = request
         self._draft = draft
         self._given_after = after
         self._least = request.min_weight_version if request.HasField("min_weight_version") else None
         self._pick = pick
         self._retries = retries
+        self._waits = waits
         self._visited: tuple[Member, Attempt] | None = None
         self._failures: list[RollwireError] = []
-        self._failing_since = 0.0
+        self._unplaced = 0.0  # seconds since the last new token
         self._step_failed_at: Member | None = None
         self._clock = asyncio.get_running_loop().time
         self._deadline = float("inf")
@@ -187,25 +208,53 @@ class Rollout:
         """The next chunk; for weights that the server does not have it waits no longer than for a
         server.
         """
-        give_up = self._failing_since + self._retries.seconds
-        while self._may_await_weights(attempt):
-            try:
-                async with asyncio.timeout_at(min(give_up, self._clock() + _LOOK)):
-                    return await attempt.next(whole=whole)
-            except TimeoutError as error:
-                if self._is_behind(member) and self._may_go_back(member):
-                    raise ServerNotReadyError(
-                        f"{member.address}: serves {version_text(member.version)}, to which the "
-                        f"policy was rolled back while a sequence waited for version "
-                        f"{self._request.min_weight_version}",
-                        server=member.address,
-                    ) from error
-                if self._clock() < give_up:
-                    continue
-                if self._is_behind(member):
-                    raise self._given_up(self._never_came(member), ErrorScope.SERVER) from error
-                give_up = self._clock() + self._retries.seconds  # it waits for something else
+        try:
+            while self._may_await_weights(attempt):
+                began = self._clock()
+                look = _LOOK
+                if behind := self._is_behind(member):
+                    look = min(look, self._patience)
+                try:
+                    async with asyncio.timeout(look):
+                        return await attempt.next(whole=whole)
+                except TimeoutError as error:
+                    if behind:
+                        self._await_weights(member, error)
+                finally:
+                    if behind:
+                        self._unplaced += self._clock() - began
+        finally:
+            self._waits.end(self)
         return await attempt.next(whole=whole)
+
+    def _await_weights(self, member: Member, cause: Exception) -> None:
+        """A server was looked at that has not the weights yet.
+
+        Raises:
+            RollwireError: It is not to be waited for any more.
+        """
+        if not self._is_behind(member):
+            return
+        least, serves = self._request.min_weight_version, version_text(member.version)
+        if self._may_go_back(member):
+            raise ServerNotReadyError(
+                f"{member.address}: serves {serves}, to which the policy was rolled back while a "
+                f"sequence waited for version {least}",
+                server=member.address,
+            ) from cause
+        if self._patience <= 0:
+            raise self._given_up(self._never_came(member), ErrorScope.SERVER) from cause
+        self._waits.begin(
+            self,
+            Want.WEIGHTS,
+            give_up=self._clock() + self._patience,
+            why=lambda: f"{member.address}: serves {serves}, and version {least} is asked for",
+        )
+
+    @property
+    def _patience(self) -> float:
+        """Seconds that the sequence still waits for a place."""
+        return max(self._retries.seconds - self._unplaced, 0.0)
 
     def _may_await_weights(self, attempt: Attempt) -> bool:
         """Whether no token came, perhaps for want of newer weights."""
@@ -234,22 +283,25 @@ class Rollout:
         self._draft.add(chunk, member.address)
         if chunk.token_ids:
             self._failures.clear()
+            self._unplaced = 0.0
 
     async def _choose(self) -> Member:
         """Where to go on."""
-        now = self._clock()
-        if not self._failures:
-            self._failing_since = now
-        give_up = self._failing_since + self._retries.seconds
+        began = self._clock()
         try:
-            timeout = min(give_up, self._deadline) - now
             return await self._pick(
-                self._request, self._after, timeout=timeout, other_than=self._step_failed_at
+                self._request,
+                self._after,
+                timeout=min(self._patience, self._deadline - began),
+                other_than=self._step_failed_at,
+                waiter=self,
             )
         except UnavailableError as error:
             if self._clock() >= self._deadline:
                 raise self._timed_out() from error
             raise self._given_up(error, ErrorScope.SERVER) from error
+        finally:
+            self._unplaced += self._clock() - began
 
     async def _recover(self, member: Member, failure: RollwireError) -> None:
         """Makes ready for the next attempt.
@@ -271,12 +323,12 @@ class Rollout:
             member.full_until = self._clock() + (failure.retry_after or 1.0)
         else:
             member.doubt(failure)
-            if not self._failures:
-                self._failing_since = self._clock()
             self._failures.append(failure)
             if len(self._failures) >= self._retries.attempts:
                 raise self._given_up(failure) from failure
-            await asyncio.sleep(self._delay())
+            delay = self._delay()
+            self._unplaced += delay
+            await asyncio.sleep(delay)
         if self._clock() >= self._deadline:
             raise self._timed_out() from failure
         self._make_next_attempt()

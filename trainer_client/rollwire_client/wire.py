@@ -10,6 +10,7 @@ from google.protobuf import duration_pb2
 from rollwire.v1 import common_pb2, rollout_pb2, weights_pb2
 
 from rollwire_client.data import (
+    ActivePause,
     Finish,
     FinishReason,
     KvPolicy,
@@ -160,7 +161,13 @@ def server_info(message: rollout_pb2.GetServerInfoResponse, address: str) -> Ser
         kv_tokens_used=message.kv_tokens_used,
         kv_tokens_total=message.kv_tokens_total,
         sampled_tokens=message.sampled_tokens,
+        pauses=tuple(_active_pause(pause) for pause in message.pauses),
     )
+
+
+def _active_pause(message: rollout_pb2.ActivePause) -> ActivePause:
+    left = message.lease_left.ToTimedelta().total_seconds()
+    return ActivePause(message.pause_id, left if message.HasField("lease_left") else None)
 
 
 def manifest(layout: Manifest) -> weights_pb2.Manifest:

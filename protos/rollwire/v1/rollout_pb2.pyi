@@ -1018,6 +1018,7 @@ class GetServerInfoResponse(_message.Message):
     KV_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     HIGHEST_VERSION_FIELD_NUMBER: _builtins.int
     SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
+    PAUSES_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     state: _common_pb2.ServerState.ValueType
     engine: _builtins.str
@@ -1051,6 +1052,10 @@ class GetServerInfoResponse(_message.Message):
     def logprob_bases(self) -> _containers.RepeatedScalarFieldContainer[Global___LogprobBasis.ValueType]: ...
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def pauses(self) -> _containers.RepeatedCompositeFieldContainer[Global___ActivePause]:
+        """that hold it now"""
+
     def __init__(
         self,
         *,
@@ -1075,13 +1080,39 @@ class GetServerInfoResponse(_message.Message):
         kv_tokens_total: _builtins.int = ...,
         highest_version: _builtins.int | None = ...,
         sampled_tokens: _builtins.int = ...,
+        pauses: _abc.Iterable[Global___ActivePause] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_highest_version", b"_highest_version", "highest_version", b"highest_version", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_highest_version", b"_highest_version", "accepts_updates", b"accepts_updates", "context_length", b"context_length", "deterministic", b"deterministic", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "held_sequences", b"held_sequences", "highest_version", b"highest_version", "kv_tokens_total", b"kv_tokens_total", "kv_tokens_used", b"kv_tokens_used", "logprob_bases", b"logprob_bases", "max_running_sequences", b"max_running_sequences", "model", b"model", "running_sequences", b"running_sequences", "sampled_tokens", b"sampled_tokens", "server_id", b"server_id", "software_version", b"software_version", "state", b"state", "transports", b"transports", "vocab_size", b"vocab_size", "waiting_sequences", b"waiting_sequences", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_highest_version", b"_highest_version", "accepts_updates", b"accepts_updates", "context_length", b"context_length", "deterministic", b"deterministic", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "held_sequences", b"held_sequences", "highest_version", b"highest_version", "kv_tokens_total", b"kv_tokens_total", "kv_tokens_used", b"kv_tokens_used", "logprob_bases", b"logprob_bases", "max_running_sequences", b"max_running_sequences", "model", b"model", "pauses", b"pauses", "running_sequences", b"running_sequences", "sampled_tokens", b"sampled_tokens", "server_id", b"server_id", "software_version", b"software_version", "state", b"state", "transports", b"transports", "vocab_size", b"vocab_size", "waiting_sequences", b"waiting_sequences", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__highest_version: _TypeAlias = _typing.Literal["highest_version"]  # noqa: Y015
     _WhichOneofArgType__highest_version: _TypeAlias = _typing.Literal["_highest_version", b"_highest_version"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__highest_version) -> _WhichOneofReturnType__highest_version | None: ...
 
 Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
+
+@_typing.final
+class ActivePause(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAUSE_ID_FIELD_NUMBER: _builtins.int
+    LEASE_LEFT_FIELD_NUMBER: _builtins.int
+    pause_id: _builtins.str
+    @_builtins.property
+    def lease_left(self) -> _duration_pb2.Duration:
+        """until it lifts by itself; absent: until somebody resumes it"""
+
+    def __init__(
+        self,
+        *,
+        pause_id: _builtins.str = ...,
+        lease_left: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease_left", b"lease_left"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_left", b"lease_left", "pause_id", b"pause_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ActivePause: _TypeAlias = ActivePause  # noqa: Y015

@@ -50,6 +50,10 @@ class ServerInfo:
             accepts_updates=not self._updates.frozen,
             transports=self._transports,
         )
+        for pause_id, left in self._lifecycle.leases.items():
+            pause = response.pauses.add(pause_id=pause_id)
+            if left is not None:
+                pause.lease_left.FromMilliseconds(int(left * 1000))
         if state is not State.STARTING:
             self._describe_engine(response)
         return response

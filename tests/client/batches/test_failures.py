@@ -208,6 +208,29 @@ async def test_a_fleet_without_a_server_is_told_and_nothing_is_lost() -> None:
     assert not batch.dropped.groups
 
 
+async def test_a_batch_waits_for_room_for_as_long_as_it_takes() -> None:
+    """The servers are busy, perhaps with the rest of the batch."""
+    refusals = 0
+
+    async def full_for_long(sequence: Sequence) -> None:
+        nonlocal refusals
+        if (refusals := refusals + 1) <= 20:
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED
+            await sequence.fail(code, "QUEUE_FULL", retry_after=0.01)
+        else:
+            await sequence.rest()
+
+    async with scripted() as (server,):
+        server.default = full_for_long
+        async with (
+            fleet_of(server, retries=Retries(seconds=0.02)) as fleet,
+            batcher_of(fleet, group_size=1, sampling=SHORT, refills=0) as batcher,
+        ):
+            batch = await batcher.collect(prompts(), 1)
+    assert outputs(batch) == [whole()]
+    assert not batch.dropped.groups
+
+
 async def drains(sequence: Sequence) -> None:
     sequence.server.state = common_pb2.SERVER_STATE_DRAINING
     await sequence.finish("INTERRUPTED", message="it drains")

@@ -15,6 +15,7 @@ from rollwire_client.errors import (
     CallbackError,
     ClosedError,
     ErrorScope,
+    QueueFullError,
     RefusedError,
     RolloutFailedError,
     RollwireError,
@@ -162,6 +163,11 @@ def servers_failed(error: Exception) -> bool:
     return isinstance(error, ServerFailedError)
 
 
+def _found_no_room(error: RollwireError) -> bool:
+    causes = error.causes if isinstance(error, RolloutFailedError) else ()
+    return bool(causes) and isinstance(causes[-1], QueueFullError)
+
+
 def is_final(error: Exception) -> bool:
     """Whether it ends a group, as it is of that group; after others, which every group would meet,
     the group goes on.
@@ -218,6 +224,8 @@ async def _sample(group: LiveGroup, member: Member, recipe: Recipe) -> None:
         except _NEVER_REFILLED:
             raise
         except RollwireError as error:
+            if _found_no_room(error):  # the servers are busy with others, or paused: no failure
+                continue
             went_on = len(member.draft.token_ids) > tokens and not servers_failed(error)
             failures = 1 if went_on else failures + 1
             if failures > recipe.refills:
