@@ -20,6 +20,7 @@ from rollwire_client import (
     Timeouts,
 )
 from rollwire_client.arguments import integer, number, version
+from rollwire_client.commands.app import run
 from rollwire_client.sync import SyncFleet
 from rollwire_client.testing import FakeServer
 
@@ -44,6 +45,16 @@ def test_no_wait_lasts_for_what_is_no_time(kind: type[Any], value: object) -> No
 def test_a_fleet_asks_at_real_intervals(fleet: type[Any], name: str, value: object) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{name} is "):
         fleet(["127.0.0.1:1"], **{name: value})
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+@pytest.mark.parametrize("option", ["info --timeout", "top --interval"])
+def test_a_command_refuses_what_is_no_time(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, name = option.split()
+    assert run([command, "127.0.0.1:1", name, value]) == 2
+    assert f"Invalid value for '{name}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 import torch.distributed as dist
-from client.publishing import holds, publish, publishing
+from client.publishing import TIMEOUTS, holds, publish, publishing
 from client.scripted import until
 from client.scripted_weights import policy
 from rollwire_client import TensorsChangedError
@@ -76,6 +77,26 @@ async def test_an_optimizer_s_step_before_the_release_ends_the_publish(
         assert report.failed == ()
         for server in servers:
             assert all(torch.equal(server.committed[n], t) for n, t in tensors.items())
+
+
+async def test_a_change_between_two_groups_is_noticed() -> None:
+    tensors = policy()
+    passes = 0
+
+    def source() -> Iterator[tuple[str, Tensor]]:
+        nonlocal passes
+        passes += 1
+        if passes == 2:  # it is sent again, from where the link broke
+            tensors["layer.weight"].neg_()
+        yield from ((name, tensors[name]) for name in tensors if name != "head.weight")
+
+    async with publishing(2, replace(TIMEOUTS, stalled=10)) as (servers, _, publisher):
+        servers[1].stop_receiving_at = 6
+        handle = await publisher.publish(1, source)
+        with pytest.raises(TensorsChangedError, match=r"^layer\.weight changed in place"):
+            await handle.committed
+        assert passes == 2
+        assert [server.commits for server in servers] == [[], []]
 
 
 async def test_only_what_has_changed_is_named() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self, Unpack
 from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
 
 from rollwire_client import wire
-from rollwire_client.arguments import all_seconds
+from rollwire_client.arguments import all_seconds, seconds
 from rollwire_client.calls import unary
 from rollwire_client.channels import Credentials, connect
 from rollwire_client.data import Aborted, Chunk, Pause, Resumed, Sampling, ServerInfo
@@ -205,7 +205,7 @@ class RolloutClient:
             self._rollouts.GetServerInfo,
             rollout_pb2.GetServerInfoRequest(),
             server=self.address,
-            timeout=self.timeouts.call if timeout is None else timeout,
+            timeout=self.timeouts.call if timeout is None else seconds("timeout", timeout),
         )
         return wire.server_info(answer, self.address)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rollwire_client.addresses import Addresses, address_source
+from rollwire_client.arguments import LONGEST
 from rollwire_client.channels import Credentials, CredentialsError
 from rollwire_client.commands.generate import generate_tokens
 from rollwire_client.commands.info import show_info
@@ -149,7 +150,7 @@ def generate(
     *,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after it.")] = False,
     timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds to wait until the server is up.")
+        float, typer.Option(min=0.1, max=LONGEST, help="Seconds to wait until the server is up.")
     ] = 60.0,
     as_json: Json = False,
 ) -> int:
@@ -174,7 +175,9 @@ def info(
     context: typer.Context,
     servers: Annotated[list[str], typer.Argument(parser=_address, metavar="HOST:PORT...")],
     *,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for an answer.")] = 5.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, max=LONGEST, help="Seconds to wait for an answer.")
+    ] = 5.0,
     as_json: Json = False,
 ) -> int:
     """Show what servers are, hold and are doing."""
@@ -188,8 +191,12 @@ def top(
         list[str], typer.Argument(metavar="HOST:PORT...", help="Or one dns:///NAME:PORT.")
     ],
     *,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for an answer.")] = 5.0,
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=LONGEST, help="Seconds between two looks.")
+    ] = 1.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, max=LONGEST, help="Seconds to wait for an answer.")
+    ] = 5.0,
     as_json: Json = False,
 ) -> int:
     """Watch a fleet, live; off a terminal, and as JSON, look once."""
@@ -207,14 +214,18 @@ def trace(
         list[str], typer.Argument(metavar="HOST:PORT...", help="Or one dns:///NAME:PORT.")
     ],
     output: Annotated[Path, typer.Option(dir_okay=False, help="The file.")] = Path("trace.json"),
-    seconds: Annotated[float, typer.Option(min=0.1, help="Watch so long.")] = 10.0,
-    interval: Annotated[float, typer.Option(min=0.01, help="Seconds between two looks.")] = 0.05,
+    seconds: Annotated[float, typer.Option(min=0.1, max=LONGEST, help="Watch so long.")] = 10.0,
+    interval: Annotated[
+        float, typer.Option(min=0.01, max=LONGEST, help="Seconds between two looks.")
+    ] = 0.05,
     sequences: Annotated[int, typer.Option(min=0, help="Sample so many at a time, to show.")] = 4,
     prompt_ids: Annotated[
         str, typer.Option(parser=_token_ids, metavar="1,2,3", help="Token ids of their prompt.")
     ] = "1,2,3",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Of each.")] = 256,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for an answer.")] = 5.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, max=LONGEST, help="Seconds to wait for an answer.")
+    ] = 5.0,
 ) -> int:
     """Watch a fleet and write a timeline for Perfetto: states, updates, sequences by version."""
     prompt: Any = prompt_ids  # parsed
@@ -255,7 +266,7 @@ def publish(
         bool, typer.Option("--allow-version-rollback", help="Even below what the servers hold.")
     ] = False,
     timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds to wait until a server is up.")
+        float, typer.Option(min=0.1, max=LONGEST, help="Seconds to wait until a server is up.")
     ] = 10.0,
     as_json: Json = False,
 ) -> int:
