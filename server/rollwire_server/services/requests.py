@@ -226,7 +226,7 @@ def _read_sampling(
         max_new_tokens=most,
         temperature=temperature,
         top_p=top_p,
-        top_k=message.top_k,
+        top_k=message.top_k if message.top_k < info.vocab_size else 0,  # engines may use int32
         min_p=message.min_p,
         min_new_tokens=message.min_new_tokens,
         stop_token_ids=stop if message.ignore_eos else stop.union(info.eos_token_ids),
