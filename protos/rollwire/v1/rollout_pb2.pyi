@@ -224,7 +224,8 @@ class GenerateRequest(_message.Message):
     it starts from the prefix that it brings, and what it asks for is not compared. A lower one than the server has seen
     is refused (STALE_ATTEMPT). An equal one picks up what is live or kept, at the given prefix, which must be the
     server's own (PREFIX_MISMATCH), and ends the stream that had it; it must ask for the same, in every field but
-    session_id, detach_grace and timeout (REQUEST_MISMATCH). Where nothing is, it starts from the prefix.
+    session_id, detach_grace, timeout and delivery_interval (REQUEST_MISMATCH). Where nothing is, it starts from the
+    prefix.
     """
     logprob_basis: Global___LogprobBasis.ValueType
     top_logprobs: _builtins.int
