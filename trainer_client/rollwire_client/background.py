@@ -9,7 +9,8 @@ import functools
 import threading
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from rollwire_client.errors import ClosedError
+from rollwire_client.errors import ClosedError, NotOpenHereError
+from rollwire_client.owner import Owner
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -27,8 +28,13 @@ class Background:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._thread = threading.Thread()
+        self._owner: Owner | None = None
 
     def __enter__(self) -> Self:
+        if self._owner is not None:
+            self._owner.check_process()
+            raise RuntimeError("this SyncFleet is open already")
+        self._owner = Owner("SyncFleet")
         up: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
         self._stop = asyncio.Event()
         self._thread = threading.Thread(
@@ -39,12 +45,20 @@ class Background:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._owner is None or self._owner.forked:
+            return
         with self._lock:
             loop, self._loop = self._loop, None
             if loop is not None:
                 loop.call_soon_threadsafe(self._stop.set)  # after all that was called before
         if loop is not None:
             self._thread.join(_SECONDS)
+        self._owner = None
+
+    def check(self) -> None:
+        """Raises NotOpenHereError in a forked child, where the loop's thread is not."""
+        if self._owner is not None:
+            self._owner.check_process()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """What ``work`` returns or raises, run in the loop.
@@ -54,6 +68,7 @@ class Background:
 
         Raises:
             ClosedError: The loop does not run, or the work was cancelled there.
+            NotOpenHereError: This is a forked child.
             RuntimeError: Called from the loop's own thread, which cannot wait for itself.
         """
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -63,6 +78,11 @@ class Background:
             tasks.append(asyncio.create_task(work))
             tasks[0].add_done_callback(functools.partial(_tell, future))
 
+        try:
+            self.check()
+        except NotOpenHereError:
+            work.close()
+            raise
         if threading.current_thread() is self._thread:
             work.close()
             raise RuntimeError("called within the event loop, which cannot wait for itself")

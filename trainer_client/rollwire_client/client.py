@@ -16,6 +16,7 @@ from rollwire_client.channels import Credentials, connect
 from rollwire_client.data import Aborted, Chunk, Pause, Resumed, Sampling, ServerInfo
 from rollwire_client.errors import ClosedError, RollwireError, ServerUnreachableError
 from rollwire_client.link import Link
+from rollwire_client.owner import Owner
 from rollwire_client.request import (
     DEFAULT_SAMPLING,
     RolloutOptions,
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
     from rollwire_client.attempt import Attempt
     from rollwire_client.replay import RoutingDraft
+
+
+_WHAT = "RolloutClient"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +100,16 @@ class RolloutClient:
         self.timeouts = timeouts or Timeouts()
         self._channel: grpc.aio.Channel | None = None
         self._stub: rollout_pb2_grpc.RolloutServiceStub | None = None
+        self._owner = Owner(_WHAT)
         self._link: Link | None = None
         self._opening = asyncio.Lock()
         self._context_length = 0
 
     async def __aenter__(self) -> Self:
+        if self._channel is not None:
+            self._owner.check()
+            raise RuntimeError(f"the client of {self.address} is open already")
+        self._owner = Owner(_WHAT)
         self._channel = connect(self.address, self._credentials)
         return self
 
@@ -109,10 +118,11 @@ class RolloutClient:
 
     async def close(self) -> None:
         """Aborts what is under way and closes the channel. Idempotent."""
+        if self._channel is None or self._owner.forked:
+            return
+        self._owner.check()
         channel, self._channel = self._channel, None
         self._stub = None
-        if channel is None:
-            return
         try:
             if self._link is not None:
                 await self._link.close(self.timeouts.close)
@@ -125,12 +135,9 @@ class RolloutClient:
 
         Raises:
             ClosedError: The client is not open.
+            NotOpenHereError: It is, in another process or event loop.
         """
-        if self._channel is None:
-            raise ClosedError(
-                f"the client of {self.address} is not open: use `async with`", server=self.address
-            )
-        return self._channel
+        return self._check_open()
 
     @property
     def heard_at(self) -> float:
@@ -260,6 +267,14 @@ class RolloutClient:
             self._stub = rollout_pb2_grpc.RolloutServiceStub(channel)
         return self._stub
 
+    def _check_open(self) -> grpc.aio.Channel:
+        if self._channel is None:
+            raise ClosedError(
+                f"the client of {self.address} is not open: use `async with`", server=self.address
+            )
+        self._owner.check()
+        return self._channel
+
     async def _run(
         self, request: rollout_pb2.GenerateRequest, draft: Draft, *, whole: bool
     ) -> AsyncGenerator[Chunk, None]:
@@ -279,6 +294,7 @@ class RolloutClient:
                 attempt.close()
 
     async def _open(self) -> Link:
+        self._check_open()
         if self._link is not None and self._link.lost is None:
             return self._link
         async with self._opening:

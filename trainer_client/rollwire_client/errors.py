@@ -31,6 +31,7 @@
     ├── StalenessError                 no server serves weights that the batch's bound allows
     ├── BufferFileError                a saved buffer is none, damaged, or of another run
     ├── ClosedError                    the client or fleet is not open
+    │   └── NotOpenHereError           it is open in another process or event loop
     └── MissingDependencyError         an extra is not installed
 
 An error of a rollout carries what was sampled before it in ``.trajectory``, and says in ``.scope``
@@ -306,6 +307,10 @@ class BufferFileError(RollwireError):
 
 class ClosedError(RollwireError):
     """The client or fleet is not open: not yet, or no more."""
+
+
+class NotOpenHereError(ClosedError):
+    """It was opened in another process, of which this is a fork, or in another event loop."""
 
 
 class MissingDependencyError(RollwireError, ImportError):

@@ -133,6 +133,7 @@ class Fleet(Members):
         Raises:
             InvalidRequestError: They are no token ids.
         """
+        self.check_process()
         return Session(prompt_ids, self.start)
 
     async def info(self) -> dict[str, ServerInfo | RollwireError]:

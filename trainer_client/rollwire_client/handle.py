@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from rollwire_client.owner import Owner
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
@@ -18,6 +20,7 @@ class PublishHandle:
     def __init__(self, publish: Publish, task: asyncio.Task[PublishReport]) -> None:
         self._publish = publish
         self._task = task
+        self._owner = Owner("publish")
 
     @property
     def version(self) -> int | None:
@@ -71,6 +74,7 @@ class PublishHandle:
             PublishError: The publish could not go on; no server has committed.
             asyncio.CancelledError: It was cancelled.
         """
+        self._owner.check()
         return asyncio.shield(self._task)
 
     async def cancel(self) -> None:
@@ -79,11 +83,15 @@ class PublishHandle:
         Returns when the tensors may change again. A source that gives nothing is waited for no
         longer than ``PublishTimeouts.source``; see ``Publisher.publish``.
         """
+        if self._owner.forked:
+            return
+        self._owner.check()
         self._task.cancel()
         await asyncio.wait([self._task])
 
     async def _reached(self, milestone: asyncio.Event) -> None:
         """Returns when the publish has come to a milestone; raises why if it never will."""
+        self._owner.check()
         waiting = asyncio.create_task(milestone.wait())
         try:
             await asyncio.wait([waiting, self._task], return_when=asyncio.FIRST_COMPLETED)

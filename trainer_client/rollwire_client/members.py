@@ -23,6 +23,7 @@ from rollwire_client.errors import (
 )
 from rollwire_client.lifecycle import Life
 from rollwire_client.member import Member
+from rollwire_client.owner import Owner
 from rollwire_client.policy import Policy
 from rollwire_client.request import generate_request
 from rollwire_client.rollout import Retries, Rollout
@@ -103,6 +104,7 @@ class Members:
         self._works: set[asyncio.Task[Any]] = set()
         self._tending: set[asyncio.Task[Any]] = set()
         self._closed = True
+        self._owner: Owner | None = None  # from when it begins to open until it is closed
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -256,11 +258,16 @@ class Members:
                 )
 
     async def _open(self) -> None:
+        self._check_owner()
+        if self._owner is not None:
+            raise RuntimeError("this Fleet is open already")
+        self._owner = Owner("Fleet")
         self._all, self._listed, self._servers = {}, (), ()
         try:
             await self._find_a_server()
         except BaseException:
             await self._close_clients()
+            self._owner = None
             raise
         self._closed = False
         for member in self._all.values():
@@ -270,12 +277,16 @@ class Members:
             _keep(self._follow(), self._tending)
 
     async def _close(self) -> None:
+        if self.forked:
+            return
+        self._check_owner()
         self._closed = True
         self._on_change()
         try:
             await end([*self._works, *self._tending])
         finally:
             await self._close_clients()
+            self._owner = None
 
     async def _close_clients(self) -> None:
         await asyncio.gather(*(member.client.close() for member in self._all.values()))
@@ -433,10 +444,25 @@ class Members:
                 reason="WEIGHTS_TOO_NEW",
             )
 
+    @property
+    def forked(self) -> bool:
+        """Whether it was opened in another process, of which this one is a fork."""
+        return self._owner is not None and self._owner.forked
+
+    def check_process(self) -> None:
+        """Raises NotOpenHereError in a forked child of the process in which the fleet is open."""
+        if self._owner is not None:
+            self._owner.check_process()
+
     def check_open(self) -> None:
-        """Raises ClosedError if the fleet is not open."""
+        """Raises ClosedError if the fleet is not open; NotOpenHereError if it is open elsewhere."""
+        self._check_owner()
         if self._closed:
             raise ClosedError("the fleet is not open: use it within `async with`")
+
+    def _check_owner(self) -> None:
+        if self._owner is not None:
+            self._owner.check()
 
     def _on_change(self) -> None:
         self._change.set()

@@ -71,6 +71,7 @@ def _runs(
         async def run() -> R:
             return method(self._inner, *args, **named)
 
+        self._background.check()
         try:
             return self._background.call(run())
         except ClosedError:  # nothing else uses it any more
@@ -172,6 +173,7 @@ class SyncFleet(_Facade[Fleet]):
 
     def session(self, prompt_ids: Sequence[int] = ()) -> SyncSession:
         """See ``Fleet.session``."""
+        self._background.check()
         return SyncSession(self._inner.session(prompt_ids), self._background)
 
 
@@ -193,6 +195,7 @@ class SyncSession(_Facade[Session]):
 
     def append(self, token_ids: Sequence[int]) -> None:
         """See ``Session.append``."""
+        self._background.check()
         self._inner.append(token_ids)
 
     def conversation(self) -> Conversation:

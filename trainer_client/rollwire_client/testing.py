@@ -27,6 +27,7 @@ from rollwire.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
 
 from rollwire_client.arguments import version as checked_version
 from rollwire_client.data import FinishReason, ServerState
+from rollwire_client.owner import use_grpc
 from rollwire_client.tasks import end
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def __aenter__(self) -> Self:
         self._server = grpc.aio.server()
+        use_grpc(self._server)
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(self, self._server)
         port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()

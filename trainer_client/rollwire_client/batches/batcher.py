@@ -137,6 +137,8 @@ class Batcher:
 
     async def close(self) -> None:
         """Ends what is under way, on the servers too; it can still be saved. Idempotent."""
+        if self._fleet.forked:  # what is under way is the parent's
+            return
         await self._stock.pool.close()
         callers = self._reader, self._hooks, self._stock.recipe.scorer
         for caller in callers:

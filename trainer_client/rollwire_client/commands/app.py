@@ -118,7 +118,7 @@ def main(
     """Rollouts for reinforcement learning of language models."""
     try:
         context.obj = Credentials(
-            token=None if token is None else token.read_text().strip(),
+            token_file=token,
             ca=ca,
             certificate=certificate,
             key=key,

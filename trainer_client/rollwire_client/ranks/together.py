@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from rollwire_client.arguments import seconds
 from rollwire_client.errors import PublishInProgressError
+from rollwire_client.owner import Owner
 from rollwire_client.ranks.follower import Follower
 from rollwire_client.ranks.lead import Lead
 from rollwire_client.ranks.meeting import meet
@@ -74,6 +75,7 @@ class Ranks:
         self._following = False
         self._lead: Lead | None = None
         self._lines = meet(group, host, timeout)
+        self._owner = Owner("Ranks")
 
     def __enter__(self) -> Self:
         return self
@@ -83,6 +85,8 @@ class Ranks:
 
     def close(self) -> None:
         """Hangs up; a publish under way ends on all ranks. Idempotent."""
+        if self._owner.forked:  # to hang up here would end the parent's connections
+            return
         for line in self._lines.values():
             line.close()
 
@@ -120,6 +124,7 @@ class Ranks:
             SourceError: A rank failed, is gone, or did not make the same call in time.
             PublishError: See ``Publisher.publish``; on other ranks, with what rank 0 says of it.
         """
+        self._owner.check_process()
         if self.rank != 0:
             await self._follow(publishes(version, partial=partial), tensors)
             return None
@@ -146,6 +151,7 @@ class Ranks:
         Returns:
             The report, at rank 0; None elsewhere.
         """
+        self._owner.check_process()
         if self.rank != 0:
             await self._follow(CATCHES_UP, tensors)
             return None
