@@ -250,7 +250,7 @@ async def test_versions_that_are_not_newer(three: Servers) -> None:
             now = await told(server)
             assert now.intact
             assert not now.weights.HasField("version")
-        assert await fleet.newest_version() == lower  # where a trainer that starts again goes on
+        assert await fleet.newest_version() == version  # a trainer that starts again goes on above
         await published(trainer, three.next_version())
 
 
