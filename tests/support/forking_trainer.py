@@ -85,10 +85,10 @@ def ways_to_fork() -> dict[str, object]:
     return {"pool": squares, "command": done.returncode, "loader": loaded}
 
 
-def children() -> list[int]:
-    """Exit codes of those that end at once, that clear up, and that end as programs do."""
-    acts = (lambda: None, gc.collect, lambda: sys.exit(0))
-    return [forked(acts[n % (3 if n < 6 else 2)]) for n in range(CHILDREN)]
+def children(*acts: Callable[[], object]) -> list[int]:
+    """Exit codes of those that do this, and of many that end at once."""
+    codes = [forked(act) for act in (gc.collect, *acts)]
+    return codes + [forked(lambda: None) for _ in range(CHILDREN - len(codes))]
 
 
 def run_sync(server: str) -> dict[str, object]:
@@ -100,7 +100,7 @@ def run_sync(server: str) -> dict[str, object]:
         session, publisher = fleet.session([1]), SyncPublisher(fleet)
         batcher = SyncBatcher(fleet, seed=1)
         result: dict[str, object] = {
-            "children": children(),
+            "children": children(lambda: sys.exit(0)),
             "told": told(
                 {
                     "generate": lambda: fleet.generate([1], SAMPLING),
