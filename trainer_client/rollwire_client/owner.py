@@ -26,7 +26,9 @@ if _FORK_SUPPORT not in os.environ:
     # connections: children die, and messages of the parent are lost. gRPC reads this when it is
     # imported, and again after a reset; what it is when it is first used, counts.
     os.environ[_FORK_SUPPORT] = "0"
-    cygrpc.reset_grpc_config_vars()
+    # Private to gRPC, there from 1.80 to 1.85 at least. Without it the setting counts where gRPC
+    # was not imported before.
+    getattr(cygrpc, "reset_grpc_config_vars", lambda: None)()
 
 
 class Owner:
