@@ -5,10 +5,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 
+import grpc
 import pytest
 from client.batches.support import HeldServer, batcher_of, fleet_of, prompts
-from client.scripted import until
-from rollwire_client import Batcher, Retries, RolloutFailedError, Sampling, WeightVersionError
+from client.scripted import Sequence, scripted, until
+from rollwire_client import (
+    Batcher,
+    CallbackError,
+    DropReason,
+    InvalidRequestError,
+    Prompt,
+    Retries,
+    RolloutFailedError,
+    Sampling,
+    Trajectory,
+    WeightVersionError,
+)
 from rollwire_client.testing import FakeServer
 
 
@@ -56,6 +68,64 @@ async def test_what_cannot_be_evaluated() -> None:
         )
         assert told.version == 7  # though nobody here has published it
         assert (await batcher.evaluate([])).version is None
+
+
+async def test_a_prompt_that_cannot_be_sampled_is_named_and_costs_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def reward(prompt: Prompt, _: Trajectory) -> float:
+        if prompt.id == "unscored":
+            raise LookupError("no such answer")
+        return 1.0
+
+    async def too_long(sequence: Sequence) -> None:
+        if len(sequence.request.prompt_token_ids) > 2:
+            await sequence.fail(grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_EXCEEDED")
+        else:
+            await sequence.rest()
+
+    asked = [
+        Prompt("a", [1]),
+        Prompt("too long", [1, 2, 3]),
+        Prompt("b", [2]),
+        Prompt("negative", [-1]),
+        Prompt("unscored", [3]),
+        Prompt("c", [4]),
+    ]
+    async with scripted() as (server,), fleet_of(server) as fleet:
+        server.default = too_long
+        named = {"group_size": 1, "sampling": Sampling(max_new_tokens=4), "reward": reward}
+        async with batcher_of(fleet, refills=0, **named) as batcher:
+            told = await batcher.evaluate(asked)
+            assert [group.prompt.id for group in told.samples.groups] == ["a", "b", "c"]
+            assert told.samples.rewards == (1.0, 1.0, 1.0)
+            assert [(group.prompt.id, group.dropped) for group in told.failed.groups] == [
+                ("too long", DropReason.FAILED),
+                ("negative", DropReason.FAILED),
+                ("unscored", DropReason.UNSCORED),
+            ]
+            assert told.failed.of(DropReason.UNSCORED).lengths == (4,)
+            lines = {r.getMessage().partition(" as ")[0] for r in caplog.records}
+            assert lines == {
+                "prompt 1 of the evaluation, 'too long', is left out",
+                "prompt 3 of the evaluation, 'negative', is left out",
+                "prompt 4 of the evaluation, 'unscored', is left out",
+            }
+            with pytest.raises(InvalidRequestError, match="CONTEXT_EXCEEDED") as caught:
+                await batcher.evaluate(asked[1:2])  # nothing else to tell
+            assert "It is of prompt 0 of the evaluation, 'too long'." in caught.value.__notes__
+
+
+async def test_a_reward_that_always_fails_ends_an_evaluation_early() -> None:
+    def reward(*_: object) -> float:
+        raise LookupError("the judge is away")
+
+    async with FakeServer() as server, fleet_of(server) as fleet:
+        named = {"group_size": 1, "sampling": Sampling(max_new_tokens=4), "reward": reward}
+        async with batcher_of(fleet, refills=0, **named) as batcher:
+            with pytest.raises(CallbackError, match="the judge is away"):
+                await batcher.evaluate(itertools.islice(prompts(), 5000))
+        assert len(server.requests) < 5000
 
 
 async def test_endless_prompts_can_be_given_up() -> None:

@@ -206,6 +206,8 @@ class Batcher:
             Exception: What these two raise.
         """
         begun = asyncio.get_running_loop().time()
+        target = integer("target", target, least=1)
+        prefetch = integer("prefetch", prefetch)
         plan = self._plan(
             Plan(target, over_sample, prefetch, tail, self._version(version), self._max_lag)
         )
@@ -237,6 +239,9 @@ class Batcher:
     ) -> Evaluation:
         """Samples all prompts to their ends, under one policy; batches are not touched.
 
+        A prompt whose group cannot be had is in ``Evaluation.failed``, with a warning in the log;
+        the others are not touched by that.
+
         Args:
             prompts: Different ones, a finite number of them: all are taken first.
             samples: Of each.
@@ -246,12 +251,11 @@ class Batcher:
 
         Raises:
             WeightVersionError: Something else was published meanwhile, or the servers disagree.
-            RollwireError: A sample could not be had, as when no server comes to serve the version
-                within ``Retries.seconds``: one of the others' would not tell the same.
+            RollwireError: All prompts failed, this one first; or something is wrong that ends them
+                all, as when no server comes to serve the version within ``Retries.seconds``.
             ValueError, Exception: As ``collect``.
         """
-        if samples < 1:
-            raise ValueError(f"samples is {samples}, from 1 on")
+        samples = integer("samples", samples, least=1)
         if sampling is not None:
             _check_unseeded(sampling)
         version = checked_version("version", version)

@@ -173,14 +173,17 @@ class Evaluation:
     Attributes:
         version: Of the weights; None for those without one, or if there is no token.
         digest: Of the weights; None if there is no token.
-        samples: One group for each prompt, in their order.
+        samples: One group for each prompt, in their order, but for those in ``failed``.
         seconds: Taken.
+        failed: Prompts whose group could not be had, such as one that is longer than the context;
+            each says why. What ``samples`` are like says nothing of these.
     """
 
     version: int | None
     digest: int | None
     samples: Part
     seconds: float
+    failed: Part = Part()
 
 
 class Decision(enum.Enum):

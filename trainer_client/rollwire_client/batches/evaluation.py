@@ -1,16 +1,17 @@
-"""Samples of one policy, whole: nothing is left out for being long, nothing is of two versions."""
+"""Samples of one policy, whole: nothing is left out silently, nothing is of two versions."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rollwire_client.batches.bar import Bar
-from rollwire_client.batches.data import Evaluation, Part
-from rollwire_client.batches.group import sample_group
+from rollwire_client.batches.data import DropReason, Evaluation, Group, Part
+from rollwire_client.batches.group import is_final, reason_of, sample_group
 from rollwire_client.batches.pool import Pool
-from rollwire_client.errors import WeightVersionError
+from rollwire_client.errors import CallbackError, InvalidRequestError, WeightVersionError
 from rollwire_client.tasks import end
 
 if TYPE_CHECKING:
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
     from rollwire_client.batches.group import LiveGroup, Recipe
     from rollwire_client.data import WeightTag
 
+logger = logging.getLogger(__name__)
+
 AT_ONCE = 1024  # sequences
+_FAILURES = 8  # of the caller's function, before anything else came
 
 
 async def evaluate(
@@ -31,31 +35,79 @@ async def evaluate(
     begun = clock()
     if version is not None:
         recipe = replace(recipe, options={**recipe.options, "max_weight_version": version})
-    pool = Pool(recipe)
-    groups = [pool.add(prompt) for prompt in prompts]
+    groups = _groups(recipe, prompts)
     places = asyncio.Semaphore(max(AT_ONCE // recipe.size, 1))
 
-    async def sample(group: LiveGroup) -> None:
+    async def sample(place: int, group: LiveGroup | Group) -> Group:
+        if isinstance(group, Group):
+            return group
         group.oldest_version = version
         async with places:
-            await sample_group(group, recipe)
+            try:
+                await sample_group(group, recipe)
+            except Exception as error:
+                return _failed(place, group, error)
+        return group.snapshot()
 
-    tasks = [asyncio.create_task(sample(group)) for group in groups]
+    tasks = [asyncio.create_task(sample(place, group)) for place, group in enumerate(groups)]
     with Bar("evaluation", len(tasks), wanted=bar) as shown:
         try:
+            failed = 0
             for done, task in enumerate(asyncio.as_completed(tasks), 1):
-                await task
+                error = (await task).error
+                failed += error is not None
+                if failed == done == _FAILURES and isinstance(error, CallbackError):
+                    raise error  # as it would of all the others
                 shown.show(done)
         finally:
             await end(tasks)
-    samples = Part(tuple(group.snapshot() for group in groups))
+    outcomes = [task.result() for task in tasks]
+    samples = Part(tuple(group for group in outcomes if group.dropped is None))
+    left_out = Part(tuple(group for group in outcomes if group.dropped is not None))
+    for group in left_out.groups:
+        if group.error is not None and not samples.groups:
+            raise group.error
     weights = _weights(samples)
     return Evaluation(
         version=weights.version if weights is not None else None,
         digest=weights.digest if weights is not None else None,
         samples=samples,
         seconds=clock() - begun,
+        failed=left_out,
     )
+
+
+def _groups(recipe: Recipe, prompts: Sequence[Prompt]) -> list[LiveGroup | Group]:
+    """One for each prompt; one that cannot be sampled is dropped already."""
+    pool = Pool(recipe)
+    groups: list[LiveGroup | Group] = []
+    for place, prompt in enumerate(prompts):
+        try:
+            groups.append(pool.add(prompt))
+        except InvalidRequestError as error:
+            _tell(place, prompt, DropReason.FAILED, error)
+            groups.append(Group(prompt, (), DropReason.FAILED, error))
+        except Exception as error:
+            error.add_note(f"It is prompt {place} of the evaluation.")
+            raise
+    return groups
+
+
+def _failed(place: int, group: LiveGroup, error: Exception) -> Group:
+    """A group that could not be had; raises what ends the others too."""
+    if not is_final(error):
+        error.add_note(f"It was met at prompt {place} of the evaluation, {group.prompt.id!r}.")
+        raise error
+    why = reason_of(error)
+    _tell(place, group.prompt, why, error)
+    return group.snapshot(why, error)
+
+
+def _tell(place: int, prompt: Prompt, why: DropReason, error: Exception) -> None:
+    logger.warning(
+        "prompt %d of the evaluation, %r, is left out as %s: %s", place, prompt.id, why.value, error
+    )
+    error.add_note(f"It is of prompt {place} of the evaluation, {prompt.id!r}.")
 
 
 def _weights(samples: Part) -> WeightTag | None:
