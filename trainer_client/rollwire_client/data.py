@@ -176,11 +176,8 @@ class ActivePause:
     lease_left: float | None
 
     def __str__(self) -> str:
-        """As a line of the log has it."""
-        lease = (
-            "without a lease" if self.lease_left is None else f"for {self.lease_left:.0f} s more"
-        )
-        return f"{self.pause_id!r} ({lease})"
+        """As a line of the log has it: the same while it lasts."""
+        return repr(self.pause_id) + (" (without a lease)" if self.lease_left is None else "")
 
 
 @dataclass(frozen=True, slots=True)

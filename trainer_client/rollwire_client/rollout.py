@@ -218,8 +218,7 @@ class Rollout:
                     async with asyncio.timeout(look):
                         return await attempt.next(whole=whole)
                 except TimeoutError as error:
-                    if behind:
-                        self._await_weights(member, error)
+                    self._await_weights(member, error)
                 finally:
                     if behind:
                         self._unplaced += self._clock() - began

@@ -112,7 +112,8 @@ def test_generate_says_at_once_what_it_waits_for(
             text=True,
         ) as process:
             assert process.stderr is not None
-            assert process.stderr.readline() == f"waiting: {server.address}: is {rests}\n"
+            by = " by 'eval'" if rests == "paused" else ""
+            assert process.stderr.readline() == f"waiting: {server.address}: is {rests}{by}\n"
             if rests == "awaiting_weights":
                 process.kill()
                 return
