@@ -128,6 +128,41 @@ async def test_another_model_s_optimizer_is_nobody_s_business() -> None:
         assert holds(servers[0])
 
 
+@pytest.mark.parametrize("fused", [False, True])
+async def test_a_step_that_leaves_the_policy_as_it_is_ends_nothing(*, fused: bool) -> None:
+    """As where a critic warms up in the policy's optimizer."""
+    tensors, critic = parameters(), torch.nn.Parameter(torch.ones(3))
+    learner = optimizer({**tensors, "critic": critic}, fused=fused)
+    for parameter in tensors.values():
+        parameter.grad = None
+    async with publishing(1) as (servers, _, publisher):
+        handle = await publisher.publish(1, tensors)
+        learner.step()
+        assert (await handle.committed).failed == ()
+        assert holds(servers[0])
+    assert critic.max() < 1
+
+
+def test_memory_that_was_given_back_is_another_tensor_s() -> None:
+    changes, size = Changes(), 1 << 16
+    for name, _ in changes.noting(lambda: ((f"w{i}", torch.ones(size)) for i in range(3)))():
+        assert name
+    others = {str(i): torch.nn.Parameter(torch.ones(size)) for i in range(3)}  # likely there
+    with changes:
+        optimizer(others).step()
+        changes.check()
+
+
+async def test_a_dict_that_gets_other_tensors_is_sent_as_it_was_given() -> None:
+    tensors = policy()
+    async with publishing(1) as (servers, _, publisher):
+        handle = await publisher.publish(1, tensors)
+        for name in tensors:
+            tensors[name] = torch.zeros(1)
+        assert (await handle.committed).failed == ()
+        assert holds(servers[0])
+
+
 async def test_tensors_without_a_counter_can_be_published() -> None:
     with torch.inference_mode():
         tensors = policy()

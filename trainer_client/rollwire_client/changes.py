@@ -13,6 +13,7 @@ import weakref
 from typing import TYPE_CHECKING, Self
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rollwire_client.errors import TensorsChangedError
@@ -34,7 +35,7 @@ class Changes:
 
     def __init__(self) -> None:
         self._counters: list[tuple[str, _Counter, int | None]] = []
-        self._places: dict[int, str] = {}  # the names, by the address of their memory
+        self._places: dict[int, tuple[str, StorageWeakRef]] = {}  # by the address of their memory
         self._stepped: dict[str, None] = {}
         self._lock = threading.Lock()
 
@@ -54,8 +55,8 @@ class Changes:
                 if not tensor.is_inference():  # those have no counter
                     counter = _counter(tensor)
                     self._counters.append((name, counter, counter()))
-            if address := _address(given):
-                self._places[address] = name
+            if (storage := _storage(given)) is not None:
+                self._places[storage.data_ptr()] = name, StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def noting(self, source: Source) -> Source:
         """``source``, whose tensors are noted before anybody reads them."""
@@ -96,13 +97,22 @@ class Changes:
         if changed:
             raise TensorsChangedError(_told(list(changed)))
 
-    def _step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _step(
+        self, optimizer: torch.optim.Optimizer, given: tuple[object, ...], named: dict[str, object]
+    ) -> None:
         """Notes which of the tensors an optimizer changes next."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if type(optimizer).__module__.startswith("torch.optim.") and len(given) == 1 and not named:
+            # What has no gradient stays as it is, unless a closure is given, which computes them.
+            parameters = [p for p in parameters if p.grad is not None]
         with self._lock:
             for parameter in parameters:
-                if name := self._places.get(_address(parameter)):
-                    self._stepped[name] = None
+                if (storage := _storage(parameter)) is None:
+                    continue
+                place = self._places.get(storage.data_ptr())
+                # Memory that was given back may be another tensor's by now.
+                if place and not place[1].expired():  # type: ignore[no-untyped-call]
+                    self._stepped[place[0]] = None
 
 
 def _told(names: list[str]) -> str:
@@ -131,12 +141,13 @@ def _here(tensor: Tensor) -> Tensor:
         return local
 
 
-def _address(tensor: Tensor) -> int:
-    """Of the memory; 0 where there is none."""
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The memory; None where there is none."""
     try:
-        return _here(tensor).untyped_storage().data_ptr()
+        storage = _here(tensor).untyped_storage()
+        return storage if storage.data_ptr() else None
     except (RuntimeError, NotImplementedError):  # a kind of its own
-        return 0
+        return None
 
 
 def _counter(tensor: Tensor) -> _Counter:

@@ -50,6 +50,8 @@ def fit(
         source = changes.noting(tensors)
         return list(schema), source if lead is None else lead.iterated(source)
     held = dict(tensors)  # read once: a mapping may take each tensor out of a file
+    if isinstance(tensors, dict):  # which may get others meanwhile
+        tensors = held
     require_tensors(held)
     sent = _chosen(held, schema, partial=partial)
     aliases = [s for s in schema if s.alias_of in sent]
