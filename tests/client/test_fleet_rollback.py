@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
 
 import grpc
 import pytest
 from client.publishing import holds, publish, publishing
 from client.scripted import ScriptedServer, Sequence, until, was_published
-from client.scripted_weights import PublishableServer, policy
+from client.scripted_weights import BUCKET_BYTES, PublishableServer, policy
 from rollwire_client import (
     Fleet,
+    Publisher,
     PublishFailedError,
     Retries,
     Sampling,
@@ -20,9 +20,6 @@ from rollwire_client import (
     WeightTag,
     WeightVersionError,
 )
-
-if TYPE_CHECKING:
-    from rollwire_client import Publisher
 
 PROMPT = [1, 2, 3]
 TURN = Sampling(max_new_tokens=6)
@@ -117,9 +114,44 @@ async def test_a_higher_version_of_somebody_else_is_not_lowered_unasked() -> Non
     async with publishing(2) as (servers, fleet, publisher):
         await publish(publisher, 5)
         serve(servers[1], 900, 9)
-        await until(lambda: "serves version 900" in str(fleet.members[1].problem))
-        await publisher.catch_up(policy())
+        await until(lambda: "a publish above version 900" in str(fleet.members[1].problem))
+        await publish(publisher, 6)
         assert not allowed(servers[1])  # so that the server refuses it
+
+
+async def test_a_trainer_that_starts_after_a_rollback_catches_up_who_missed_it() -> None:
+    async with missed_by_the_second() as (servers, _, _):
+        later = fleet_of(*servers)
+        async with later as fleet:
+            publisher = Publisher(fleet, term=8, bucket_bytes=BUCKET_BYTES)
+            servers[1].refuse_update = ("VERSION_NOT_NEWER", {})  # 51 is below 57
+            await publish(publisher, 51, seed=51)
+            assert not allowed(servers[1])
+            servers[1].refuse_update = None
+            await until(lambda: "catch_up() brings it there" in str(fleet.members[1].problem))
+            report = await publisher.catch_up(policy(51))
+            assert [told.error for told in report.servers] == [None]
+            assert allowed(servers[1])
+            assert holds(servers[1], 51)
+            await until(lambda: all(member.problem is None for member in fleet.members))
+
+
+async def test_a_partial_update_passes_over_who_missed_a_publish() -> None:
+    """It would mix tensors of two policies there, and might pass for what was published last."""
+    async with publishing(2) as (servers, fleet, publisher):
+        await publish(publisher, 1)
+        servers[0].refuse_update = ("STAGING_FAILED", {})
+        await publish(publisher, 2, seed=2)
+        servers[0].refuse_update = None
+        announced = servers[0].announced
+        part = {"layer.bias": policy(3)["layer.bias"]}
+        report = await (await publisher.publish(3, part, partial=True)).committed
+        assert [server.address for server in report.failed] == [servers[0].address]
+        assert "a partial update would mix the two" in str(report.failed[0].error)
+        assert servers[0].announced == announced
+        assert [member.problem is None for member in fleet.members] == [False, True]
+        await publish(publisher, 4, seed=4)
+        await until(lambda: all(member.problem is None for member in fleet.members))
 
 
 async def test_a_commit_whose_answers_are_lost_is_the_policy_once_a_server_shows_it() -> None:

@@ -308,9 +308,12 @@ class Member:
             return Event.RESTS, self._not_ready(f"is {info.state.value}")
         policy = self._policy.current
         if policy is not None and not self._policy.accepts(info.weights):
+            cure = "the next publish brings it up, or catch_up()"
+            if self._policy.refuses_next(info.weights):
+                cure = f"catch_up() brings it there, or a publish above version {self.version}"
             return Event.LAGS, self._not_ready(
-                f"serves {_told_beside(info.weights, policy)}, which was published last here: the "
-                "next publish brings it up, or catch_up()"
+                f"serves {_told_beside(info.weights, policy)}, which was published last here: "
+                f"{cure}"
             )
         return Event.SERVES, None
 

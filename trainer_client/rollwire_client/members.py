@@ -197,11 +197,15 @@ class Members:
         published, now = self._policy.published, self._policy.count
         return list(published)[max(len(published) - (now - count), 0) :], now
 
+    def missed_publish(self, weights: WeightTag) -> bool:
+        """Whether a server with these weights does not have what was published last."""
+        return not self._policy.accepts(weights)
+
     def missed_rollback(self, weights: WeightTag) -> bool:
         """Whether a server with these weights may be brought to a lower version, as the others
         were.
         """
-        return self._policy.rolled_back and not self._policy.accepts(weights)
+        return self._policy.rolled_back and self.missed_publish(weights)
 
     def _policy_changed(self) -> None:
         for member in self._all.values():

@@ -83,8 +83,8 @@ class Policy:
         expected, self._expected = self._expected, None
         if expected is None:  # another one was first
             return
-        self.rolled_back = self.rolled_back or expected.rollback
         if self.current is None or not _same(weights, self.current):
+            self.rolled_back = self.rolled_back or expected.rollback
             self.published.append(weights)
             self.count += 1
         self.current = weights
@@ -101,6 +101,15 @@ class Policy:
         if self.current is None or _same(weights, self.current):
             return True
         return self._committing and (self._before is None or _same(weights, self._before))
+
+    def refuses_next(self, weights: WeightTag) -> bool:
+        """Whether a server with these weights refuses the next publish, as their version is higher
+        though nothing was rolled back here.
+        """
+        policy, version = self.current, weights.version
+        if policy is None or policy.version is None or version is None or self.rolled_back:
+            return False
+        return version > policy.version
 
     def least_version(self, after: WeightTag) -> int | None:
         """The oldest version under which a sequence may go on that these weights sampled last.

@@ -129,8 +129,9 @@ class Publish:
             PublishError: It cannot go on.
         """
         began = asyncio.get_running_loop().time()
-        missed = self._fleet.missed_rollback
-        following = [asyncio.create_task(r.follow(self._request, missed)) for r in self._recipients]
+        following = [
+            asyncio.create_task(r.follow(self._request, self._fleet)) for r in self._recipients
+        ]
         try:
             with self._changes:
                 await self._announce()

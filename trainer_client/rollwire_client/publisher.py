@@ -163,7 +163,8 @@ class Publisher:
                 but a thread cannot be killed: its thread is left to itself, and ends if the source
                 does.
             kv_policy: Instead of the publisher's.
-            partial: Tensors that are not named stay as they are.
+            partial: Tensors that are not named stay as they are. A server that missed a publish is
+                left out: it would mix two policies.
             allow_version_rollback: ``version`` may be below what the servers hold, or equal with
                 other content. Servers that miss this are brought to what was published last by
                 the next publish, or by ``catch_up``, without being asked again.
@@ -235,7 +236,12 @@ class Publisher:
                         lead.release()
                     return _nothing_to_do(policy)
                 handle = await self._begin(
-                    behind, policy.version, tensors, lead, expected_digest=policy.digest
+                    behind,
+                    policy.version,
+                    tensors,
+                    lead,
+                    allow_version_rollback=True,  # the others have it, whatever these have
+                    expected_digest=policy.digest,
                 )
         try:
             return await handle.committed

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollwire_client.client import RolloutClient
-    from rollwire_client.data import KvPolicy, WeightTag
+    from rollwire_client.data import KvPolicy
+    from rollwire_client.fleet import Fleet
 
 
 logger = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ class Recipient:
     async def follow(
         self,
         request: weights_pb2.UpdateWeightsRequest,
-        missed_rollback: Callable[[WeightTag], bool],
+        fleet: Fleet,
     ) -> None:
         """Announces the update and keeps track of it until it is staged, or fails.
 
@@ -164,15 +165,21 @@ class Recipient:
 
         Args:
             request: The announcement.
-            missed_rollback: Whether a server with these weights may have a higher version for that
-                reason.
+            fleet: Knows what the server should have by now.
         """
         clock = asyncio.get_running_loop().time
         began = clock()
         try:
             info = await self._client.info()
             self.transports = info.transports
-            if missed_rollback(info.weights) and not request.allow_version_rollback:
+            if request.manifest.partial and fleet.missed_publish(info.weights):
+                raise PublishError(
+                    f"{self.address}: serves {version_text(info.weights.version)} and missed what "
+                    "was published last: a partial update would mix the two, so that it gets none; "
+                    "catch_up() brings it up, or a publish of all tensors",
+                    server=self.address,
+                )
+            if fleet.missed_rollback(info.weights) and not request.allow_version_rollback:
                 announced, request = request, weights_pb2.UpdateWeightsRequest()
                 request.CopyFrom(announced)
                 request.allow_version_rollback = True
