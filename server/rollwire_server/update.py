@@ -94,6 +94,7 @@ class Progress:
     next_bucket: int
     digest: int
     detail: str
+    epoch: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,7 @@ class Update:
     detail: str = ""
     failure: ServiceError | None = None
     epoch: str = ""
+    phase_epoch: str = ""  # of the group in which it came to the phase
     left: threading.Event = field(default_factory=threading.Event)  # the group, or its meeting
     link: transport.Link | None = None
     forwarded_bytes: int = 0  # in former groups
@@ -140,11 +142,12 @@ class Update:
             next_bucket=self.receiver.next_bucket,
             digest=self.receiver.digest if staged else 0,
             detail=self.detail,
+            epoch=self.phase_epoch,
         )
 
     def move(self, phase: Phase, detail: str = "") -> None:
         """Enters a phase and tells who watches."""
-        self.phase, self.detail = phase, detail
+        self.phase, self.detail, self.phase_epoch = phase, detail, self.epoch
         self.changed.set()
 
     def let_go(self) -> None:

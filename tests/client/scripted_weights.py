@@ -40,10 +40,12 @@ class Update:
     phase: int = weights_pb2.UPDATE_PHASE_READY
     link: transport.Link | None = None
     receiving: asyncio.Task[None] | None = None
+    joined: str = ""  # the epoch of the group
+    epoch: str = ""  # of the group in which it came to the phase
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def move(self, phase: int) -> None:
-        self.phase = phase
+        self.phase, self.epoch = phase, self.joined
         self.changed.set()
 
 
@@ -65,6 +67,7 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
         self.hangs_in = ""  # the method that never answers
         self.refuse_update: tuple[str, dict[str, str]] | None = None
         self.silent_after: int | None = None  # the phase after which it reports nothing more
+        self.late_reports = 0  # that its first group failed, which come when all is there
         self.stop_receiving_at: int | None = None  # the bucket before which its link breaks, once
         self.die_at: int | None = None  # the bucket at which the whole server dies
         self.refuse_joins = 0
@@ -136,7 +139,12 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
             while True:
                 update.changed.clear()
                 phase = update.phase
-                yield self._report(update)
+                if phase == weights_pb2.UPDATE_PHASE_STAGED and self.late_reports:
+                    self.late_reports -= 1
+                    phase = weights_pb2.UPDATE_PHASE_STALLED
+                    yield weights_pb2.UpdateWeightsResponse(phase=phase, epoch=self.joins[0].epoch)
+                else:
+                    yield self._report(update)
                 if phase == self.silent_after:
                     await asyncio.Event().wait()
                 if phase == weights_pb2.UPDATE_PHASE_STAGED:
@@ -154,6 +162,7 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
             phase=update.phase,
             received_bytes=update.receiver.received_bytes,
             next_bucket=update.receiver.next_bucket,
+            epoch=update.epoch,
             digest=(update.receiver.digest ^ self.lie_about_digest) if staged else 0,
         )
 
@@ -164,6 +173,7 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
         update = self.update
         assert update is not None
         await self._leave(update)
+        update.joined = request.epoch
         if self.refuse_joins:
             self.refuse_joins -= 1
             await refuse(context, grpc.StatusCode.ABORTED, "TRANSPORT_FAILED", "as scripted")
@@ -177,7 +187,7 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
                 rendezvous=request.rendezvous,
                 timeout=1,
             )
-        except transport.SharedDevice as error:
+        except transport.TransportError as error:
             await refuse(context, grpc.StatusCode.ABORTED, "TRANSPORT_FAILED", str(error))
         update.move(weights_pb2.UPDATE_PHASE_RECEIVING)
         update.receiving = asyncio.create_task(

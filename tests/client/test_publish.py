@@ -33,7 +33,7 @@ from rollwire_client import (
 )
 from rollwire_client.publish import Publish
 from rollwire_client.recipient import Recipient
-from rollwire_transport import SharedDevice, links
+from rollwire_transport import SharedDevice, TransportError, TransportTimeout, links
 from rollwire_transport.links import control
 
 if TYPE_CHECKING:
@@ -197,6 +197,29 @@ def one_failed(report: PublishReport, servers: list[PublishableServer], seed: in
     return error
 
 
+def tell_late(monkeypatch: pytest.MonkeyPatch, kind: type[TransportError]) -> None:
+    """The trainer's end of a group says that it failed, in this way, after a server's answer."""
+    answered = threading.Event()
+    gather, join = control.Gathering.gather, Recipient.join
+
+    def gathers(self: control.Gathering, card: bytes, timeout: float) -> control.Lines:
+        try:
+            return gather(self, card, timeout)
+        except kind:
+            answered.wait(20)
+            raise
+
+    async def joins(self: Recipient, request: weights_pb2.JoinTransportRequest) -> None:
+        answered.clear()
+        try:
+            await join(self, request)
+        finally:
+            asyncio.get_running_loop().call_later(0.1, answered.set)
+
+    monkeypatch.setattr(control.Gathering, "gather", gathers)
+    monkeypatch.setattr(Recipient, "join", joins)
+
+
 async def test_a_server_that_refuses_is_left_out() -> None:
     async with publishing(3) as (servers, fleet, publisher):
         servers[0].refuse_update = ("VERSION_NOT_NEWER", {})
@@ -260,6 +283,27 @@ async def test_a_server_that_cannot_join_is_cut_out() -> None:
         assert len(servers[0].joins) == 2
 
 
+async def test_a_server_whose_join_hangs_takes_nobody_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It goes on reporting. The joins of the others fail with the group's, whoever tells first."""
+    tell_late(monkeypatch, TransportTimeout)
+    hasty = dataclasses.replace(TIMEOUTS, join=0.3, stalled=0.1)
+    async with publishing(3, hasty) as (servers, _, publisher):
+        servers[0].hangs_in = "JoinTransport"
+        error = one_failed(await publish(publisher), servers)
+        assert "did not join within 0.3 s" in str(error)
+
+
+async def test_a_report_of_the_former_group_that_comes_late_is_of_the_past() -> None:
+    """As where the event loop computes between one report and the next."""
+    async with publishing(2) as (servers, _, publisher):
+        servers[0].stop_receiving_at = 4
+        servers[0].late_reports = 2
+        assert (await publish(publisher)).failed == ()
+        assert len(servers[0].joins) == 2
+
+
 async def test_a_server_that_could_not_join_once_gets_another_chance() -> None:
     async with publishing(2) as (servers, _, publisher):
         servers[0].refuse_joins = 1
@@ -277,26 +321,7 @@ async def test_a_backend_that_cannot_share_a_gpu_is_nobodys_fault(
     sharing.card_of_rank = lambda rank: bytes(control.CARD_BYTES)
     monkeypatch.setitem(links._BACKENDS, "nccl", sharing)
     monkeypatch.setattr(Publish, "_common_backends", lambda _: ["nccl", "gloo"])
-    gather = control.Gathering.gather
-
-    def tell_late(self: control.Gathering, card: bytes, timeout: float) -> control.Lines:
-        try:
-            return gather(self, card, timeout)
-        except SharedDevice:
-            refused.wait(20)  # the servers' answers come first
-            raise
-
-    refused = threading.Event()
-    monkeypatch.setattr(control.Gathering, "gather", tell_late)
-    join = Recipient.join
-
-    async def joins(self: Recipient, request: weights_pb2.JoinTransportRequest) -> None:
-        try:
-            await join(self, request)
-        finally:
-            asyncio.get_running_loop().call_later(0.1, refused.set)
-
-    monkeypatch.setattr(Recipient, "join", joins)
+    tell_late(monkeypatch, SharedDevice)
     async with publishing(2) as (servers, _, publisher):
         report = await publish(publisher)
         assert report.failed == ()

@@ -136,6 +136,7 @@ class Recipient:
         self._update_id = update_id
         self._timeouts = timeouts
         self._change = asyncio.Event()
+        self._epoch = ""  # of the group that it was told to join last
 
     @property
     def staged(self) -> bool:
@@ -231,6 +232,9 @@ class Recipient:
         """
         request.publisher.CopyFrom(self._publisher)
         request.update_id = self._update_id
+        self._epoch = request.epoch
+        if self.phase is not Phase.STAGED:
+            self.phase = Phase.RECEIVING
         # Longer than the trainer waits for the group, which then knows who is missing.
         limit = Deadline(self._timeouts.join + self._timeouts.call)
         while True:
@@ -248,8 +252,6 @@ class Recipient:
                 logger.info("%s; it is asked again", error)
             else:
                 break
-        if self.phase is not Phase.STAGED:
-            self.phase = Phase.RECEIVING  # a STALLED of the former group is of the past
 
     async def commit(
         self, digest: int, kv_policy: KvPolicy
@@ -318,7 +320,10 @@ class Recipient:
         return True
 
     def _take(self, report: weights_pb2.UpdateWeightsResponse) -> None:
-        self.phase = _PHASES.get(report.phase, self.phase)
+        phase = _PHASES.get(report.phase, self.phase)
+        # Where the loop has no time, a report of the former group may be read late.
+        if phase is not Phase.STALLED or report.epoch == self._epoch:
+            self.phase = phase
         self.next_bucket = report.next_bucket
         self.received_bytes = report.received_bytes
         self.digest = report.digest

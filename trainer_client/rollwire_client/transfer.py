@@ -284,9 +284,10 @@ class Transfer:
         """Raises what came of a join, if it failed."""
         try:
             joined.result()
-        except TransferError as error:  # which may be one GPU for two, as rank 0 tells them first
+        except TransferError as error:
+            # It may be a victim: of one GPU for two, or of a member that never came. Rank 0 knows.
             done, _ = await asyncio.wait([forming], timeout=_VERDICT_SECONDS)
-            if done and isinstance(forming.exception(), transport.SharedDevice):
+            if done and isinstance(forming.exception(), transport.TransportError):
                 return
             raise _GroupFailed(error, recipient) from error
         except RollwireError as error:

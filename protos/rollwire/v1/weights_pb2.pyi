@@ -287,6 +287,7 @@ class UpdateWeightsResponse(_message.Message):
     NEXT_BUCKET_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     phase: Global___UpdatePhase.ValueType
     received_bytes: _builtins.int
     forwarded_bytes: _builtins.int
@@ -299,6 +300,8 @@ class UpdateWeightsResponse(_message.Message):
     """
     detail: _builtins.str
     """with STALLED: which peer, and how it failed"""
+    epoch: _builtins.str
+    """of the group in which it came to this phase; empty before the first"""
     def __init__(
         self,
         *,
@@ -308,10 +311,11 @@ class UpdateWeightsResponse(_message.Message):
         next_bucket: _builtins.int = ...,
         digest: _builtins.int = ...,
         detail: _builtins.str = ...,
+        epoch: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "digest", b"digest", "forwarded_bytes", b"forwarded_bytes", "next_bucket", b"next_bucket", "phase", b"phase", "received_bytes", b"received_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "digest", b"digest", "epoch", b"epoch", "forwarded_bytes", b"forwarded_bytes", "next_bucket", b"next_bucket", "phase", b"phase", "received_bytes", b"received_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

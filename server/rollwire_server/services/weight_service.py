@@ -103,6 +103,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
                         next_bucket=progress.next_bucket,
                         digest=progress.digest,
                         detail=progress.detail,
+                        epoch=progress.epoch,
                     )
                 )
 
