@@ -2,7 +2,8 @@
 
 An event loop that does something else for a while (a reward that computes, a process that is
 stopped, a machine that sleeps) hears nobody meanwhile. Whatever it waited for may have come long
-ago. So that time is not counted, and what has come is read before anybody is judged.
+ago. So that time is not counted (up to a minute), and what has come is read before anybody is
+judged.
 
     async with Patience(5.0):        # as asyncio.timeout, in that time
         await call.read()
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _BEAT_SECONDS = 0.1  # between two looks whether the loop runs
 _READ_SECONDS = 0.25  # after a stall, for what has come to be read
+_MOST_SECONDS = 60.0  # of stalls that one wait does not count: it lasts no longer than that beyond
 _REMEMBERED = 256  # stalls
 
 
@@ -63,16 +65,17 @@ def _heart() -> _Heart:
 def listened(since: float) -> float:
     """Seconds since ``since`` (of ``time.monotonic``) in which the running loop listened.
 
-    Stalls before the first use of this module in a loop are not known of.
+    Stalls before the first use of this module in a loop are not known of, and of all together no
+    more than a minute is taken off: whoever never listens must judge some day too.
     """
     heart = _heart()
     now = heart.look()
-    seconds = now - since
+    stalled = 0.0
     for begin, end in reversed(heart.stalls):
         if end <= since:
             break
-        seconds -= end - max(begin, since)
-    return seconds
+        stalled += end - max(begin, since)
+    return now - since - min(stalled, _MOST_SECONDS)
 
 
 class Deadline:

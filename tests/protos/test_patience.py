@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from rollwire import patience
 from rollwire.patience import Deadline, Patience, Timer, listened
 
 if TYPE_CHECKING:
@@ -72,6 +73,16 @@ async def test_a_stall_is_not_counted() -> None:
     await asyncio.sleep(0.2)
     assert 0.2 <= listened(since) < 0.2 + STALL
     assert listened(time.monotonic()) < 0.1
+
+
+async def test_who_never_listens_judges_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "_MOST_SECONDS", 1.0)
+    since = time.monotonic()
+    listened(since)
+    for _ in range(3):
+        stall()
+        await asyncio.sleep(0)
+    assert 3 * STALL - 1.0 <= listened(since) <= time.monotonic() - since - 1.0
 
 
 async def test_a_timer_that_is_cancelled_calls_nothing() -> None:
