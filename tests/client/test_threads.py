@@ -19,6 +19,20 @@ async def test_what_work_returns_or_raises() -> None:
         await in_thread(lambda: 1 // 0)
 
 
+@pytest.mark.parametrize("raised", [SystemExit(1), KeyboardInterrupt(), StopIteration(2)])
+async def test_what_would_end_the_event_loop_is_an_error_of_the_work(raised: BaseException) -> None:
+    def work() -> None:
+        raise raised
+
+    worker = WorkerThread("worker")
+    for result in (in_thread(work), worker.submit(work).result):
+        async with asyncio.timeout(30):
+            with pytest.raises(RuntimeError, match="it raised") as told:
+                await result
+        assert told.value.__cause__ is raised
+    worker.close()
+
+
 async def test_one_that_is_given_up_tells_nobody() -> None:
     given_up = in_thread(lambda: 1 // 0)
     given_up.cancel()

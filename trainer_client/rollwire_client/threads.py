@@ -33,7 +33,7 @@ def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
         try:
             result = work()
         except BaseException as error:
-            _tell(future, functools.partial(future.set_exception, error))
+            _tell(future, functools.partial(future.set_exception, as_exception(error)))
         else:
             _tell(future, functools.partial(future.set_result, result))
 
@@ -130,12 +130,9 @@ class _Queue:
         while (call := self._next()) is not None:
             try:
                 result = call.work()
-            except StopIteration as error:  # which no future may have
-                stopped = RuntimeError(f"it raised {error!r}")
-                stopped.__cause__ = error
-                _tell(call.result, functools.partial(call.result.set_exception, stopped))
             except BaseException as error:
-                _tell(call.result, functools.partial(call.result.set_exception, error))
+                told = as_exception(error)
+                _tell(call.result, functools.partial(call.result.set_exception, told))
             else:
                 _tell(call.result, functools.partial(call.result.set_result, result))
             del call
@@ -151,6 +148,19 @@ class _Queue:
                 if not call.result.cancelled():
                     call.since = time.monotonic()
                     return call
+
+
+def as_exception(error: BaseException) -> BaseException:
+    """What a future may have in place of what a caller's function raised: SystemExit and the like
+    would end the event loop, though they were raised beside it, and StopIteration is refused.
+    """
+    if isinstance(error, Exception | asyncio.CancelledError) and not isinstance(
+        error, StopIteration
+    ):
+        return error
+    told = RuntimeError(f"it raised {error!r}")
+    told.__cause__ = error
+    return told
 
 
 def _tell(result: asyncio.Future[T], how: Callable[[], None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -158,6 +159,25 @@ async def test_a_reward_that_never_returns_drops_its_group(
             )
             told = [r.getMessage() for r in caplog.records]
             assert any("prompt '2' (epoch 0) is dropped as unscored" in t for t in told)
+
+
+@pytest.mark.parametrize("of_loop", [False, True])
+async def test_a_reward_that_exits_drops_its_group_and_not_the_trainer(of_loop: bool) -> None:
+    """As graders do that run what the model wrote."""
+
+    def reward(prompt: Prompt, _: Trajectory) -> float:
+        if prompt.id == "2":
+            sys.exit("done")
+        return 1.0
+
+    async def async_reward(prompt: Prompt, trajectory: Trajectory) -> float:
+        return reward(prompt, trajectory)
+
+    async with batching(reward=async_reward if of_loop else reward, refills=0) as batcher:
+        batch = await batcher.collect(prompts(), 3)
+    assert ids(batch.groups) == ["1", "3", "4"]
+    (dropped,) = batch.dropped.of(DropReason.UNSCORED).groups
+    assert "SystemExit('done')" in str(dropped.error)
 
 
 async def test_a_call_whose_group_is_gone_does_not_hold_the_others_for_ever(

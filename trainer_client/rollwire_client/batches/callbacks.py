@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from rollwire_client.errors import CallbackError
-from rollwire_client.threads import WorkerThread
+from rollwire_client.threads import WorkerThread, as_exception
 
 if TYPE_CHECKING:
     from collections import deque
@@ -68,7 +68,7 @@ class Caller:
             given = await self.run(work, self.watch(name, of))
         if not inspect.isawaitable(given):
             return given
-        return await _awaited(asyncio.ensure_future(given), self.watch(name, of))
+        return await _awaited(asyncio.ensure_future(_guarded(given)), self.watch(name, of))
 
     def watch(self, name: str, of: str) -> Watch:
         """For a call; see ``call``."""
@@ -272,6 +272,16 @@ async def read_all(prompts: Iterator[Prompt], caller: Caller) -> list[Prompt]:
     while await caller.run(read, watch):
         pass
     return taken
+
+
+async def _guarded(given: Awaitable[Any]) -> Any:
+    """What it returns or raises; it does not end the event loop, which Ctrl-C alone may."""
+    try:
+        return await given
+    except (Exception, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise as_exception(error) from error
 
 
 async def _awaited(running: asyncio.Future[Any], watch: Watch) -> Any:
