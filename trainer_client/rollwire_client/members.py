@@ -148,6 +148,7 @@ class Members:
         options: RolloutOptions,
         *,
         prefix: Trajectory | None = None,
+        waiter: object | None = None,
     ) -> tuple[Draft, Rollout]:
         """A rollout, and where what it brings will be.
 
@@ -156,6 +157,7 @@ class Members:
             sampling: In the same way.
             options: In the same way.
             prefix: What was sampled before, of the same prompt; it goes on from there.
+            waiter: As ``Rollout`` takes it.
         """
         request = generate_request(prompt_ids, sampling, options)
         replay = options.get("routed_experts")
@@ -163,19 +165,26 @@ class Members:
             draft = Draft(request.request_id, request.prompt_token_ids, replay)
         else:
             draft = Draft.after(prefix, request.request_id, replay)
-        return draft, self.start(request, draft)
+        return draft, self.start(request, draft, waiter=waiter)
 
     def start(
         self,
         request: rollout_pb2.GenerateRequest,
         draft: Draft,
         after: WeightTag | None = None,
+        waiter: object | None = None,
     ) -> Rollout:
         """A rollout that puts into ``draft`` what it brings; ``after`` sampled what stands before
         it.
         """
         return Rollout(
-            request, draft, pick=self._pick, retries=self._retries, waits=self._waits, after=after
+            request,
+            draft,
+            pick=self._pick,
+            retries=self._retries,
+            waits=self._waits,
+            after=after,
+            waiter=waiter,
         )
 
     def committing(
@@ -420,13 +429,13 @@ class Members:
                     return self._router.choose(fitting or others, request)
                 if most is not None and not ready:
                     self._check_bound(most)
+                why = functools.partial(self._problems, most)
+                want = Want.ROOM if ready else Want.SERVER
+                self._waits.begin(waiter, want, give_up=give_up, why=why)
                 if now >= give_up:
                     if ready:
                         raise QueueFullError(f"no server has room: {self._problems(most)}")
                     raise UnavailableError(f"no server is ready: {self._problems(most)}")
-                why = functools.partial(self._problems, most)
-                want = Want.ROOM if ready else Want.SERVER
-                self._waits.begin(waiter, want, give_up=give_up, why=why)
                 until = min([give_up, *(m.full_until for m in ready)])
                 change = self._change
                 with contextlib.suppress(TimeoutError):

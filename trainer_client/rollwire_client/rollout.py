@@ -115,9 +115,11 @@ class Rollout:
         retries: Retries,
         waits: Waits,
         after: WeightTag | None = None,
+        waiter: object | None = None,
     ) -> None:
         """``after`` sampled the last token of what stands before the draft; ``waits`` is told when
-        it waits for weights.
+        it waits for weights. ``waiter`` stands for it where the log says what waits, and for the
+        rollouts before and after it that try the same: default: itself.
         """
         self._request = request
         self._draft = draft
@@ -126,6 +128,7 @@ class Rollout:
         self._pick = pick
         self._retries = retries
         self._waits = waits
+        self._waiter = self if waiter is None else waiter
         self._visited: tuple[Member, Attempt] | None = None
         self._failures: list[RollwireError] = []
         self._unplaced = 0.0  # seconds since the last new token
@@ -223,7 +226,7 @@ class Rollout:
                     if behind:
                         self._unplaced += self._clock() - began
         finally:
-            self._waits.end(self)
+            self._waits.end(self._waiter)
         return await attempt.next(whole=whole)
 
     def _await_weights(self, member: Member, cause: Exception) -> None:
@@ -244,7 +247,7 @@ class Rollout:
         if self._patience <= 0:
             raise self._given_up(self._never_came(member), ErrorScope.SERVER) from cause
         self._waits.begin(
-            self,
+            self._waiter,
             Want.WEIGHTS,
             give_up=self._clock() + self._patience,
             why=lambda: f"{member.address}: serves {serves}, and version {least} is asked for",
@@ -293,7 +296,7 @@ class Rollout:
                 self._after,
                 timeout=min(self._patience, self._deadline - began),
                 other_than=self._step_failed_at,
-                waiter=self,
+                waiter=self._waiter,
             )
         except UnavailableError as error:
             if self._clock() >= self._deadline:

@@ -70,7 +70,7 @@ class Waits:
     def begin(
         self, who: object, want: Want, *, give_up: float = math.inf, why: Callable[[], str]
     ) -> None:
-        """Somebody waits; nothing changes if that is known.
+        """Somebody waits, or still does.
 
         Args:
             who: Whatever stands for it.
@@ -80,7 +80,7 @@ class Waits:
         """
         wait = self._waits.get(who)
         if wait is not None and wait.want is want:
-            wait.ended = math.inf
+            wait.ended, wait.give_up, wait.why = math.inf, give_up, why
             return
         self._waits.pop(who, None)
         self._waits[who] = _Wait(want, asyncio.get_running_loop().time(), give_up, why)

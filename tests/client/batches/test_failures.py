@@ -19,6 +19,7 @@ from rollwire_client import (
     ClosedError,
     DropReason,
     ErrorScope,
+    Fleet,
     InvalidRequestError,
     NotFiniteError,
     Prompt,
@@ -31,6 +32,7 @@ from rollwire_client import (
     Trajectory,
 )
 from rollwire_client.testing import FakeServer
+from rollwire_client.waiting import Want
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -229,6 +231,41 @@ async def test_a_batch_waits_for_room_for_as_long_as_it_takes() -> None:
             batch = await batcher.collect(prompts(), 1)
     assert outputs(batch) == [whole()]
     assert not batch.dropped.groups
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1])
+async def test_a_batch_that_waits_for_room_says_so_and_lets_others_work(
+    seconds: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However short the rollouts are that find none."""
+    monkeypatch.setattr(Want.ROOM, "grace", 0.5)
+    rollouts = 0
+    begin = Fleet.begin
+
+    def counted(*arguments: object, **options: object) -> object:
+        nonlocal rollouts
+        rollouts += 1
+        return begin(*arguments, **options)
+
+    monkeypatch.setattr(Fleet, "begin", counted)
+
+    async def full(sequence: Sequence) -> None:
+        code = grpc.StatusCode.RESOURCE_EXHAUSTED
+        await sequence.fail(code, "QUEUE_FULL", retry_after=0.3)
+
+    async with scripted() as (server,):
+        server.default = full
+        async with (
+            fleet_of(server, retries=Retries(seconds=seconds)) as fleet,
+            batcher_of(fleet, group_size=1, sampling=SHORT, refills=0) as batcher,
+        ):
+            collecting = asyncio.create_task(batcher.collect(prompts(), 1))
+            await until(lambda: "no server has room for them" in caplog.text)
+            assert not collecting.done()
+            server.default = Sequence.rest
+            batch = await collecting
+    assert outputs(batch) == [whole()]
+    assert rollouts < 100
 
 
 async def drains(sequence: Sequence) -> None:

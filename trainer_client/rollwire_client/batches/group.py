@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NO_ROOM_DELAY = 0.1  # seconds between two rollouts, where ``Retries.seconds`` are next to none
 _NEVER_REFILLED = (RefusedError, TimedOutError, ClosedError)
 
 
@@ -225,6 +226,7 @@ async def _sample(group: LiveGroup, member: Member, recipe: Recipe) -> None:
             raise
         except RollwireError as error:
             if _found_no_room(error):  # the servers are busy with others, or paused: no failure
+                await asyncio.sleep(_NO_ROOM_DELAY)
                 continue
             went_on = len(member.draft.token_ids) > tokens and not servers_failed(error)
             failures = 1 if went_on else failures + 1
@@ -260,6 +262,7 @@ async def _attempt(group: LiveGroup, member: Member, recipe: Recipe) -> None:
         replace(prompt.sampling or recipe.sampling, seed=seed),
         options,
         prefix=member.trajectory(),
+        waiter=(group.session_id, member.index),
     )
     member.follow(rollout, draft)
     async for _ in rollout.chunks(whole=True):
