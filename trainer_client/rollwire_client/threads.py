@@ -150,13 +150,12 @@ class _Queue:
                     return call
 
 
-def as_exception(error: BaseException) -> BaseException:
+def as_exception(error: BaseException) -> Exception:
     """What a future may have in place of what a caller's function raised: SystemExit and the like
-    would end the event loop, though they were raised beside it, and StopIteration is refused.
+    would end the event loop, CancelledError the task that awaits it, though nobody cancelled that;
+    StopIteration is refused.
     """
-    if isinstance(error, Exception | asyncio.CancelledError) and not isinstance(
-        error, StopIteration
-    ):
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     told = RuntimeError(f"it raised {error!r}")
     told.__cause__ = error

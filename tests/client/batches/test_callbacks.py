@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -161,13 +160,16 @@ async def test_a_reward_that_never_returns_drops_its_group(
             assert any("prompt '2' (epoch 0) is dropped as unscored" in t for t in told)
 
 
+@pytest.mark.parametrize("error", [SystemExit, GeneratorExit, asyncio.CancelledError])
 @pytest.mark.parametrize("of_loop", [False, True])
-async def test_a_reward_that_exits_drops_its_group_and_not_the_trainer(of_loop: bool) -> None:
+async def test_a_reward_that_exits_drops_its_group_and_not_the_trainer(
+    of_loop: bool, error: type[BaseException]
+) -> None:
     """As graders do that run what the model wrote."""
 
     def reward(prompt: Prompt, _: Trajectory) -> float:
         if prompt.id == "2":
-            sys.exit("done")
+            raise error("done")
         return 1.0
 
     async def async_reward(prompt: Prompt, trajectory: Trajectory) -> float:
@@ -177,7 +179,40 @@ async def test_a_reward_that_exits_drops_its_group_and_not_the_trainer(of_loop: 
         batch = await batcher.collect(prompts(), 3)
     assert ids(batch.groups) == ["1", "3", "4"]
     (dropped,) = batch.dropped.of(DropReason.UNSCORED).groups
-    assert "SystemExit('done')" in str(dropped.error)
+    assert f"{error.__name__}('done')" in str(dropped.error)
+
+
+@pytest.mark.parametrize("error", [SystemExit, GeneratorExit, asyncio.CancelledError])
+@pytest.mark.parametrize("of_loop", [False, True])
+async def test_hooks_and_prompts_that_exit_do_not_end_the_trainer(
+    of_loop: bool, error: type[BaseException]
+) -> None:
+    """Nor is what they await, and somebody cancelled, taken for an end of the trainer's task."""
+
+    def hook(told: Group | Progress) -> Decision:
+        if isinstance(told, Progress) or told.prompt.id == "1":
+            raise error("done")
+        return Decision.TAKE
+
+    async def async_hook(told: Group | Progress) -> Decision:
+        return hook(told)
+
+    def exits() -> Iterator[Prompt]:
+        raise error("done")
+        yield
+
+    given, told = async_hook if of_loop else hook, rf"{error.__name__}\('done'\)"
+    async with batching() as batcher:
+        source = prompts()
+        batch = await batcher.collect(source, 1, decide=given)
+        assert ids(batch.groups) == ["2"]
+        (dropped,) = batch.dropped.of(DropReason.FAILED).groups
+        assert f"{error.__name__}('done')" in str(dropped.error)
+        with pytest.raises(RuntimeError, match=told):
+            await batcher.collect(source, 1, stop=given)
+        assert ids((await batcher.collect(source, 1)).groups) == ["3"]
+        with pytest.raises(RuntimeError, match=told):
+            await batcher.collect(exits(), 1)
 
 
 async def test_a_call_whose_group_is_gone_does_not_hold_the_others_for_ever(

@@ -167,9 +167,7 @@ class Scorer:
                 )
             except CallbackError:
                 raise
-            except (Exception, asyncio.CancelledError) as error:
-                if isinstance(error, asyncio.CancelledError) and _is_cancelled():
-                    raise
+            except Exception as error:
                 failures += 1
                 if failures > self._retries:
                     told = f"the reward of prompt {prompt.id!r} could not be had: {error!r}"
@@ -295,18 +293,15 @@ async def _awaited(running: asyncio.Future[Any], watch: Watch) -> Any:
         if not running.done():
             running.cancel()
             await asyncio.wait([running], timeout=_CANCELLING)
-    return running.result()
+    try:
+        return running.result()
+    except (asyncio.CancelledError, GeneratorExit) as error:  # its own: nobody ended it
+        raise as_exception(error) from error
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
     called = getattr(function, "__call__", None)  # noqa: B004 - of an object of a class of theirs
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
-
-
-def _is_cancelled() -> bool:
-    """Whether this task is to end, not only what it awaited."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _number(reward: object, prompt: Prompt) -> float:
