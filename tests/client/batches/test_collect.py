@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import threading
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 from client.batches.support import HeldServer, batcher_of, begun, fleet_of, prompts
@@ -33,7 +35,12 @@ from rollwire_client import (
     Trajectory,
     WeightTag,
 )
+from rollwire_client.batches import callbacks
+from rollwire_client.batches.ledger import Life
 from rollwire_client.testing import FakeServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def ids(part: Part) -> list[str]:
@@ -195,6 +202,30 @@ async def test_a_batch_that_is_cancelled_loses_nothing() -> None:
         assert ids(batch.carried) == ["3"]  # more than this batch asked for
 
 
+async def test_a_batch_that_is_cancelled_as_it_ends_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While it waits for a prompt that the iterator may be about to give."""
+    monkeypatch.setattr(callbacks, "_STOPPING", 60)
+    gate = threading.Event()
+
+    def slow() -> Iterator[Prompt]:
+        yield Prompt("1", [1])
+        gate.wait()
+        yield Prompt("2", [2])
+
+    async with held(1, 2) as (server, batcher):
+        source = slow()
+        collecting = asyncio.create_task(batcher.collect(source, 1, prefetch=1))
+        await until(lambda: batcher._stock.ledger.count(Life.CHOSEN) == 1)
+        collecting.cancel()
+        await asyncio.wait([collecting])
+        gate.set()
+        batch = await batcher.collect(source, 2)
+        assert ids(batch.finished) == ["1", "2"]
+        assert len(server.requests) == 4
+
+
 async def test_one_batch_at_a_time() -> None:
     async with held() as (server, batcher):
         collecting = asyncio.create_task(batcher.collect(prompts(), 1))
@@ -334,12 +365,15 @@ async def test_what_no_buffer_could_hold_is_refused(prompt: Prompt, error: type)
         assert not server.requests
 
 
-async def test_what_is_no_prompt_is_told_and_taken_for_none() -> None:
-    async with held() as (server, batcher):
+async def test_what_is_no_prompt_is_told_and_counts_where_the_data_set_goes_on() -> None:
+    async with held(2) as (server, batcher):
         with pytest.raises(TypeError, match=r"gave \[1, 2\], not a Prompt"):
             await batcher.collect([[1, 2]], 1)
         assert not server.requests
-        assert batcher.taken == 0
+        assert batcher.taken == 1
+        batch = await batcher.collect([Prompt("2", [2])], 1)
+        assert ids(batch.finished) == ["2"]
+        assert fates(batch.dropped) == [("[1, 2]", DropReason.FAILED)]
 
 
 async def test_a_version_that_comes_to_nothing_is_told() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,8 +14,10 @@ from rollwire.v1 import buffer_pb2, rollout_pb2
 from rollwire_client import (
     BufferFileError,
     Carry,
+    Decision,
     Finish,
     FinishReason,
+    Group,
     Prompt,
     Routing,
     RoutingReplay,
@@ -31,6 +34,7 @@ from rollwire_client.testing import FakeServer
 from rollwire_client.trajectory import Draft
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -93,6 +97,34 @@ async def test_seeded_samples_become_what_they_would_have(tmp_path: Path) -> Non
         collecting.cancel()
         await asyncio.wait([collecting])
     assert await outputs(tmp_path / "buffer") == await outputs(None)
+
+
+async def test_a_batch_goes_on_while_it_is_saved(tmp_path: Path) -> None:
+    """Also with a prompt that had arrived by then, and was not begun."""
+    asked, decided = threading.Event(), asyncio.Event()
+
+    def source() -> Iterator[Prompt]:
+        yield Prompt("1", [1])
+        asked.wait()
+        yield Prompt("2", [2])
+
+    async def decide(_: Group) -> Decision:
+        asked.set()
+        await decided.wait()
+        return Decision.TAKE
+
+    async with HeldServer({1, 2}) as server, fleet_of(server) as fleet:
+        async with batcher_of(fleet) as batcher:
+            collecting = asyncio.create_task(batcher.collect(source(), 2, decide=decide))
+            await until(asked.is_set)
+            await until(lambda: batcher._stock.arrived)
+            batcher.save(tmp_path / "buffer")
+            decided.set()
+            assert len((await asyncio.wait_for(collecting, 60)).groups) == 2
+        async with batcher_of(fleet) as batcher:
+            batcher.load(tmp_path / "buffer")
+            batch = await batcher.collect(prompts(3), 2)
+    assert [group.prompt.id for group in batch.groups] == ["1", "2"]
 
 
 async def test_what_is_complete_is_not_sampled_again(tmp_path: Path) -> None:

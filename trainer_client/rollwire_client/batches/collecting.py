@@ -81,8 +81,10 @@ class Stock:
         self.gone.append((number, self.pool.remove(number).snapshot(why, error)))
 
     def refuse(self, prompt: Prompt, error: Exception) -> None:
-        """Tells of a prompt that no group can be begun of."""
+        """Tells of a prompt that no group can be begun of, or of what is none."""
         after = next(reversed(self.pool.groups), 0)
+        if not isinstance(prompt, Prompt):
+            prompt = Prompt(f"{prompt!r:.80}", ())
         self.gone.append((after, Group(prompt, (), DropReason.FAILED, error)))
 
 
@@ -127,12 +129,13 @@ class Collecting:
     async def batch(self) -> Batch:
         """What it hands out; left by an exception it hands out nothing, and loses nothing."""
         try:
-            await self._run()
+            try:
+                await self._run()
+            finally:
+                await self._prompts.stop()
         except BaseException:
             self._ledger.abandon()
             raise
-        finally:
-            await self._prompts.stop()
         return self._close()
 
     async def _run(self) -> None:
@@ -171,13 +174,12 @@ class Collecting:
         return Batch(self._plan.version, Part(finished), Part(carried), Part(gone), seconds)
 
     def _go_on(self) -> None:
-        """Groups that failed between batches, or were loaded, are sampled again."""
+        """Groups that failed between batches are sampled again."""
         for number, group in self._pool.groups.items():
             group.allow(self._plan.oldest_version)
             if self._ledger.entries[number].life is not Life.SAMPLING or group.running:
                 continue
-            passing = group.failure is not None and not is_final(group.failure)
-            if passing or group.task is None:
+            if group.failure is not None and not is_final(group.failure):
                 self._pool.run(group, self._plan.oldest_version)
 
     def _settle_all(self) -> None:
@@ -244,6 +246,8 @@ class Collecting:
 
     def _admit(self) -> None:
         """Begins groups of the prompts that arrived, and asks for more where there is room."""
+        for group in self._pool.not_begun():  # loaded, or saved, perhaps while this goes on
+            self._pool.run(group, self._plan.oldest_version)
         while self._stock.arrived:
             self._begin(self._stock.arrived.popleft())
         if (error := self._prompts.error) is not None:
@@ -253,8 +257,6 @@ class Collecting:
             self._prompts.ask(self._ledger.room())
 
     def _begin(self, prompt: Prompt) -> None:
-        if not isinstance(prompt, Prompt):
-            raise TypeError(f"prompts gave {prompt!r:.80}, not a Prompt(id, token_ids)")
         try:
             group = self._stock.add(prompt)
         except InvalidRequestError as error:

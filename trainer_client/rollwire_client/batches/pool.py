@@ -8,13 +8,13 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
+from rollwire_client.batches.data import Prompt
 from rollwire_client.batches.group import LiveGroup, Member, sample_group
 from rollwire_client.request import checked_token_ids
 from rollwire_client.tasks import end
 from rollwire_client.trajectory import Draft
 
 if TYPE_CHECKING:
-    from rollwire_client.batches.data import Prompt
     from rollwire_client.batches.group import Recipe
 
 
@@ -34,6 +34,7 @@ class Pool:
         self._recipe = recipe
         self._keys: set[tuple[str, int]] = set()
         self._numbers = count(1)
+        self._not_begun: dict[int, LiveGroup] = {}
         self._ended: dict[int, LiveGroup] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -59,15 +60,20 @@ class Pool:
             size = self._recipe.size
             members = [Member(index, Draft("", prompt.token_ids)) for index in range(size)]
         group = LiveGroup(next(self._numbers), prompt, members)
-        self.groups[group.number] = group
+        self.groups[group.number] = self._not_begun[group.number] = group
         self._keys.add(key)
         return group
 
     def run(self, group: LiveGroup, oldest_version: int | None) -> None:
         """Samples it, from what it has on, under weights of that version or newer ones."""
         self.settled(group)
+        self._not_begun.pop(group.number, None)
         group.failure, group.oldest_version = None, oldest_version
         group.task = asyncio.create_task(self._sample(group), name=f"rollwire {group.prompt.id}")
+
+    def not_begun(self) -> list[LiveGroup]:
+        """Those that were added, and not run yet."""
+        return list(self._not_begun.values())
 
     def ended(self) -> list[LiveGroup]:
         """Those that were sampled, or failed, and are not settled."""
@@ -81,6 +87,7 @@ class Pool:
         """Lets a group go; what is still sampled of it is aborted."""
         group = self.groups.pop(number)
         self.settled(group)
+        self._not_begun.pop(number, None)
         self._keys.discard((group.prompt.id, group.prompt.epoch))
         if group.task is not None and not group.task.done():
             group.task.cancel()
@@ -108,9 +115,11 @@ def checked(prompt: Prompt) -> Prompt:
     """The prompt with plain integers.
 
     Raises:
-        TypeError, ValueError: Its id or epoch cannot be, or its sampling has a seed.
+        TypeError, ValueError: It is none, its id or epoch cannot be, or its sampling has a seed.
         InvalidRequestError: Its token ids are none.
     """
+    if not isinstance(prompt, Prompt):
+        raise TypeError(f"prompts gave {prompt!r:.80}, not a Prompt(id, token_ids)")
     if not isinstance(prompt.id, str):
         raise TypeError(f"the id of a prompt is {prompt.id!r}, not text")
     prompt.id.encode()  # a buffer must be able to hold it
