@@ -1,5 +1,7 @@
-"""A trainer that does not wait for the longest rollouts: it begins more groups than it needs, and
-carries what is unfinished to the next step, where it goes on under the new policy.
+"""A trainer that does not wait for the longest rollouts.
+
+It begins more groups than it needs, and carries what is unfinished to the next step, where it goes
+on under the new policy.
 
     rollwire-server --model builtin:tiny --listen 127.0.0.1:50051 --log-level warning &
     rollwire-server --model builtin:tiny --listen 127.0.0.1:50052 --log-level warning &

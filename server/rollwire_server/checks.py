@@ -24,8 +24,8 @@ def check_publisher(publisher: Publisher, known: Publisher | None) -> None:
     raise ServiceError(
         Reason.STALE_PUBLISHER,
         f"publisher {publisher.id!r} with term {publisher.term} is refused: "
-        f"{known.id!r} with term {known.term} took over; a trainer that is to take over "
-        "needs a higher term",
+        f"{known.id!r} with term {known.term} took over: a publisher that is to take the "
+        "server back needs a higher term, which one that is made now has",
         metadata={"publisher_id": known.id, "term": str(known.term)},
     )
 

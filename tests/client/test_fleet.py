@@ -437,7 +437,7 @@ async def test_a_fleet_waits_for_servers_that_still_start(
     await server.stop()
     fleet = fleet_of(server)
     opening = asyncio.create_task(fleet.__aenter__())
-    await until(lambda: "waiting 60 s for a server" in caplog.text)
+    await until(lambda: "waiting up to 60 s for a server" in caplog.text)
     server.state = common_pb2.SERVER_STATE_STARTING
     await server.start(server.address)
     await until(lambda: fleet.members[0].info is not None)
@@ -447,7 +447,7 @@ async def test_a_fleet_waits_for_servers_that_still_start(
     server.state = common_pb2.SERVER_STATE_SERVING
     assert (await fleet.generate(PROMPT)).complete
     await fleet.close()
-    assert caplog.text.count("waiting 60 s for a server") == 1
+    assert caplog.text.count("waiting up to 60 s for a server") == 1
 
 
 async def test_a_fleet_that_is_not_open_says_so(server: ScriptedServer) -> None:

@@ -17,6 +17,7 @@ from rollwire_client import (
     QueueFullError,
     Retries,
     RolloutFailedError,
+    ServerUnreachableError,
 )
 from rollwire_client.waiting import Want
 
@@ -37,6 +38,20 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+async def test_a_server_that_is_lost_is_news_and_so_is_its_return(
+    pair: list[ScriptedServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Fleet([server.address for server in pair], probe_interval=0.02) as fleet:
+        await until(lambda: all(member.problem is None for member in fleet.members))
+        error = ServerUnreachableError("gone", server=pair[0].address)
+        fleet.members[0].doubt(error)
+        await until(lambda: len(warnings(caplog)) == 2)
+    assert warnings(caplog) == [
+        f"{pair[0].address}: suspect, was ready: gone",
+        f"{pair[0].address}: ready, was suspect",
+    ]
 
 
 async def test_rollouts_that_wait_are_warned_of_once(

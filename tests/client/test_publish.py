@@ -134,6 +134,14 @@ async def test_what_was_prepared_is_not_asked_for_again() -> None:
     [
         ({"layer.bias": torch.zeros(8)}, "layer.bias is float32, the servers want bfloat16: cast"),
         (
+            {
+                name: tensor.half()
+                for name, tensor in policy().items()
+                if tensor.dtype.itemsize == 4
+            },
+            r"and 1 more are float16, the servers want float32: .* or start the servers with --dty",
+        ),
+        (
             {"layer.weight": torch.zeros(24, 8)},
             r"layer.weight has shape \[24, 8\], the servers want \[8, 8\]: split",
         ),

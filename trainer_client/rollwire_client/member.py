@@ -292,7 +292,13 @@ class Member:
         if life is None:
             return
         if life is not self.life:
-            logger.info("%s: %s, was %s: %s", self.address, life.value, self.life.value, problem)
+            # A server that is lost to rollouts is news, and so is the end of that.
+            news = {life, self.life} == {Life.READY, Life.SUSPECT}
+            logger.log(
+                logging.WARNING if news else logging.INFO,
+                "%s: %s, was %s%s",
+                self.address, life.value, self.life.value, f": {problem}" if problem else "",
+            )  # fmt: skip
         self.life = life
         if life in _WORKS:
             self._last_words = ""

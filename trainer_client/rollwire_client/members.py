@@ -319,7 +319,7 @@ class Members:
                 raise UnavailableError(f"no server is up: {problem}")
             if not told:
                 told = True
-                logger.warning("waiting %g s for a server: %s", self._timeouts.start, problem)
+                logger.warning("waiting up to %g s for a server: %s", self._timeouts.start, problem)
             await asyncio.sleep(min(_START_POLL, max(give_up - clock(), 0)))
 
     async def _tell_waits(self) -> None:

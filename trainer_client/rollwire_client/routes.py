@@ -23,7 +23,9 @@ def server_address(value: str) -> str:
     if not isinstance(value, str):
         raise TypeError(f"the address {value!r} is not text such as '127.0.0.1:50051'")
     if not (match := _ADDRESS.fullmatch(value)) or not 0 < int(match["port"]) < 65536:
-        raise ValueError(f"{value!r} is not HOST:PORT, such as 127.0.0.1:50051")
+        raise ValueError(
+            f"{value!r} is not HOST:PORT, such as 127.0.0.1:50051, with a port from 1 to 65535"
+        )
     return value
 
 

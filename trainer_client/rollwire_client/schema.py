@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rollwire_client.ranks.lead import Lead
 
 Given = torch.Tensor | Callable[[], torch.Tensor]
+_SERVED = {"float32", "bfloat16", "float16"}
+
 Source = Callable[[], Iterable[tuple[str, Given]]]
 
 _SHOWN = 20  # of the problems, in an error's message
@@ -111,6 +113,7 @@ def _chosen(
     missing = [] if partial else [n for n in wanted if n not in tensors and n not in alias_of]
     sent: dict[str, str] = {}
     problems: list[str] = []
+    miscast: dict[tuple[str, str], list[str]] = {}  # names, by the dtypes here and on the servers
     advice = hints(
         [spec for spec in given if spec.name not in wanted],
         [spec for spec in schema if spec.name not in tensors],
@@ -126,8 +129,17 @@ def _chosen(
                     "tie them, or leave it out"
                 )
             continue
-        problems += _differences(name, tensor, wanted[source])
+        got = replace(transport.describe(name, tensor), name=source)
+        want = wanted[source]
+        if got.shape != want.shape:
+            problems.append(
+                f"{name} has shape {list(got.shape)}, the servers want {list(want.shape)}: "
+                f"{shape_hint(got.shape, want.shape)}"
+            )
+        if got.dtype != want.dtype:
+            miscast.setdefault((got.dtype, want.dtype), []).append(name)
         sent.setdefault(source, name)
+    problems += [_miscast(names, *dtypes) for dtypes, names in miscast.items()]
     told = set().union(*(hint.instead for hint in advice))
     problems[:0] = map(str, advice)
     problems += [f"{n} is missing" for n in missing if n not in sent and n not in told]
@@ -141,12 +153,7 @@ def _chosen(
     return sent
 
 
-def _differences(name: str, tensor: Tensor, want: TensorSpec) -> Iterable[str]:
-    got = replace(transport.describe(name, tensor), name=want.name)
-    if got.shape != want.shape:
-        yield (
-            f"{name} has shape {list(got.shape)}, the servers want {list(want.shape)}: "
-            f"{shape_hint(got.shape, want.shape)}"
-        )
-    if got.dtype != want.dtype:
-        yield f"{name} is {got.dtype}, the servers want {want.dtype}: cast it"
+def _miscast(names: list[str], got: str, want: str) -> str:
+    more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
+    served = f", or start the servers with --dtype {got}" if got in _SERVED else ""
+    return f"{names[0]}{more} {got}, the servers want {want}: cast before publishing{served}"

@@ -9,7 +9,7 @@ _FAILED = "failed to connect to all addresses; last error: "
 _STATUS = re.compile(r"^[A-Z_]+: ")
 _TRIED = re.compile(r"^ipv[46]:\S+:(?P<port>\d+): ")
 
-_SILENT = "what listens there does not answer: check the port, and whether the server is frozen"
+_SILENT = "what listens there does not answer: check the port, and whether the server hangs"
 # What gRPC's words for a failed connection mean, by a part of them; the first that fits counts.
 _ADVICE = {
     "HTTP proxy returned": "the proxy refuses it: leave use_proxy out, or name it in no_proxy",

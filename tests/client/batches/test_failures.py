@@ -118,6 +118,7 @@ async def test_what_servers_fail_at_again_and_again_is_dropped_too() -> None:
         batch = await batcher.collect(prompts(), 1)
     assert [group.prompt.id for group in batch.groups] == ["2"]
     (dropped,) = batch.dropped.groups
+    assert repr(batch.dropped).startswith("Part(groups=1, 1 failed")
     assert (dropped.prompt.id, dropped.dropped) == ("1", DropReason.FAILED)
     assert isinstance(dropped.error, RolloutFailedError)
 
@@ -127,7 +128,8 @@ async def test_servers_that_fail_at_every_group_are_told() -> None:
         server.default = fails(*NOT_FINITE)
         with pytest.raises(NotFiniteError) as caught:
             await batcher.collect(prompts(), 2)
-        assert "the last of 9 groups in a row" in caught.value.__notes__[-1]
+        assert "Groups dropped in a row" in caught.value.__notes__[-1]
+        assert caught.value.__notes__[-1].endswith(": 9.")
         assert (batcher.handed_out, batcher.taken) == (0, 9)
 
 

@@ -172,7 +172,10 @@ class Scorer:
                 if failures > self._retries:
                     told = f"the reward of prompt {prompt.id!r} could not be had: {error!r}"
                     raise CallbackError(told, callback="reward") from error
-                logger.warning("the reward of prompt %r, asked for again: %r", prompt.id, error)
+                logger.warning(
+                    "the reward of prompt %r raised %r: it is called again (%d of %d)",
+                    prompt.id, error, failures, self._retries,
+                )  # fmt: skip
                 await asyncio.sleep(_REWARD_DELAY * 4 ** (failures - 1))
 
     def close(self) -> None:

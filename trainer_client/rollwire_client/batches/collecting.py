@@ -235,7 +235,7 @@ class Collecting:
         last, count = in_a_row[-1], len(in_a_row)
         many = count >= _FAILURES and (none_is_left or isinstance(last, CallbackError))
         if many or (none_is_left and not self._stock.succeeded):
-            last.add_note(f"It is the last of {count} groups in a row that were dropped so.")
+            last.add_note(f"Groups dropped in a row, with none that was complete: {count}.")
             raise last
 
     def _may_begin(self) -> bool:

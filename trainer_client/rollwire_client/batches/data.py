@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -101,7 +102,7 @@ class Group:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Part:
     """Groups with the same fate, and what they are like: how a batch's bias is seen.
 
@@ -110,6 +111,13 @@ class Part:
     """
 
     groups: tuple[Group, ...] = ()
+
+    def __repr__(self) -> str:
+        """How many, and why: not their tokens."""
+        reasons = Counter(group.dropped.value for group in self.groups if group.dropped)
+        told = [f"{count} {reason}" for reason, count in sorted(reasons.items())]
+        length = "" if self.mean_length is None else f", mean_length={self.mean_length:.0f}"
+        return f"Part(groups={len(self.groups)}{''.join(f', {why}' for why in told)}{length})"
 
     def of(self, reason: DropReason) -> Part:
         """Those that were dropped for this reason, with the lengths and rewards of these alone."""
