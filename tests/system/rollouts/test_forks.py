@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.forking_trainer import CHILDREN, SAMPLING
+from support import forking_trainer
 
 if TYPE_CHECKING:
     from support.servers import StartServer
@@ -24,13 +24,13 @@ def test_children_live_and_are_told_and_the_parent_loses_nothing(
     server = start_server("--engine", "synthetic", "--engine-arg", "tokens-per-second=400")
     environment = {n: v for n, v in os.environ.items() if n != "GRPC_ENABLE_FORK_SUPPORT"}
     done = subprocess.run(
-        [sys.executable, "-m", "support.forking_trainer", facade, server.address],
+        [sys.executable, forking_trainer.__file__, facade, server.address],
         capture_output=True, text=True, timeout=60, check=False, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert result["children"] == [0] * CHILDREN, done.stderr
-    assert set(result["tokens"]) == {SAMPLING.max_new_tokens}
+    assert result["children"] == [0] * forking_trainer.CHILDREN, done.stderr
+    assert set(result["tokens"]) == {forking_trainer.SAMPLING.max_new_tokens}
     assert result["pool"] == [number * number for number in range(8)]
     assert (result["command"], result["loader"]) == (0, list(range(8)))
     told: dict[str, str] = result["told"]
