@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import gc
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from rollwire_client import (
     Trajectory,
 )
 from rollwire_client.batches import callbacks
+from rollwire_client.batches.callbacks import Caller
 from rollwire_client.testing import FakeServer
 
 if TYPE_CHECKING:
@@ -280,6 +282,29 @@ async def test_hooks_may_be_coroutine_functions() -> None:
         batch = await batcher.collect(prompts(), 3, decide=decide, stop=stop)
     assert len(batch.groups) == 2
     assert ids(batch.dropped.of(DropReason.FILTERED).groups) == ["1"]
+
+
+async def test_what_a_reward_raises_as_it_is_cancelled_is_of_no_interest() -> None:
+    told: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def judge(*_: object) -> float:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+            raise LookupError("the session is closed")
+
+    calling = asyncio.create_task(Caller("test", None).call("reward", judge, of="a sample"))
+    await begun.wait()
+    calling.cancel()
+    await asyncio.wait([calling])
+    assert (calling.cancelled(), ended.is_set()) == (True, True)
+    del calling
+    gc.collect()
+    assert not told
 
 
 def slow_source(*gates: threading.Event) -> Iterator[Prompt]:

@@ -287,6 +287,7 @@ async def _guarded(given: Awaitable[Any]) -> Any:
 
 async def _awaited(running: asyncio.Future[Any], watch: Watch) -> Any:
     begun = time.monotonic()
+    running.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved
     try:
         while not running.done():
             await asyncio.wait([running], timeout=watch.interval)
