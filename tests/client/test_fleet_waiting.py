@@ -123,6 +123,28 @@ async def full(sequence: Sequence) -> None:
     await sequence.fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after=0.01)
 
 
+async def test_rollouts_at_a_paused_server_that_drains_are_warned_of(
+    server: ScriptedServer, caplog: pytest.LogCaptureFixture, quick: None
+) -> None:
+    """It samples none of them until it is resumed, or the time that it has to drain is up."""
+    go_on = asyncio.Event()
+
+    async def held(sequence: Sequence) -> None:
+        await go_on.wait()
+        await sequence.rest()
+
+    server.default = held
+    async with Fleet([server.address], probe_interval=0.02) as fleet:
+        rollout = asyncio.create_task(fleet.generate(PROMPT))
+        await until(lambda: fleet.members[0].attempts == 1)
+        server.pauses = [rollout_pb2.ActivePause(pause_id="debug")]
+        server.state = common_pb2.SERVER_STATE_DRAINING
+        why = f"at paused servers (1): {server.address}: is paused by 'debug'"
+        await until(lambda: any(why in line for line in warnings(caplog)))
+        go_on.set()
+        assert (await rollout).complete
+
+
 async def test_a_queue_that_stays_full_is_warned_of_and_given_up(
     server: ScriptedServer, caplog: pytest.LogCaptureFixture, quick: None
 ) -> None:

@@ -96,8 +96,11 @@ class Member:
 
     @property
     def paused(self) -> bool:
-        """Whether it said last that it is: it takes sequences, and samples none."""
-        return self.info is not None and self.info.state is ServerState.PAUSED
+        """Whether it said last that it is: what it has taken waits, also while it drains."""
+        if self.info is None:
+            return False
+        drains = self.info.state is ServerState.DRAINING
+        return self.info.state is ServerState.PAUSED or (drains and bool(self.info.pauses))
 
     def told_pause(self) -> str:
         """Who paused it, in a message's words."""

@@ -328,7 +328,7 @@ class Members:
             await asyncio.sleep(LOOK)
             for member in self._all.values():
                 if member.paused and member.attempts:
-                    why = functools.partial(_problem, member, None)
+                    why = functools.partial(_pause_of, member)
                     self._waits.begin(member, Want.RESUME, why=why)
                 else:
                     self._waits.end(member)
@@ -483,6 +483,10 @@ class Members:
 
     def _problems(self, most: int | None = None) -> str:
         return "; ".join(_problem(member, most) for member in self.members)
+
+
+def _pause_of(member: Member) -> str:
+    return f"{member.address}: {member.told_pause()}"
 
 
 def _problem(member: Member, most: int | None) -> str:
