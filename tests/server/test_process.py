@@ -70,7 +70,10 @@ def fails(*flags: str, environment: dict[str, str] | None = None) -> tuple[int, 
     ],
 )
 def test_a_wrong_start_is_one_clear_line(flags: list[str], code: int, said: str) -> None:
-    returncode, stderr = fails(*flags, *(["--log-level", "error"] if code == 1 else []))
+    more = ["--log-level", "error"] if code == 1 else []
+    if "--listen" not in flags:
+        more += ["--listen", "127.0.0.1:0"]
+    returncode, stderr = fails(*flags, *more)
     assert returncode == code
     assert len(stderr.strip().splitlines()) == 1, stderr
     assert stderr.startswith("rollwire-server: ")
