@@ -186,8 +186,9 @@ async def test_while_servers_commit_those_that_have_not_yet_get_rollouts(
         assert all(member.problem is not None for member in fleet.members)
 
 
-async def test_a_sequence_goes_on_under_the_policy_that_was_rolled_back_to(
-    pair: list[ScriptedServer],
+@pytest.mark.parametrize("publishes", [True, False], ids=["the policy tells", "the server tells"])
+async def test_a_sequence_goes_on_under_what_was_rolled_back_to(
+    publishes: bool, pair: list[ScriptedServer]
 ) -> None:
     for server in pair:
         serve(server, 10, 100)
@@ -197,31 +198,14 @@ async def test_a_sequence_goes_on_under_the_policy_that_was_rolled_back_to(
         await sequence.send(2)
         for server in pair:
             serve(server, 5, 50)
-        was_published(fleet, WeightTag(5, 2, "any", 50), rollback=True)
+        if publishes:
+            was_published(fleet, WeightTag(5, 2, "any", 50), rollback=True)
         await sequence.finish("INTERRUPTED")
 
     pair[0].scripts = pair[1].scripts = [back]
     async with fleet_of(*pair) as fleet:
-        was_published(fleet, WeightTag(10, 1, "any", 100))
-        trajectory = await fleet.generate(PROMPT, TURN)
-    assert trajectory.versions == (10,) * 2 + (5,) * 4
-
-
-async def test_without_a_publisher_the_server_tells_that_it_was_rolled_back(
-    pair: list[ScriptedServer],
-) -> None:
-    for server in pair:
-        serve(server, 10, 100)
-        server.default = refuse_older
-
-    async def back(sequence: Sequence) -> None:
-        await sequence.send(2)
-        for server in pair:
-            serve(server, 5, 50)
-        await sequence.finish("INTERRUPTED")
-
-    pair[0].scripts = pair[1].scripts = [back]
-    async with fleet_of(*pair) as fleet:
+        if publishes:
+            was_published(fleet, WeightTag(10, 1, "any", 100))
         trajectory = await fleet.generate(PROMPT, TURN)
     assert trajectory.versions == (10,) * 2 + (5,) * 4
 
