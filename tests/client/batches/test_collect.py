@@ -333,7 +333,8 @@ async def test_a_prompt_may_say_how_it_is_sampled() -> None:
         own = Prompt("b", [1], sampling=Sampling(max_new_tokens=9, temperature=0.5))
         batch = await batcher.collect([Prompt("a", [1]), own], 2)
         assert batch.finished.lengths == (5, 5, 9, 9)
-        assert server.requests[-1].sampling.temperature == 0.5
+        asked = sorted((r.sampling.max_new_tokens, r.sampling.temperature) for r in server.requests)
+        assert asked == [(5, 1.0), (5, 1.0), (9, 0.5), (9, 0.5)]
         seeded = Prompt("c", [1], sampling=Sampling(seed=1))
         with pytest.raises(ValueError, match="the sampling of prompt 'c' has a seed"):
             await batcher.collect([seeded], 1)
