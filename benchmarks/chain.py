@@ -32,7 +32,7 @@ from rollwire_transport import (
     open_meeting,
     plan,
 )
-from rollwire_transport.links import ucx
+from rollwire_transport._links import ucx
 
 from transport import answers, machine_line, make_weights
 

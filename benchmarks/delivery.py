@@ -36,7 +36,7 @@ from unittest import mock
 import sse
 from common import ended, machine, print_table
 from rollwire_client import Fleet, RolloutClient, Sampling
-from rollwire_client.link import Link
+from rollwire_client._rpc.rollout_stream import Link
 from rollwire_server.engines.base import SamplingParams, SequenceSpec, Step
 from rollwire_server.engines.synthetic import SyntheticConfig, SyntheticEngine
 

@@ -35,7 +35,7 @@ from rollwire_transport import (
     open_meeting,
     plan,
 )
-from rollwire_transport.digest import summing
+from rollwire_transport._digest import summing
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,14 +13,14 @@ from grpc_reflection.v1alpha import reflection
 from rollwire.v1 import rollout_pb2, weights_pb2
 
 from rollwire_server.health import Health
-from rollwire_server.parsing import LARGEST_BYTES, OTHERS_BYTES
-from rollwire_server.reception import BESIDE_SEQUENCES, Reception
+from rollwire_server.rpc.call_limits import BESIDE_SEQUENCES, Reception
+from rollwire_server.rpc.message_limits import LARGEST_BYTES, OTHERS_BYTES
 from rollwire_server.scraping import MetricsPage
 from rollwire_server.security import Authentication, server_credentials
 from rollwire_server.settings import split_listening
 
 if TYPE_CHECKING:
-    from rollwire_server.counts import Counts
+    from rollwire_server.counters import Counts
     from rollwire_server.metrics import Metrics
     from rollwire_server.security import Access
     from rollwire_server.settings import ServerSettings

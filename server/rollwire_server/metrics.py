@@ -10,21 +10,21 @@ from prometheus_client.registry import Collector
 
 from rollwire_server import __version__
 from rollwire_server.errors import Reason
-from rollwire_server.lifecycle import State
-from rollwire_server.sequences import FinishReason
-from rollwire_server.update import Outcome, Phase
+from rollwire_server.sequences.sequence import FinishReason
+from rollwire_server.state import State
+from rollwire_server.weights.update import Outcome, Phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from prometheus_client import Metric
 
-    from rollwire_server.counts import Counts
+    from rollwire_server.counters import Counts
     from rollwire_server.engines.base import Engine
-    from rollwire_server.lifecycle import Lifecycle
-    from rollwire_server.rollouts import Rollouts
-    from rollwire_server.update import Commit
-    from rollwire_server.updates import Updates
+    from rollwire_server.sequences.manager import Rollouts
+    from rollwire_server.state import Lifecycle
+    from rollwire_server.weights.update import Commit
+    from rollwire_server.weights.updates import Updates
 
 PAUSE_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 STAGING_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
     from pathlib import Path
 
-    from rollwire_server.counts import Counts
+    from rollwire_server.counters import Counts
     from rollwire_server.settings import ServerSettings
 
     Metadata = Iterable[tuple[str, str | bytes]]

@@ -15,21 +15,21 @@ import rollwire_transport as transport
 import structlog
 from rollwire.v1 import rollout_pb2_grpc, weights_pb2_grpc
 
-from rollwire_server.counts import Counts
+from rollwire_server.counters import Counts
 from rollwire_server.endpoints import EndpointError, Endpoints, transfers_listen
 from rollwire_server.engines.base import EngineError
 from rollwire_server.engines.choice import make_engine
 from rollwire_server.errors import Reason
-from rollwire_server.lifecycle import Event, Lifecycle, State
-from rollwire_server.memory import Memory
 from rollwire_server.metrics import Metrics
-from rollwire_server.rollouts import Rollouts
+from rollwire_server.rpc.rollout_service import RolloutService
+from rollwire_server.rpc.server_info import ServerInfo
+from rollwire_server.rpc.weight_service import WeightService
 from rollwire_server.security import Access, SecurityError
-from rollwire_server.served import ServedWeights
-from rollwire_server.services.info import ServerInfo
-from rollwire_server.services.rollout_service import RolloutService
-from rollwire_server.services.weight_service import WeightService
-from rollwire_server.updates import Updates
+from rollwire_server.sequences.manager import Rollouts
+from rollwire_server.sleep import Memory
+from rollwire_server.state import Event, Lifecycle, State
+from rollwire_server.weights.state import ServedWeights
+from rollwire_server.weights.updates import Updates
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

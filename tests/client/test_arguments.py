@@ -19,8 +19,8 @@ from rollwire_client import (
     PublishTimeouts,
     Timeouts,
 )
-from rollwire_client.arguments import integer, number, version
-from rollwire_client.commands.app import run
+from rollwire_client._arguments import integer, number, version
+from rollwire_client._cli.app import run
 from rollwire_client.sync import SyncFleet
 from rollwire_client.testing import FakeServer
 

@@ -13,12 +13,12 @@ from client.publishing import TIMEOUTS, holds, publish, publishing
 from client.scripted import until
 from client.scripted_weights import policy
 from rollwire_client import TensorsChangedError
-from rollwire_client.changes import Changes
+from rollwire_client._publishing.change_detector import Changes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from rollwire_client.schema import Source
+    from rollwire_client._publishing.schema import Source
     from torch import Tensor
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rollwire_client.commands.app import run
+from rollwire_client._cli.app import run
 
 NOBODY = "127.0.0.1:9"
 REFUSED = (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from client.scripted import Sequence, expected_token, scripted, until
 from rollwire_client import Fleet, InvalidRequestError, RolloutClient, Sampling, Timeouts
-from rollwire_client.batches import Batcher, Prompt
+from rollwire_client._batches import Batcher, Prompt
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -21,8 +21,8 @@ from rollwire_client import (
     Timeouts,
     UnavailableError,
 )
-from rollwire_client.addresses import address_source, ask
-from rollwire_client.lifecycle import Life
+from rollwire_client._fleet.addresses import address_source, ask
+from rollwire_client._fleet.server_lifecycle import Life
 
 PROMPT = [1, 2, 3]
 TOKENS = tuple(expected_token(PROMPT, i) for i in range(8))

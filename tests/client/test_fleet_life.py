@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rollwire_client.lifecycle import TRANSITIONS, Event, Life
+from rollwire_client._fleet.server_lifecycle import TRANSITIONS, Event, Life
 
 # A row for each life, a column for each event; "." changes nothing.
 TABLE = """

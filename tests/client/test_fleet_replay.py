@@ -15,7 +15,7 @@ from rollwire_client import (
     Sampling,
     Timeouts,
 )
-from rollwire_client.trajectory import Draft
+from rollwire_client._trajectory import Draft
 
 PROMPT = [1, 2, 3]
 AS_SAMPLED, LAST_PASS = RoutingReplay.AS_SAMPLED, RoutingReplay.LAST_PASS

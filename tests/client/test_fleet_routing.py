@@ -25,7 +25,7 @@ from rollwire_client import (
     WeightTag,
     WeightVersionError,
 )
-from rollwire_client.routing import STICK_TOKENS
+from rollwire_client._fleet.router import STICK_TOKENS
 
 PROMPT = [1, 2, 3]
 SHORT = Sampling(max_new_tokens=4)

@@ -19,7 +19,7 @@ from rollwire_client import (
     RolloutFailedError,
     ServerUnreachableError,
 )
-from rollwire_client.waiting import Want
+from rollwire_client._fleet.waiting import Want
 
 if TYPE_CHECKING:
     from client.scripted import Script

@@ -8,7 +8,7 @@ import sys
 import pytest
 import rollwire_client
 from rollwire_client import Fleet, RolloutClient
-from rollwire_client.routes import local_address
+from rollwire_client._rpc.host_address import local_address
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
@@ -38,7 +38,7 @@ def test_publishing_without_torch_says_what_to_install() -> None:
 
 def test_the_command_without_its_extra_says_what_to_install() -> None:
     done = python(
-        "import sys; sys.modules['typer'] = None\nfrom rollwire_client.commands import main; main()"
+        "import sys; sys.modules['typer'] = None\nfrom rollwire_client._cli import main; main()"
     )
     assert done.returncode == 1
     assert done.stderr == (
@@ -50,7 +50,7 @@ def test_the_demo_without_its_extra_says_what_to_install_before_it_loads_anythin
     done = python(
         "import sys; sys.modules['matplotlib'] = sys.modules['torch'] = None\n"
         "sys.argv = ['rollwire', 'demo']\n"
-        "from rollwire_client.commands import main; main()"
+        "from rollwire_client._cli import main; main()"
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (

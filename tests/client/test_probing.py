@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from client.scripted import Sequence, scripted, until
 from rollwire.v1 import common_pb2
 from rollwire_client import Fleet, Sampling, Timeouts
-from rollwire_client import members as pool
+from rollwire_client._fleet import server_pool as pool
 
 if TYPE_CHECKING:
     import pytest

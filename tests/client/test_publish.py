@@ -31,10 +31,11 @@ from rollwire_client import (
     TransferError,
     UpdateRefusedError,
 )
-from rollwire_client.publish import Publish
-from rollwire_client.recipient import Recipient
-from rollwire_transport import SharedDevice, TransportError, TransportTimeout, links
-from rollwire_transport.links import control
+from rollwire_client._publishing.publish import Publish
+from rollwire_client._publishing.publish_target import Recipient
+from rollwire_transport import SharedDevice, TransportError, TransportTimeout
+from rollwire_transport import _links as links
+from rollwire_transport._links import control_channel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -208,9 +209,11 @@ def one_failed(report: PublishReport, servers: list[PublishableServer], seed: in
 def tell_late(monkeypatch: pytest.MonkeyPatch, kind: type[TransportError]) -> None:
     """The trainer's end of a group says that it failed, in this way, after a server's answer."""
     answered = threading.Event()
-    gather, join = control.Gathering.gather, Recipient.join
+    gather, join = control_channel.Gathering.gather, Recipient.join
 
-    def gathers(self: control.Gathering, card: bytes, timeout: float) -> control.Lines:
+    def gathers(
+        self: control_channel.Gathering, card: bytes, timeout: float
+    ) -> control_channel.Lines:
         try:
             return gather(self, card, timeout)
         except kind:
@@ -224,7 +227,7 @@ def tell_late(monkeypatch: pytest.MonkeyPatch, kind: type[TransportError]) -> No
         finally:
             asyncio.get_running_loop().call_later(0.1, answered.set)
 
-    monkeypatch.setattr(control.Gathering, "gather", gathers)
+    monkeypatch.setattr(control_channel.Gathering, "gather", gathers)
     monkeypatch.setattr(Recipient, "join", joins)
 
 
@@ -323,10 +326,10 @@ async def test_a_backend_that_cannot_share_a_gpu_is_nobodys_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Gloo stands in for one that cannot, beside gloo as it is."""
-    spec = importlib.util.find_spec("rollwire_transport.links.gloo")
+    spec = importlib.util.find_spec("rollwire_transport._links.gloo")
     sharing = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sharing)
-    sharing.card_of_rank = lambda rank: bytes(control.CARD_BYTES)
+    sharing.card_of_rank = lambda rank: bytes(control_channel.CARD_BYTES)
     monkeypatch.setitem(links._BACKENDS, "nccl", sharing)
     monkeypatch.setattr(Publish, "_common_backends", lambda _: ["nccl", "gloo"])
     tell_late(monkeypatch, SharedDevice)

@@ -11,14 +11,14 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
-import rollwire_client.ranks.together
+import rollwire_client._publishing.sharded.ranks
 import torch.distributed as dist
 from client.publishing import TIMEOUTS, holds, publishing
 from client.scripted import until
 from client.scripted_weights import SCHEMA, policy
 from rollwire_client import PublishError, PublishInProgressError, Ranks, SourceError
-from rollwire_client.ranks.follower import Follower
-from rollwire_client.ranks.line import Line, Word
+from rollwire_client._publishing.sharded.connection import Line, Word
+from rollwire_client._publishing.sharded.participant import Follower
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -51,7 +51,7 @@ def connected(
     for rank in range(1, size):
         here, there = tcp_pair()
         ends[0][rank], ends[rank][0] = Line(here), Line(there)
-    monkeypatch.setattr(rollwire_client.ranks.together, "meet", lambda *_: ends.pop(0))
+    monkeypatch.setattr(rollwire_client._publishing.sharded.ranks, "meet", lambda *_: ends.pop(0))
     ranks = [Ranks(group, timeout=timeout) for _ in range(size)]
     for number, one in enumerate(ranks):
         one.rank = number

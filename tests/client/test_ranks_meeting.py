@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 import pytest
 import torch.distributed as dist
 from rollwire_client import PublishError
-from rollwire_client.ranks import meeting
-from rollwire_client.ranks.follower import Follower
-from rollwire_client.ranks.line import Word
-from rollwire_transport.links import addresses
+from rollwire_client._publishing.sharded import rendezvous
+from rollwire_client._publishing.sharded.connection import Word
+from rollwire_client._publishing.sharded.participant import Follower
+from rollwire_transport._links import addresses
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rollwire_client.ranks.line import Line
+    from rollwire_client._publishing.sharded.connection import Line
 
 HELLO_BYTES = 40
 
@@ -32,7 +32,7 @@ class Trainer:
         self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
         monkeypatch.setattr(dist, "get_rank", lambda rank: rank)
         monkeypatch.setattr(dist, "get_world_size", lambda _: size)
-        monkeypatch.setattr(meeting, "_note", self._note)
+        monkeypatch.setattr(rendezvous, "_note", self._note)
 
     def _note(self, rank: int, text: str) -> str:
         if rank == 0:
@@ -44,7 +44,7 @@ class Trainer:
 
     def come(self, rank: int, timeout: float = 20) -> asyncio.Future[dict[int, Line]]:
         return asyncio.ensure_future(
-            asyncio.to_thread(meeting.meet, rank, "127.0.0.1", timeout)  # type: ignore[arg-type]
+            asyncio.to_thread(rendezvous.meet, rank, "127.0.0.1", timeout)  # type: ignore[arg-type]
         )
 
     def stranger(self) -> socket.socket:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import grpc
 import pytest
 from rollwire.v1 import rollout_pb2
-from rollwire_client import ErrorScope, RollwireError, errors
+from rollwire_client import ErrorScope, RollwireError
+from rollwire_client import _errors as errors
 from rollwire_server.errors import Reason
 
 # A server that is like this may be otherwise later, or another one is.

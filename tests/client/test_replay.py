@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollwire_client import Routing, RoutingReplay, WeightTag
-from rollwire_client.replay import RoutingDraft, Rows, joined
+from rollwire_client._routing_replay import RoutingDraft, Rows, joined
 
 AS_SAMPLED, LAST_PASS = RoutingReplay.AS_SAMPLED, RoutingReplay.LAST_PASS
 SHAPE = (1, 2, 2)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from rollwire_client import InvalidRequestError, RolloutOptions, Sampling
-from rollwire_client.request import generate_request
+from rollwire_client._rpc.request import generate_request
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rollwire_client import Credentials
-from rollwire_client.commands.top import show_top
+from rollwire_client._cli.top import show_top
 from rollwire_client.testing import FakeServer
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from rollwire_client import (
     Segment,
     WeightTag,
 )
-from rollwire_client.replay import Rows
-from rollwire_client.trajectory import Draft
+from rollwire_client._routing_replay import Rows
+from rollwire_client._trajectory import Draft
 
 
 def tag(version: int | None, server: str = "a") -> WeightTag:

@@ -11,7 +11,7 @@ import pytest
 import rollwire_transport as transport
 import torch
 from rollwire.v1 import common_pb2, weights_pb2
-from rollwire_client import wire
+from rollwire_client._rpc import conversion
 from support.calls import Api, Generation, Output, Stream, generate, reason_of, request
 from support.publishing import (
     TERMS,
@@ -260,7 +260,7 @@ async def test_a_manifest_that_does_not_fit_names_every_tensor(api: Api) -> None
 
 async def test_nonsense_is_refused_and_the_server_serves_on(api: Api) -> None:
     change = await update(api, 21)
-    good = wire.manifest(change.manifest)
+    good = conversion.manifest(change.manifest)
     delta = weights_pb2.Manifest()
     delta.CopyFrom(good)
     delta.encoding = weights_pb2.ENCODING_DELTA

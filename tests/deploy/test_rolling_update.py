@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from rollwire_client import Fleet, Publisher, ServerInfo, ServerState
-from rollwire_client.lifecycle import Life
+from rollwire_client._fleet.server_lifecycle import Life
 from support.calls import until
 from support.fleets import policy
 from support.namespaces import network, unavailable

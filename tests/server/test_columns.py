@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 from rollwire.v1 import rollout_pb2
-from rollwire_server.counts import Counts
-from rollwire_server.services.columns import RolloutStream
+from rollwire_server.counters import Counts
+from rollwire_server.rpc.rollout_stream import RolloutStream
 from support.calls import request
 from support.engine_room import serving
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from rollwire_server.engines.base import Engine
-    from rollwire_server.lifecycle import Lifecycle
-    from rollwire_server.rollouts import Rollouts
+    from rollwire_server.sequences.manager import Rollouts
+    from rollwire_server.state import Lifecycle
 
 MIB = 1 << 20
 

@@ -23,8 +23,8 @@ from rollwire_server.engines.base import (
     TornWeightsError,
 )
 from rollwire_server.errors import Reason, ServiceError
-from rollwire_server.lifecycle import State
-from rollwire_server.update import Announcement, Membership, Outcome, Phase, Publisher
+from rollwire_server.state import State
+from rollwire_server.weights.update import Announcement, Membership, Outcome, Phase, Publisher
 from structlog.testing import capture_logs
 from support.calls import connected, generate, reason_of, request
 from support.checkpoints import dense

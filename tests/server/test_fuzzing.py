@@ -14,7 +14,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rollwire.v1 import common_pb2, rollout_pb2, weights_pb2
-from rollwire_client import wire
+from rollwire_client._rpc import conversion
 from rollwire_transport import describe_all, plan
 from support.calls import Api, connected, generate, reason_of, request
 from support.fuzzing import changed, messages
@@ -136,15 +136,17 @@ async def sensible(api: Api, name: str) -> Message:
         min_new_tokens=1, stop_token_ids=[7], top_logprobs=1, prompt_logprobs=True,
         timeout=5.0, grace=0.01, attempt=1, min_weight_version=None, max_weight_version=1 << 50,
     )  # fmt: skip
-    manifest = wire.manifest(plan(describe_all(await random_weights(api, 1)), bucket_bytes=65536))
+    manifest = conversion.manifest(
+        plan(describe_all(await random_weights(api, 1)), bucket_bytes=65536)
+    )
     made: dict[str, Message] = {
         "Generate": generation,
         "StreamRollouts": rollout_pb2.StreamRolloutsRequest(handle=1, start=generation),
         "Abort": rollout_pb2.AbortRequest(sequences=[rollout_pb2.SequenceKey(request_id="r")]),
-        "Pause": rollout_pb2.PauseRequest(pause_id="p", lease=wire.duration(0.1)),
+        "Pause": rollout_pb2.PauseRequest(pause_id="p", lease=conversion.duration(0.1)),
         "UpdateWeights": weights_pb2.UpdateWeightsRequest(
             **ids, version=1, allow_version_rollback=True, manifest=manifest,
-            stage_lease=wire.duration(5.0),
+            stage_lease=conversion.duration(5.0),
         ),
         "JoinTransport": weights_pb2.JoinTransportRequest(
             **ids, epoch="e", backend="gloo", ranks=[1], world_size=2, rendezvous="127.0.0.1:1",
@@ -188,7 +190,7 @@ async def test_any_value_of_any_field_gets_an_answer(start_server: StartServer, 
                 if "request_id" not in told:
                     generation.request_id = uuid.uuid4().hex
                 if "min_weight_version" in told:  # it waits for weights that do not come
-                    generation.timeout.CopyFrom(wire.duration(0.1))
+                    generation.timeout.CopyFrom(conversion.duration(0.1))
             if name in ("JoinTransport", "CommitWeights", "DiscardUpdate"):
                 if not (await status(api)).update_id:
                     change = await under_way(api, staged=name == "CommitWeights")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from rollwire_server.errors import ServiceError
-from rollwire_server.lifecycle import COMMIT, MODES, Event, Lifecycle, Rpc, State
+from rollwire_server.state import COMMIT, MODES, Event, Lifecycle, Rpc, State
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

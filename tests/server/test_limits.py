@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rollwire.v1 import rollout_pb2, weights_pb2
 from rollwire_server.errors import Reason, ServiceError, told_float
-from rollwire_server.services import messages
-from rollwire_server.services.requests import STOP_TOKENS, read_request
+from rollwire_server.rpc import conversion
+from rollwire_server.rpc.validation import STOP_TOKENS, read_request
 from support.calls import Api, connected, generate, reason_of, request
 from support.engine_room import serving
 
@@ -262,5 +262,5 @@ def test_a_part_of_a_manifest_that_is_too_much_is_not_looked_at() -> None:
     many = weights_pb2.Manifest(
         tensors=[weights_pb2.TensorSpec(name="t", dtype="float32", shape=[2] * 1000)]
     )
-    (spec,) = messages.manifest(many).tensors
+    (spec,) = conversion.manifest(many).tensors
     assert len(spec.shape) == 65

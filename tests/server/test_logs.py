@@ -19,7 +19,7 @@ import structlog
 from rollwire.v1 import common_pb2, rollout_pb2
 from rollwire_server import logs
 from rollwire_server.logs import REFUSALS_A_SECOND
-from rollwire_server.services.answering import answering
+from rollwire_server.rpc.handler import answering
 from support.calls import Api, Generation, Stream, connected, generate, reason_of, request
 from support.certificates import Authority
 from support.publishing import Update, no_update, random_weights
@@ -193,7 +193,7 @@ from rollwire_server.logs import configure
 configure(sys.argv[1], "info")
 def fails(token):
     raise ValueError("it failed")
-logging.getLogger("rollwire_transport.links").info("a link says\\nsomething")
+logging.getLogger("rollwire_transport._links").info("a link says\\nsomething")
 logging.getLogger("somebody.else").info("chatter")
 structlog.get_logger().info("refused", request_id="\\x1b[2J\\nred", why="\\x9b1m and\\rmore")
 logging.getLogger("somebody.else").warning("a warning")

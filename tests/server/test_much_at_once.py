@@ -13,15 +13,15 @@ import grpc
 import pytest
 import rollwire_transport as transport
 from rollwire.v1 import weights_pb2
-from rollwire_server import records
-from rollwire_server.counts import Counts
+from rollwire_server.counters import Counts
 from rollwire_server.engines.base import SamplingParams, SequenceSpec
 from rollwire_server.errors import Reason, ServiceError
-from rollwire_server.readers import Outbox
-from rollwire_server.sequences import Request
-from rollwire_server.served import ServedWeights
-from rollwire_server.services.weight_service import MOST_ANNOUNCEMENTS, WeightService
-from rollwire_server.updates import Updates
+from rollwire_server.rpc.weight_service import MOST_ANNOUNCEMENTS, WeightService
+from rollwire_server.sequences import registry
+from rollwire_server.sequences.cursor import Outbox
+from rollwire_server.sequences.sequence import Request
+from rollwire_server.weights.state import ServedWeights
+from rollwire_server.weights.updates import Updates
 from support.calls import Generation, connected, reason_of, request, until
 from support.engine_room import serving
 from support.publishing import no_update
@@ -29,8 +29,8 @@ from support.publishing import no_update
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rollwire_server.readers import Reader
-    from rollwire_server.rollouts import Rollouts
+    from rollwire_server.sequences.cursor import Reader
+    from rollwire_server.sequences.manager import Rollouts
     from support.calls import Api
     from support.servers import StartServer
 
@@ -62,7 +62,7 @@ def read(reader: Reader) -> None:
 
 
 async def test_who_never_reads_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(registry, "MOST_BYTES", 1 << 20)
     async with serving() as (rollouts, _, _), asyncio.timeout(60):
         unread = []
         for _ in range(8):  # of some 150 KB each
@@ -79,7 +79,7 @@ async def test_who_never_reads_fills_no_memory(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_of_what_is_kept_large_ones_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(registry, "MOST_BYTES", 1 << 20)
     async with serving() as (rollouts, _, _), asyncio.timeout(60):
         ended = []
         for _ in range(20):

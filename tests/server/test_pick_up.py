@@ -9,10 +9,10 @@ import pytest
 from rollwire.v1 import rollout_pb2
 from rollwire_server.engines.base import EngineInfo, LogprobBasis, SamplingParams, SequenceSpec
 from rollwire_server.errors import Reason, ServiceError
-from rollwire_server.readers import Outbox
-from rollwire_server.records import NOT_COMPARED, check_pick_up
-from rollwire_server.sequences import Request, new_sequence
-from rollwire_server.services.requests import read_request
+from rollwire_server.rpc.validation import read_request
+from rollwire_server.sequences.cursor import Outbox
+from rollwire_server.sequences.registry import NOT_COMPARED, check_pick_up
+from rollwire_server.sequences.sequence import Request, new_sequence
 from support.calls import request
 from support.engine_room import serving
 

@@ -13,11 +13,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given, settings
 from rollwire.v1 import rollout_pb2, weights_pb2
-from rollwire_server import reception
-from rollwire_server.counts import Counts
+from rollwire_server.counters import Counts
 from rollwire_server.endpoints import PROBES_AT_ONCE
-from rollwire_server.parsing import LARGEST_BYTES, fields_of, has_at_most
-from rollwire_server.reception import AT_ONCE, Reception
+from rollwire_server.rpc import call_limits
+from rollwire_server.rpc.call_limits import AT_ONCE, Reception
+from rollwire_server.rpc.message_limits import LARGEST_BYTES, fields_of, has_at_most
 from support.calls import connected, generate, reason_of, request, until
 from support.fuzzing import messages
 from support.raw_calls import RawCalls, give_up
@@ -119,7 +119,7 @@ async def test_answers_that_nobody_takes_take_little(start_server: StartServer) 
 async def test_a_message_that_does_not_come_is_waited_for_so_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reception, "MESSAGE_SECONDS", 0.1)
+    monkeypatch.setattr(call_limits, "MESSAGE_SECONDS", 0.1)
     async with receiving(10) as channel:
         for _ in range(20):  # more than there may be at once
             with pytest.raises(grpc.aio.AioRpcError, match="did not come whole") as caught:

@@ -6,15 +6,15 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
-from rollwire_server import records
 from rollwire_server.engines.base import SamplingParams, SequenceSpec, Step
 from rollwire_server.errors import Reason, ServiceError
-from rollwire_server.readers import Outbox
-from rollwire_server.sequences import Finish, FinishReason, Request
+from rollwire_server.sequences import registry
+from rollwire_server.sequences.cursor import Outbox
+from rollwire_server.sequences.sequence import Finish, FinishReason, Request
 from support.engine_room import serving
 
 if TYPE_CHECKING:
-    from rollwire_server.rollouts import Rollouts
+    from rollwire_server.sequences.manager import Rollouts
 
 
 def asked(
@@ -27,7 +27,7 @@ def asked(
 async def test_a_lower_attempt_is_stale_however_many_others_came(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(records, "ATTEMPTS_REMEMBERED", 10)
+    monkeypatch.setattr(registry, "ATTEMPTS_REMEMBERED", 10)
     async with serving() as (rollouts, _, _):
         live = rollouts.start(asked(rollouts, "mine", attempt=5, tokens=4000), Outbox())
         for number in range(30):
@@ -39,7 +39,7 @@ async def test_a_lower_attempt_is_stale_however_many_others_came(
 
 
 async def test_of_what_has_finished_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MOST_KEPT", 3)
+    monkeypatch.setattr(registry, "MOST_KEPT", 3)
     async with serving() as (rollouts, _, _), asyncio.timeout(30):
         for number in range(6):
             rollouts.start(asked(rollouts, f"request {number}", grace=60), Outbox())

@@ -14,8 +14,14 @@ from rollwire_server.engines.base import (
     TopLogprobs,
     WeightTag,
 )
-from rollwire_server.readers import Outbox, Reader
-from rollwire_server.sequences import EXTRA_BYTES, FinishReason, Request, Sequence, new_sequence
+from rollwire_server.sequences.cursor import Outbox, Reader
+from rollwire_server.sequences.sequence import (
+    EXTRA_BYTES,
+    FinishReason,
+    Request,
+    Sequence,
+    new_sequence,
+)
 
 TAGS = [WeightTag(version, version, "server", version) for version in range(4)]
 

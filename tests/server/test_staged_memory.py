@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 import rollwire_transport as transport
 import torch
+from rollwire_server.background import outcome, result
 from rollwire_server.engines.base import EngineError, KvPolicy
 from rollwire_server.errors import Reason, ServiceError
-from rollwire_server.outcomes import outcome, result
-from rollwire_server.update import Announcement, Membership, Phase, Publisher
+from rollwire_server.weights.update import Announcement, Membership, Phase, Publisher
 from support.engine_room import updating
 from support.memory_link import MemoryLink
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from rollwire_server.engines.base import Engine
-    from rollwire_server.updates import Updates
+    from rollwire_server.weights.updates import Updates
     from torch import Tensor
 
 PUBLISHER = Publisher("trainer", 1)

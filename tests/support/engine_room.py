@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 import rollwire_transport as transport
-from rollwire_server.counts import Counts
+from rollwire_server.counters import Counts
 from rollwire_server.engines.base import WeightTag
 from rollwire_server.engines.synthetic import SyntheticConfig, SyntheticEngine
 from rollwire_server.errors import Reason
-from rollwire_server.lifecycle import Event, Lifecycle
-from rollwire_server.memory import Memory
-from rollwire_server.rollouts import Rollouts
-from rollwire_server.served import ServedWeights
-from rollwire_server.updates import Updates
+from rollwire_server.sequences.manager import Rollouts
+from rollwire_server.sleep import Memory
+from rollwire_server.state import Event, Lifecycle
+from rollwire_server.weights.state import ServedWeights
+from rollwire_server.weights.updates import Updates
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

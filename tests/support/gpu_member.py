@@ -10,7 +10,7 @@ import sys
 
 import torch
 from rollwire_transport import Receiver, Sender, describe_all, join, open_meeting, plan
-from rollwire_transport.tensors import as_bytes
+from rollwire_transport._tensors import as_bytes
 
 TIMEOUT = 60.0
 BUCKET_BYTES = 1 << 20

@@ -12,7 +12,7 @@ import grpc
 import rollwire_transport as transport
 import torch
 from rollwire.v1 import weights_pb2
-from rollwire_client import wire
+from rollwire_client._rpc import conversion
 from torch import Tensor
 
 from support.calls import until
@@ -77,8 +77,8 @@ class Update:
                 update_id=self.update_id,
                 version=self.version,
                 allow_version_rollback=self.rollback,
-                manifest=manifest or wire.manifest(self.manifest),
-                stage_lease=wire.duration(self.lease),
+                manifest=manifest or conversion.manifest(self.manifest),
+                stage_lease=conversion.duration(self.lease),
             ),
             timeout=60,
         )

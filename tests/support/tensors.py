@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from hypothesis import strategies as st
 from rollwire_transport import lay, room
-from rollwire_transport.tensors import DTYPES
+from rollwire_transport._tensors import DTYPES
 from torch import Tensor
 
 if TYPE_CHECKING:

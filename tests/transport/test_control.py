@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from rollwire_transport import TransportError, TransportTimeout
-from rollwire_transport.links import control
-from rollwire_transport.links.control import TICKET_BYTES, Gathering, Lines, Signal, call
+from rollwire_transport._links import control_channel
+from rollwire_transport._links.control_channel import TICKET_BYTES, Gathering, Lines, Signal, call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -211,7 +211,7 @@ def test_a_death_is_seen_by_rank_0_and_its_own_by_all() -> None:
 def test_a_death_that_is_told_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with group() as (trainer, _, two):
         trainer.blame(lambda: False)  # nobody is to blame
-        monkeypatch.setattr(control, "_BLAME_SECONDS", TIMEOUT)
+        monkeypatch.setattr(control_channel, "_BLAME_SECONDS", TIMEOUT)
         looks = 0
 
         def dies_meanwhile() -> bool:

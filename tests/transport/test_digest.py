@@ -19,7 +19,8 @@ from rollwire_transport import (
     tensor_digest,
     tensor_digests,
 )
-from rollwire_transport.digest import (
+from rollwire_transport._bucket_header import MAGIC, Sealer
+from rollwire_transport._digest import (
     _sum_words,
     bucket_digest,
     digest_of_sum,
@@ -27,8 +28,7 @@ from rollwire_transport.digest import (
     summing,
     tensor_sums,
 )
-from rollwire_transport.manifest import Bucket
-from rollwire_transport.sealing import MAGIC, Sealer
+from rollwire_transport._manifest import Bucket
 from support.tensors import content, random_tensor, tensors
 from torch import Tensor
 

@@ -23,7 +23,7 @@ from rollwire_transport import (
     open_meeting,
     plan,
 )
-from rollwire_transport.links.control import TICKET_BYTES, Gathering, call, card_of_rank
+from rollwire_transport._links.control_channel import TICKET_BYTES, Gathering, call, card_of_rank
 from support.gloo import TIMEOUT, group, in_thread, join_meeting, transfer
 from support.tensors import content, room_for, weights
 

@@ -27,7 +27,7 @@ from rollwire_transport import (
     open_meeting,
     plan,
 )
-from rollwire_transport.links.store import Line
+from rollwire_transport._links.gloo_store import Line
 from support.gloo import (
     MANIFEST,
     TIMEOUT,

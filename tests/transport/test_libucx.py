@@ -6,7 +6,7 @@ import contextlib
 import select
 import socket
 
-from rollwire_transport.links.libucx import _sockets
+from rollwire_transport._links.libucx import _sockets
 
 
 def test_sockets_are_found_through_others_and_may_go_meanwhile() -> None:

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollwire_transport import describe_all, padded, plan
-from rollwire_transport.slots import Slots, home
-from rollwire_transport.tensors import as_bytes
+from rollwire_transport._slots import Slots, home
+from rollwire_transport._tensors import as_bytes
 from support.tensors import room_for, room_in_one, weights
 
 if TYPE_CHECKING:

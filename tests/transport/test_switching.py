@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from rollwire_transport.switching import SECONDS, promptly
+from rollwire_transport._thread_switching import SECONDS, promptly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,12 +19,12 @@ from rollwire_transport import (
     TensorSpec,
     TransportError,
     describe_all,
-    ledger,
     plan,
     sum_digests,
     tensor_digest,
 )
-from rollwire_transport import receiver as receiver_module
+from rollwire_transport import _ledger as ledger
+from rollwire_transport import _receiver as receiver_module
 from support.memory_link import MemoryLink
 from support.tensors import content, random_tensor, room_for, room_in_one, weights
 from support.transfers import receive, send, some_weights

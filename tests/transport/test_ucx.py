@@ -23,8 +23,8 @@ from rollwire_transport import (
     open_meeting,
     plan,
 )
-from rollwire_transport.links import ucx
-from rollwire_transport.links.listening import ANYWHERE
+from rollwire_transport._links import ucx
+from rollwire_transport._links.listener import ANYWHERE
 from support import chain_member
 from support.chain_member import Answer, Order
 from support.tensors import random_tensor

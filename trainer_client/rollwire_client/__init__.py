@@ -10,7 +10,7 @@
 Importing it needs no torch; publishing and tensors do (``pip install 'rollwire[transport]'``).
 """
 
-from rollwire_client.batches import (
+from rollwire_client._batches import (
     Batch,
     Batcher,
     Carry,
@@ -25,9 +25,7 @@ from rollwire_client.batches import (
     Sample,
     Tail,
 )
-from rollwire_client.channels import Credentials
-from rollwire_client.client import RolloutClient, Timeouts
-from rollwire_client.data import (
+from rollwire_client._data import (
     Aborted,
     ActivePause,
     Chunk,
@@ -42,7 +40,7 @@ from rollwire_client.data import (
     ServerState,
     WeightTag,
 )
-from rollwire_client.errors import (
+from rollwire_client._errors import (
     BufferFileError,
     CallbackError,
     ClosedError,
@@ -78,17 +76,19 @@ from rollwire_client.errors import (
     UpdateRefusedError,
     WeightVersionError,
 )
-from rollwire_client.fleet import Fleet
-from rollwire_client.handle import PublishHandle
-from rollwire_client.publisher import Publisher
-from rollwire_client.ranks import Ranks
-from rollwire_client.recipient import PublishTimeouts
-from rollwire_client.replay import Routing, RoutingReplay, RoutingSegment
-from rollwire_client.reports import PublishReport, ServerReport
-from rollwire_client.request import RolloutOptions
-from rollwire_client.rollout import Retries
-from rollwire_client.session import Conversation, Session
-from rollwire_client.trajectory import Segment, Trajectory, TrajectoryTensors
+from rollwire_client._fleet.fleet import Fleet
+from rollwire_client._fleet.rollout import Retries
+from rollwire_client._fleet.session import Conversation, Session
+from rollwire_client._publishing.publish_handle import PublishHandle
+from rollwire_client._publishing.publish_target import PublishTimeouts
+from rollwire_client._publishing.publisher import Publisher
+from rollwire_client._publishing.report import PublishReport, ServerReport
+from rollwire_client._publishing.sharded import Ranks
+from rollwire_client._routing_replay import Routing, RoutingReplay, RoutingSegment
+from rollwire_client._rpc.channels import Credentials
+from rollwire_client._rpc.client import RolloutClient, Timeouts
+from rollwire_client._rpc.request import RolloutOptions
+from rollwire_client._trajectory import Segment, Trajectory, TrajectoryTensors
 
 __all__ = [
     "Aborted",

@@ -17,20 +17,20 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
-from rollwire_client.background import Background
-from rollwire_client.batches import Batcher
-from rollwire_client.errors import ClosedError
-from rollwire_client.fleet import Fleet
-from rollwire_client.handle import PublishHandle
-from rollwire_client.publisher import Publisher
-from rollwire_client.session import Session
+from rollwire_client._batches import Batcher
+from rollwire_client._concurrency.loop_thread import Background
+from rollwire_client._errors import ClosedError
+from rollwire_client._fleet.fleet import Fleet
+from rollwire_client._fleet.session import Session
+from rollwire_client._publishing.publish_handle import PublishHandle
+from rollwire_client._publishing.publisher import Publisher
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 
-    from rollwire_client.batches import Batch
-    from rollwire_client.reports import PublishReport
-    from rollwire_client.session import Conversation
+    from rollwire_client._batches import Batch
+    from rollwire_client._fleet.session import Conversation
+    from rollwire_client._publishing.report import PublishReport
 
 __all__ = ["SyncBatcher", "SyncFleet", "SyncPublishHandle", "SyncPublisher", "SyncSession"]
 

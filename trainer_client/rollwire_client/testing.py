@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any, Self
 import grpc
 from rollwire.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
 
-from rollwire_client.arguments import version as checked_version
-from rollwire_client.data import FinishReason, ServerState
-from rollwire_client.owner import use_grpc
-from rollwire_client.tasks import end
+from rollwire_client._arguments import version as checked_version
+from rollwire_client._concurrency.owner import use_grpc
+from rollwire_client._concurrency.tasks import end
+from rollwire_client._data import FinishReason, ServerState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -9,18 +9,16 @@ schema, ``join``s, and a ``Receiver`` puts what comes into its tensors. When a g
 members that are left form another and go on from the lowest bucket that one of them misses.
 """
 
-from rollwire_transport.beside import beside
-from rollwire_transport.checks import MAX_DIMENSIONS, ManifestError, compare, validate
-from rollwire_transport.digest import sum_digests, tensor_digest, tensor_digests
-from rollwire_transport.errors import (
+from rollwire_transport._bucket_layout import lay, padded, plan, room
+from rollwire_transport._digest import sum_digests, tensor_digest, tensor_digests
+from rollwire_transport._errors import (
     DigestMismatch,
     SharedDevice,
     SourceError,
     TransportError,
     TransportTimeout,
 )
-from rollwire_transport.layout import lay, padded, plan, room
-from rollwire_transport.links import (
+from rollwire_transport._links import (
     Availability,
     Link,
     Listening,
@@ -30,11 +28,13 @@ from rollwire_transport.links import (
     join,
     open_meeting,
 )
-from rollwire_transport.manifest import Bucket, Encoding, Manifest, Span, TensorSpec
-from rollwire_transport.receiver import Receiver
-from rollwire_transport.sender import Packing, Sender
-from rollwire_transport.tensors import close_source, describe, describe_all, whole
-from rollwire_transport.warmup import prepare
+from rollwire_transport._manifest import Bucket, Encoding, Manifest, Span, TensorSpec
+from rollwire_transport._receiver import Receiver
+from rollwire_transport._sender import Packing, Sender
+from rollwire_transport._side_stream import beside
+from rollwire_transport._tensors import close_source, describe, describe_all, whole
+from rollwire_transport._validation import MAX_DIMENSIONS, ManifestError, compare, validate
+from rollwire_transport._warmup import prepare
 
 __all__ = [
     "MAX_DIMENSIONS",

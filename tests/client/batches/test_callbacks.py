@@ -24,8 +24,8 @@ from rollwire_client import (
     Sampling,
     Trajectory,
 )
-from rollwire_client.batches import callbacks
-from rollwire_client.batches.callbacks import Caller
+from rollwire_client._batches import callbacks
+from rollwire_client._batches.callbacks import Caller
 from rollwire_client.testing import FakeServer
 
 if TYPE_CHECKING:

@@ -35,8 +35,8 @@ from rollwire_client import (
     Trajectory,
     WeightTag,
 )
-from rollwire_client.batches import callbacks
-from rollwire_client.batches.ledger import Life
+from rollwire_client._batches import callbacks
+from rollwire_client._batches.group_buffer import Life
 from rollwire_client.testing import FakeServer
 
 if TYPE_CHECKING:

@@ -31,8 +31,8 @@ from rollwire_client import (
     TimedOutError,
     Trajectory,
 )
+from rollwire_client._fleet.waiting import Want
 from rollwire_client.testing import FakeServer
-from rollwire_client.waiting import Want
 
 if TYPE_CHECKING:
     from pathlib import Path

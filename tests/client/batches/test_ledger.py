@@ -14,8 +14,8 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from rollwire_client.batches.data import Carry, Drop
-from rollwire_client.batches.ledger import TRANSITIONS, Event, Ledger, Life, Plan
+from rollwire_client._batches.batch import Carry, Drop
+from rollwire_client._batches.group_buffer import TRANSITIONS, Event, Ledger, Life, Plan
 
 
 class Books(RuleBasedStateMachine):

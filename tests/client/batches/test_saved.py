@@ -27,11 +27,11 @@ from rollwire_client import (
     Trajectory,
     WeightTag,
 )
-from rollwire_client.batches.group import LiveGroup, Member, Recipe
-from rollwire_client.batches.saved import Counters, read, write
-from rollwire_client.batches.steps import Step
+from rollwire_client._batches.checkpoint import Counters, read, write
+from rollwire_client._batches.group import LiveGroup, Member, Recipe
+from rollwire_client._batches.training_steps import Step
+from rollwire_client._trajectory import Draft
 from rollwire_client.testing import FakeServer
-from rollwire_client.trajectory import Draft
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,7 +6,7 @@ import math
 
 import pytest
 from rollwire_client import WeightTag
-from rollwire_client.batches.steps import REMEMBERED, Step, Steps
+from rollwire_client._batches.training_steps import REMEMBERED, Step, Steps
 
 
 def tag(version: int | None, digest: int = 0) -> WeightTag:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from rollwire.v1 import rollout_pb2
 from rollwire_server.engines.embedded.builtin import build
-from rollwire_server.engines.sglang.fingerprint import Fingerprints
-from rollwire_server.engines.sglang.page_lock import PageLock, pages_of
-from rollwire_server.engines.sglang.shared_memory import on_devices, on_host, opened
+from rollwire_server.engines.loading.fingerprint import Fingerprints
+from rollwire_server.engines.loading.page_lock import PageLock, pages_of
+from rollwire_server.engines.loading.shared_memory import on_devices, on_host, opened
 from rollwire_transport import TensorSpec, describe, tensor_digest
 from support.calls import Generation, connected, generate, request
 from support.contract import flags

@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollwire_server.engines.sglang import cuda_memory
-from rollwire_server.engines.sglang.shared_memory import on_devices, on_host, opened, views
+from rollwire_server.engines.loading import cuda_memory
+from rollwire_server.engines.loading.shared_memory import on_devices, on_host, opened, views
 from rollwire_transport import TensorSpec, plan
-from rollwire_transport.slots import home
-from rollwire_transport.tensors import as_bytes, nbytes
+from rollwire_transport._slots import home
+from rollwire_transport._tensors import as_bytes, nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

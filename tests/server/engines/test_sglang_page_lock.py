@@ -6,9 +6,9 @@ import logging
 from typing import TYPE_CHECKING
 
 import pytest
+from rollwire_server.engines.loading.shared_memory import on_host
 from rollwire_server.engines.sglang import loader
 from rollwire_server.engines.sglang import weights as server
-from rollwire_server.engines.sglang.shared_memory import on_host
 from support.engines import staged_update
 from support.sglang_weights import Copying, Fragile, weights_of
 

@@ -16,13 +16,13 @@ from rollwire_server.engines.base import (
     SleepingWeights,
     TornWeightsError,
 )
+from rollwire_server.engines.loading.copy_plan import NoRecipeError, copies, learn
+from rollwire_server.engines.loading.shared_memory import on_host
 from rollwire_server.engines.sglang import loader
 from rollwire_server.engines.sglang.checkpoint import describe_checkpoint
 from rollwire_server.engines.sglang.config import SglangConfig
 from rollwire_server.engines.sglang.engine import SglangEngine
 from rollwire_server.engines.sglang.notes import Note
-from rollwire_server.engines.sglang.recipe import NoRecipeError, copies, learn
-from rollwire_server.engines.sglang.shared_memory import on_host
 from rollwire_server.engines.sglang.weights import Weights
 from rollwire_transport import TensorSpec
 from support.contract import flags
@@ -33,7 +33,7 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
-    from rollwire_server.engines.sglang.shared_memory import Staged
+    from rollwire_server.engines.loading.shared_memory import Staged
     from torch import Tensor
 
 

@@ -12,8 +12,8 @@ from rollwire_server.engines.allocating import allocating
 from rollwire_server.engines.base import EngineError, NoMemoryError
 from rollwire_server.engines.embedded.staging import StagingPlace, choose, in_slabs, memory_like
 from rollwire_transport import describe_all, plan
-from rollwire_transport.slots import home
-from rollwire_transport.tensors import as_bytes
+from rollwire_transport._slots import home
+from rollwire_transport._tensors import as_bytes
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 AUTO, DEVICE, HOST = StagingPlace.AUTO, StagingPlace.DEVICE, StagingPlace.HOST

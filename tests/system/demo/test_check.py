@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from rollwire_client.data import Finish, FinishReason, WeightTag
+from rollwire_client._data import Finish, FinishReason, WeightTag
+from rollwire_client._trajectory import Segment, Trajectory
 from rollwire_client.demo.check import TOLERANCE, check_labels
 from rollwire_client.demo.policy import make_policy, snapshot
-from rollwire_client.trajectory import Segment, Trajectory
 from torch import Tensor
 
 LENGTH = 24

@@ -6,7 +6,9 @@ import io
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rollwire_client.data import Finish, FinishReason, WeightTag
+from rollwire_client._data import Finish, FinishReason, WeightTag
+from rollwire_client._publishing.report import PublishReport, ServerReport
+from rollwire_client._trajectory import Segment, Trajectory
 from rollwire_client.demo.check import CheckResult
 from rollwire_client.demo.display import Display
 from rollwire_client.demo.history import History
@@ -15,8 +17,6 @@ from rollwire_client.demo.rollouts import Rollout
 from rollwire_client.demo.run import Outcome
 from rollwire_client.demo.task import LENGTH
 from rollwire_client.demo.verdict import judge
-from rollwire_client.reports import PublishReport, ServerReport
-from rollwire_client.trajectory import Segment, Trajectory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

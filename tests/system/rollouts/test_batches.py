@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from rollwire_client import Carry, Fleet, Prompt, Publisher, Sampling
-from rollwire_client.batches.seeds import seed_of
+from rollwire_client._batches.seeds import seed_of
 from rollwire_client.sync import SyncBatcher, SyncFleet
 from support.batching import (
     GROUP,

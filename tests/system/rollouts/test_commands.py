@@ -18,7 +18,7 @@ from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
 if TYPE_CHECKING:
     from support.servers import ServerProcess, StartServer
 
-COMMAND = [sys.executable, "-c", "from rollwire_client.commands import main; main()"]
+COMMAND = [sys.executable, "-c", "from rollwire_client._cli import main; main()"]
 SECONDS = 60
 
 

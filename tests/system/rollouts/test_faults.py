@@ -55,7 +55,7 @@ class Noticed(logging.Handler):
 
 @contextlib.contextmanager
 def noticing():
-    handler, logger = Noticed(), logging.getLogger("rollwire_client.rollout")
+    handler, logger = Noticed(), logging.getLogger("rollwire_client._fleet.rollout")
     level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 from rollwire_client import Fleet
-from rollwire_client.lifecycle import Life
+from rollwire_client._fleet.server_lifecycle import Life
 from support.synthetic import PROMPT, each_sampled, sampling, start_synthetic, undisturbed, until
 
 if TYPE_CHECKING:
-    from rollwire_client.member import Member
+    from rollwire_client._fleet.server_handle import Member
     from support.servers import ServerProcess, StartServer
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-COMMAND = [sys.executable, "-c", "from rollwire_client.commands import main; main()"]
+COMMAND = [sys.executable, "-c", "from rollwire_client._cli import main; main()"]
 SECONDS = 60
 NOBODY = "127.0.0.1:9"
 

@@ -20,7 +20,7 @@ from rollwire_client import (
     Timeouts,
     UnavailableError,
 )
-from rollwire_client.commands.app import run
+from rollwire_client._cli.app import run
 from support.certificates import Authority
 from support.servers import servers
 

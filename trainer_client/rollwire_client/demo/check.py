@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rollwire_client.trajectory import Trajectory
+    from rollwire_client._trajectory import Trajectory
 
 TOLERANCE = 1e-4  # fp32: batches and kernels differ in the order of their sums
 

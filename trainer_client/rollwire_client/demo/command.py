@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from rollwire_client._errors import MissingDependencyError
 from rollwire_client.demo.display import Display
 from rollwire_client.demo.servers import DemoError
 from rollwire_client.demo.settings import DemoSettings
-from rollwire_client.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

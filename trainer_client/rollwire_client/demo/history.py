@@ -13,9 +13,9 @@ from rollwire_client.demo.task import LENGTH
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rollwire_client._publishing.report import PublishReport
+    from rollwire_client._trajectory import Trajectory
     from rollwire_client.demo.rollouts import Rollout
-    from rollwire_client.reports import PublishReport
-    from rollwire_client.trajectory import Trajectory
 
 GOAL = 0.9  # of the mean reward of a batch
 HELD_STEPS = 5  # in a row

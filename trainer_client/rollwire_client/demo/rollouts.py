@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-from rollwire_client.batches import Prompt
+from rollwire_client._batches import Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from rollwire_client.batches import Group
+    from rollwire_client._batches import Group
+    from rollwire_client._trajectory import Trajectory
     from rollwire_client.demo.task import Cipher
-    from rollwire_client.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rollwire_client.batches import Batcher
-from rollwire_client.data import KvPolicy, Sampling
+from rollwire_client._batches import Batcher
+from rollwire_client._data import KvPolicy, Sampling
+from rollwire_client._errors import RollwireError
+from rollwire_client._fleet.fleet import Fleet
+from rollwire_client._publishing.publisher import Publisher
+from rollwire_client._wording import servers_text
 from rollwire_client.demo.check import CheckResult, check_labels
 from rollwire_client.demo.history import History
 from rollwire_client.demo.policy import make_policy, save_policy, snapshot
@@ -18,22 +22,18 @@ from rollwire_client.demo.rollouts import prompts, rewarded
 from rollwire_client.demo.servers import DemoError, rollout_servers
 from rollwire_client.demo.task import LENGTH, Cipher
 from rollwire_client.demo.trainer import Trainer, TrainingBatch
-from rollwire_client.errors import RollwireError
-from rollwire_client.fleet import Fleet
-from rollwire_client.publisher import Publisher
-from rollwire_client.wording import servers_text
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Sequence
 
     from torch import Tensor
 
-    from rollwire_client.batches import Batch
+    from rollwire_client._batches import Batch
+    from rollwire_client._publishing.report import PublishReport
     from rollwire_client.demo.display import Display
     from rollwire_client.demo.rollouts import Rollout
     from rollwire_client.demo.servers import Server
     from rollwire_client.demo.settings import DemoSettings
-    from rollwire_client.reports import PublishReport
 
 GROUP = 8  # samples of a prompt
 GROUPS_PER_STEP = 8

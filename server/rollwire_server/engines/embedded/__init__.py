@@ -1,7 +1,7 @@
 """The embedded engine: continuous batching over a Hugging Face language model, in process."""
 
-from .config import EmbeddedConfig
-from .engine import EmbeddedEngine
-from .staging import StagingPlace
+from rollwire_server.engines.embedded.config import EmbeddedConfig
+from rollwire_server.engines.embedded.engine import EmbeddedEngine
+from rollwire_server.engines.embedded.staging import StagingPlace
 
 __all__ = ["EmbeddedConfig", "EmbeddedEngine", "StagingPlace"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from .batch import WIDTH_STEP, Batch, round_up
+from rollwire_server.engines.embedded.batch import WIDTH_STEP, Batch, round_up
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .kv_cache import KvCache
+    from rollwire_server.engines.embedded.kv_cache import KvCache
 
 WIDTH_STEP = 16
 """Keys that a row may see are padded to a multiple of this."""

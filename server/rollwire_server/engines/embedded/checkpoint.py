@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rollwire_server.engines.base import EngineError
-
-from .builtin import BUILTIN, build
+from rollwire_server.engines.embedded.builtin import BUILTIN, build
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from transformers import PreTrainedModel
 
-    from .config import EmbeddedConfig
+    from rollwire_server.engines.embedded.config import EmbeddedConfig
 
 
 def read_model(config: EmbeddedConfig) -> PreTrainedModel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .staging import StagingPlace
+from rollwire_server.engines.embedded.staging import StagingPlace
 
 
 @dataclass(frozen=True, slots=True)

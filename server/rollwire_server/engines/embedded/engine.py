@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from rollwire_server.engines.base import EngineError, Load, NoMemoryError
-
-from .checkpoint import first_line
-from .startup import start_runner
+from rollwire_server.engines.embedded.checkpoint import first_line
+from rollwire_server.engines.embedded.startup import start_runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,9 +31,8 @@ if TYPE_CHECKING:
         StagedUpdate,
         WeightTag,
     )
-
-    from .config import EmbeddedConfig
-    from .runner import Runner
+    from rollwire_server.engines.embedded.config import EmbeddedConfig
+    from rollwire_server.engines.embedded.runner import Runner
 
 T = TypeVar("T")
 

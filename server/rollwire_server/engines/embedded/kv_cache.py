@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .batch import WIDTH_STEP, round_up
+from rollwire_server.engines.embedded.batch import WIDTH_STEP, round_up
 
 if TYPE_CHECKING:
     import torch

@@ -9,18 +9,17 @@ import numpy as np
 import torch
 
 from rollwire_server.engines.base import EngineError
+from rollwire_server.engines.embedded.attention import ATTENTION, attend, is_batch_invariant
+from rollwire_server.engines.embedded.batch import round_up
+from rollwire_server.engines.embedded.checkpoint import first_line
+from rollwire_server.engines.embedded.experts import EXPERTS, LEAST_ROWS, Routers, padded_experts
 from rollwire_server.engines.end_tokens import end_token_ids
-
-from .attention import ATTENTION, attend, is_batch_invariant
-from .batch import round_up
-from .checkpoint import first_line
-from .experts import EXPERTS, LEAST_ROWS, Routers, padded_experts
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from .batch import Batch
+    from rollwire_server.engines.embedded.batch import Batch
 
 
 class Model:

@@ -11,11 +11,10 @@ import numpy as np
 import torch
 
 from rollwire_server.engines.base import EngineError
-
-from .batch import Chunk, pack
-from .checkpoint import first_line, quiet
-from .kv_cache import KvCache
-from .model import Model
+from rollwire_server.engines.embedded.batch import Chunk, pack
+from rollwire_server.engines.embedded.checkpoint import first_line, quiet
+from rollwire_server.engines.embedded.kv_cache import KvCache
+from rollwire_server.engines.embedded.model import Model
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rollwire_server.engines.base import WeightTag
-
-    from .sampling import Sampled
-    from .slots import SlotTable
+    from rollwire_server.engines.embedded.sampling import Sampled
+    from rollwire_server.engines.embedded.slots import SlotTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,14 +21,13 @@ from rollwire_server.engines.base import (
     TornWeightsError,
     WeightTag,
 )
-
-from .batch import Chunk, pack
-from .failures import Failures
-from .report import Report, read_prompt, read_tokens
-from .sampling import Noise, Rows, log_probabilities, sample
-from .slots import SlotTable
-from .tensors import checkpoint_tensors
-from .weights import Weights
+from rollwire_server.engines.embedded.batch import Chunk, pack
+from rollwire_server.engines.embedded.failures import Failures
+from rollwire_server.engines.embedded.report import Report, read_prompt, read_tokens
+from rollwire_server.engines.embedded.sampling import Noise, Rows, log_probabilities, sample
+from rollwire_server.engines.embedded.slots import SlotTable
+from rollwire_server.engines.embedded.tensors import checkpoint_tensors
+from rollwire_server.engines.embedded.weights import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -37,12 +36,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rollwire_server.engines.base import SequenceSpec, SleepingWeights, Step
-
-    from .kv_cache import KvCache
-    from .model import Model
-    from .report import Tokens
-    from .slots import Plan
-    from .staging import StagingPlace
+    from rollwire_server.engines.embedded.kv_cache import KvCache
+    from rollwire_server.engines.embedded.model import Model
+    from rollwire_server.engines.embedded.report import Tokens
+    from rollwire_server.engines.embedded.slots import Plan
+    from rollwire_server.engines.embedded.staging import StagingPlace
 
 MAX_LOGITS = 1 << 26
 """Elements of logits that one step may make for prompt log-probabilities."""

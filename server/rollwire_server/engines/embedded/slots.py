@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .batch import Chunk
-from .sampling import BASES
+from rollwire_server.engines.embedded.batch import Chunk
+from rollwire_server.engines.embedded.sampling import BASES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from rollwire_server.engines.base import EngineError, EngineInfo, LogprobBasis
-
-from .checkpoint import first_line, read_model
-from .probe import probe
-from .runner import Runner
-from .staging import StagingPlace, choose
+from rollwire_server.engines.embedded.checkpoint import first_line, read_model
+from rollwire_server.engines.embedded.probe import probe
+from rollwire_server.engines.embedded.runner import Runner
+from rollwire_server.engines.embedded.staging import StagingPlace, choose
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .config import EmbeddedConfig
-    from .probe import Findings
+    from rollwire_server.engines.embedded.config import EmbeddedConfig
+    from rollwire_server.engines.embedded.probe import Findings
 
 MAX_TOP_LOGPROBS = 64
 

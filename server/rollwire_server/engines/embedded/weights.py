@@ -9,10 +9,9 @@ from rollwire_transport import describe_all, tensor_digests
 
 from rollwire_server.engines.allocating import allocating
 from rollwire_server.engines.base import EngineError, SleepingWeights, TornWeightsError
+from rollwire_server.engines.embedded.staging import StagingPlace, memory_like
+from rollwire_server.engines.embedded.tensors import checkpoint_tensors
 from rollwire_server.engines.grouped_copy import copy_all
-
-from .staging import StagingPlace, memory_like
-from .tensors import checkpoint_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

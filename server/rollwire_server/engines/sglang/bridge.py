@@ -25,14 +25,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from rollwire_server.engines.base import EngineError
-
-from .launch import LOADER, Launcher
+from rollwire_server.engines.sglang.launch import LOADER, Launcher
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from .config import SglangConfig
-    from .messages import Chunk, Facts, Receiver, Request
+    from rollwire_server.engines.sglang.config import SglangConfig
+    from rollwire_server.engines.sglang.messages import Chunk, Facts, Receiver, Request
 
 T = TypeVar("T")
 

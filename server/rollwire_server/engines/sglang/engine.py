@@ -23,12 +23,11 @@ from rollwire_server.engines.base import (
     Step,
     WeightTag,
 )
-
-from .bridge import Bridge
-from .checkpoint import check_folder
-from .sequences import Sequences
-from .warmup import WarmUp
-from .weights import Weights
+from rollwire_server.engines.sglang.bridge import Bridge
+from rollwire_server.engines.sglang.checkpoint import check_folder
+from rollwire_server.engines.sglang.sequences import Sequences
+from rollwire_server.engines.sglang.warmup import WarmUp
+from rollwire_server.engines.sglang.weights import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,9 +36,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rollwire_server.engines.base import Sink, StagedUpdate
-
-    from .config import SglangConfig
-    from .messages import Chunk, Facts
+    from rollwire_server.engines.sglang.config import SglangConfig
+    from rollwire_server.engines.sglang.messages import Chunk, Facts
 
 logger = logging.getLogger(__name__)
 

@@ -14,19 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from rollwire_server.engines.base import EngineError
 from rollwire_server.engines.end_tokens import end_token_ids
-
-from . import processes
-from .caller import Caller
-from .messages import Facts
-from .notes import Note
-from .outputs import manager_class
+from rollwire_server.engines.sglang import processes
+from rollwire_server.engines.sglang.caller import Caller
+from rollwire_server.engines.sglang.messages import Facts
+from rollwire_server.engines.sglang.notes import Note
+from rollwire_server.engines.sglang.outputs import manager_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from multiprocessing.process import BaseProcess
 
-    from .config import SglangConfig
-    from .outputs import Listener
+    from rollwire_server.engines.sglang.config import SglangConfig
+    from rollwire_server.engines.sglang.outputs import Listener
 
 LOADER = "rollwire_server.engines.sglang.loader.load"
 

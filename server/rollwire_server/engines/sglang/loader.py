@@ -15,20 +15,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rollwire_server.engines.grouped_copy import copy_all
-
-from .checkpoint import read_tensors
-from .fingerprint import Fingerprints
-from .notes import write
-from .page_lock import PageLock, pages_of
-from .recipe import NoRecipeError, copies, learn
-from .shared_memory import Layout, opened, views
+from rollwire_server.engines.loading.copy_plan import NoRecipeError, copies, learn
+from rollwire_server.engines.loading.fingerprint import Fingerprints
+from rollwire_server.engines.loading.page_lock import PageLock, pages_of
+from rollwire_server.engines.loading.shared_memory import Layout, opened, views
+from rollwire_server.engines.sglang.checkpoint import read_tensors
+from rollwire_server.engines.sglang.notes import write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor, nn
 
-    from .recipe import Recipe
+    from rollwire_server.engines.loading.copy_plan import Recipe
 
 WARM_UP_PIECES = 8
 CPU = torch.device("cpu")

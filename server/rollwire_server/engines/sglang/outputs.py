@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from rollwire_server.engines.base import RoutedExperts
-
-from .messages import Chunk
+from rollwire_server.engines.sglang.messages import Chunk
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

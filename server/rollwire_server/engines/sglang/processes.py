@@ -17,7 +17,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from .notes import write
+from rollwire_server.engines.sglang.notes import write
 
 PR_SET_PDEATHSIG = 1
 

@@ -17,15 +17,13 @@ from rollwire_server.engines.base import (
     TopLogprobs,
     WeightTag,
 )
-
-from .messages import Request
+from rollwire_server.engines.sglang.messages import Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from rollwire_server.engines.base import RoutedExperts
-
-    from .messages import Chunk
+    from rollwire_server.engines.sglang.messages import Chunk
 
 SHARED_TOKENS = 64
 """A shorter prompt is computed sooner than waited for."""

@@ -6,14 +6,13 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from rollwire_server.engines.base import EngineError
-
-from .messages import Request
+from rollwire_server.engines.sglang.messages import Request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .bridge import Bridge
-    from .messages import Chunk
+    from rollwire_server.engines.sglang.bridge import Bridge
+    from rollwire_server.engines.sglang.messages import Chunk
 
 SECONDS = 1200.0
 PROMPT_TOKENS = 128

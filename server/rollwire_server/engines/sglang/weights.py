@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rollwire_transport import sum_digests
-from rollwire_transport.tensors import nbytes
+from rollwire_transport._tensors import nbytes
 
 from rollwire_server.engines.base import ChangedWeightsError, EngineError, TornWeightsError
-
-from .checkpoint import describe_checkpoint
-from .notes import Note
-from .page_lock import pages_of
-from .shared_memory import Staged, on_devices, on_host
+from rollwire_server.engines.loading.page_lock import pages_of
+from rollwire_server.engines.loading.shared_memory import Staged, on_devices, on_host
+from rollwire_server.engines.sglang.checkpoint import describe_checkpoint
+from rollwire_server.engines.sglang.notes import Note
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,10 +29,9 @@ if TYPE_CHECKING:
     from rollwire_transport import TensorSpec
 
     from rollwire_server.engines.base import StagedUpdate
-
-    from .bridge import Bridge
-    from .messages import Facts
-    from .shared_memory import Layout, SharedMemory
+    from rollwire_server.engines.loading.shared_memory import Layout, SharedMemory
+    from rollwire_server.engines.sglang.bridge import Bridge
+    from rollwire_server.engines.sglang.messages import Facts
 
 
 logger = logging.getLogger(__name__)

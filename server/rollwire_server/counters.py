@@ -1,0 +1,35 @@
+"""What one server has counted since it started; metrics tell it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rollwire_server.weights.update import Commit, Outcome
+
+
+@dataclass(slots=True)
+class Counts:
+    """Sums that only rise.
+
+    Attributes:
+        sampled_tokens: By the engine's steps.
+        ended_sequences: By finish or error reason, lower case.
+        refusals: Calls and sequences that were refused, by reason, lower case.
+        updates: By what came of them.
+        received_bytes: Of verified buckets.
+        forwarded_bytes: Of buckets, passed on to other servers.
+        on_commit: Called with each commit that put weights in place.
+    """
+
+    sampled_tokens: int = 0
+    ended_sequences: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    updates: Counter[Outcome] = field(default_factory=Counter)
+    received_bytes: int = 0
+    forwarded_bytes: int = 0
+    on_commit: list[Callable[[Commit], None]] = field(default_factory=list)

@@ -1,0 +1,1 @@
+"""Memory for weight updates and copies into place, for any engine."""

@@ -1,0 +1,229 @@
+"""Turns what the server works with into messages of the API, and manifests back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import rollwire_transport as transport
+from google.protobuf.duration_pb2 import Duration
+from rollwire.v1 import common_pb2, rollout_pb2, weights_pb2
+
+from rollwire_server.engines.base import KvPolicy, LogprobBasis
+from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.sequences.sequence import FinishReason
+from rollwire_server.state import State
+from rollwire_server.weights.update import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rollwire_server.engines.base import PromptLogprobs, RoutedExperts, WeightTag
+    from rollwire_server.sequences.cursor import Chunk
+    from rollwire_server.sequences.sequence import Finish
+
+STATES = {state: common_pb2.ServerState.Value(f"SERVER_STATE_{state.name}") for state in State}
+FINISH_REASONS = {
+    reason: rollout_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}")
+    for reason in FinishReason
+}
+BASES = {
+    basis: rollout_pb2.LogprobBasis.Value(f"LOGPROB_BASIS_{basis.name}") for basis in LogprobBasis
+}
+PHASES = {phase: weights_pb2.UpdatePhase.Value(f"UPDATE_PHASE_{phase.name}") for phase in Phase}
+KV_POLICIES = {
+    common_pb2.KV_POLICY_UNSPECIFIED: KvPolicy.RECOMPUTE,
+    common_pb2.KV_POLICY_RECOMPUTE: KvPolicy.RECOMPUTE,
+    common_pb2.KV_POLICY_KEEP: KvPolicy.KEEP,
+}
+ENCODINGS = {
+    weights_pb2.ENCODING_UNSPECIFIED: transport.Encoding.FULL,
+    weights_pb2.ENCODING_FULL: transport.Encoding.FULL,
+    weights_pb2.ENCODING_DELTA: transport.Encoding.DELTA,
+}
+MOST_TENSORS = 200_000
+MOST_BUCKETS = 200_000
+
+
+def weight_tag(tag: WeightTag) -> common_pb2.WeightTag:
+    """The tag as a message."""
+    return common_pb2.WeightTag(
+        version=tag.version, revision=tag.revision, server_id=tag.server_id, digest=tag.digest
+    )
+
+
+def duration(seconds: float) -> Duration:
+    """Seconds as a message."""
+    message = Duration()
+    message.FromNanoseconds(int(seconds * 1e9))
+    return message
+
+
+def finish(end: Finish) -> rollout_pb2.Finish:
+    """A sequence's end as a message."""
+    return rollout_pb2.Finish(
+        reason=FINISH_REASONS[end.reason],
+        stop_token_id=end.stop_token_id,
+        message=end.message,
+        prompt_tokens=end.prompt_tokens,
+        output_tokens=end.output_tokens,
+        cached_prompt_tokens=end.cached_prompt_tokens,
+    )
+
+
+def sequence_error(error: ServiceError) -> rollout_pb2.SequenceError:
+    """A sequence's error as a message."""
+    return rollout_pb2.SequenceError(
+        code=error.reason.code.value[0],
+        reason=error.reason.name,
+        message=error.message,
+        metadata=error.metadata,
+        retry_delay=error.retry_delay,
+        field=error.field or "",
+    )
+
+
+def top_logprobs(tops: list[tuple[list[int], list[float]]]) -> rollout_pb2.TopLogprobs | None:
+    """Those of a chunk, or None where none were asked for."""
+    if not tops:
+        return None
+    message = rollout_pb2.TopLogprobs(k=len(tops[0][0]))
+    for token_ids, logprobs in tops:
+        message.token_ids.extend(token_ids)
+        message.logprobs.extend(logprobs)
+    return message
+
+
+def prompt_logprobs(told: Iterable[PromptLogprobs]) -> list[rollout_pb2.PromptLogprobs]:
+    """Those of a chunk."""
+    return [
+        rollout_pb2.PromptLogprobs(
+            start_position=part.start_position,
+            logprobs=part.logprobs,
+            oldest_kv_revision=part.oldest_kv_revision,
+        )
+        for part in told
+    ]
+
+
+def routed_experts(
+    told: Iterable[tuple[RoutedExperts, WeightTag]],
+) -> list[rollout_pb2.RoutedExperts]:
+    """Those of a chunk."""
+    return [
+        rollout_pb2.RoutedExperts(
+            start_position=rows.start_position,
+            num_tokens=rows.num_tokens,
+            num_layers=rows.num_layers,
+            top_k=rows.top_k,
+            experts=rows.experts,
+            bytes_per_expert=rows.bytes_per_expert,
+            weights=weight_tag(weights),
+            oldest_kv_revision=rows.oldest_kv_revision,
+        )
+        for rows, weights in told
+    ]
+
+
+def generate_response(
+    chunk: Chunk, request_id: str, attempt: int, weights: WeightTag
+) -> rollout_pb2.GenerateResponse:
+    """A chunk as a message of Generate; ``weights`` are told where nothing was computed."""
+    weights = chunk.weights or weights
+    if chunk.run is not None:
+        oldest = chunk.run.oldest_kv_revision
+    else:
+        told = (part.oldest_kv_revision for part in chunk.prompt_logprobs)
+        oldest = min(told, default=weights.revision)
+    message = rollout_pb2.GenerateResponse(
+        request_id=request_id,
+        attempt=attempt,
+        offset=chunk.offset,
+        token_ids=chunk.token_ids,
+        logprobs=chunk.logprobs,
+        weights=weight_tag(weights),
+        oldest_kv_revision=oldest,
+        top_logprobs=top_logprobs(chunk.tops),
+        prompt_logprobs=prompt_logprobs(chunk.prompt_logprobs),
+        routed_experts=routed_experts(chunk.routed_experts),
+    )
+    if chunk.end is not None and not isinstance(chunk.end, ServiceError):
+        message.finish.CopyFrom(finish(chunk.end))
+    return message
+
+
+def tensor_spec(spec: transport.TensorSpec) -> weights_pb2.TensorSpec:
+    """A tensor of the schema as a message."""
+    return weights_pb2.TensorSpec(
+        name=spec.name, dtype=spec.dtype, shape=spec.shape, alias_of=spec.alias_of or ""
+    )
+
+
+def schema(specs: Iterable[transport.TensorSpec]) -> weights_pb2.GetWeightSchemaResponse:
+    """The tensors that a server wants, as a message."""
+    return weights_pb2.GetWeightSchemaResponse(tensors=[tensor_spec(spec) for spec in specs])
+
+
+def check_parts(message: weights_pb2.Manifest) -> None:
+    """Raises ServiceError for a manifest of more parts than are looked at.
+
+    Each becomes an object of Python's, which takes a hundred times what it took before.
+    """
+    spans = 0
+    if len(message.buckets) <= MOST_BUCKETS:
+        spans = sum(len(bucket.spans) for bucket in message.buckets)
+    for what, count, most in (
+        ("tensors", len(message.tensors), MOST_TENSORS),
+        ("buckets", len(message.buckets), MOST_BUCKETS),
+        ("spans", spans, MOST_TENSORS + MOST_BUCKETS),  # a bucket's end cuts one tensor
+    ):
+        if count > most:
+            raise ServiceError(
+                Reason.MANIFEST_MISMATCH,
+                f"the manifest has {count} {what}, more than {most}: use larger buckets, or send "
+                "tensors that belong together as one",
+                field="manifest",
+            )
+
+
+def manifest(message: weights_pb2.Manifest) -> transport.Manifest:
+    """The manifest of a message that ``check_parts`` lets pass; ``transport.validate`` checks it.
+
+    Raises:
+        ServiceError: Its encoding is not known.
+    """
+    if message.encoding not in ENCODINGS:
+        raise ServiceError(
+            Reason.UNSUPPORTED_ENCODING,
+            f"encoding {message.encoding} is not known here",
+            field="manifest.encoding",
+        )
+    return transport.Manifest(
+        tensors=tuple(
+            transport.TensorSpec(
+                name=spec.name,
+                dtype=spec.dtype,
+                shape=tuple(spec.shape[: transport.MAX_DIMENSIONS + 1]),  # too many stay too many
+                alias_of=spec.alias_of or None,
+            )
+            for spec in message.tensors
+        ),
+        buckets=tuple(
+            transport.Bucket(
+                size=bucket.size,
+                spans=tuple(
+                    transport.Span(
+                        tensor=span.tensor,
+                        tensor_offset=span.tensor_offset,
+                        bucket_offset=span.bucket_offset,
+                        length=span.length,
+                    )
+                    for span in bucket.spans
+                ),
+                sender=bucket.sender,
+            )
+            for bucket in message.buckets
+        ),
+        encoding=ENCODINGS[message.encoding],
+        partial=message.partial,
+        base_digest=message.base_digest if message.HasField("base_digest") else None,
+    )

@@ -1,0 +1,207 @@
+"""rollwire.v1.RolloutService over gRPC."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
+
+from rollwire_server.engines.base import SleepingWeights
+from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.logs import bind
+from rollwire_server.rpc import conversion
+from rollwire_server.rpc.call_limits import client_of
+from rollwire_server.rpc.handler import answering
+from rollwire_server.rpc.rollout_stream import RolloutStream
+from rollwire_server.rpc.validation import check_id, read_duration, read_request
+from rollwire_server.security import Scope
+from rollwire_server.sequences.cursor import Outbox
+from rollwire_server.state import Rpc
+
+if TYPE_CHECKING:
+    import grpc
+
+    from rollwire_server.counters import Counts
+    from rollwire_server.engines.base import Engine
+    from rollwire_server.rpc.server_info import ServerInfo
+    from rollwire_server.security import Access
+    from rollwire_server.sequences.cursor import Reader
+    from rollwire_server.sequences.manager import Rollouts
+    from rollwire_server.sleep import Memory
+    from rollwire_server.state import Lifecycle
+    from rollwire_server.weights.updates import Updates
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+SEQUENCES_AN_ABORT = 10_000
+TOKENS_A_MESSAGE = 65_536  # at most 9 bytes each: well below 1 MiB
+SLEEPING = {
+    rollout_pb2.SLEEPING_WEIGHTS_UNSPECIFIED: SleepingWeights.HOST_BACKUP,
+    rollout_pb2.SLEEPING_WEIGHTS_KEEP: SleepingWeights.KEEP,
+    rollout_pb2.SLEEPING_WEIGHTS_HOST_BACKUP: SleepingWeights.HOST_BACKUP,
+    rollout_pb2.SLEEPING_WEIGHTS_DISCARD: SleepingWeights.DISCARD,
+}
+
+
+class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
+    """Serves sequences; see rollout.proto."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        lifecycle: Lifecycle,
+        rollouts: Rollouts,
+        updates: Updates,
+        memory: Memory,
+        info: ServerInfo,
+        counts: Counts,
+        access: Access,
+        *,
+        max_streams_per_client: int,
+    ) -> None:
+        self.counts = counts
+        self._engine = engine
+        self._lifecycle = lifecycle
+        self._rollouts = rollouts
+        self._updates = updates
+        self._memory = memory
+        self._info = info
+        self._access = access
+        self._max_streams = max_streams_per_client
+        self._streams: Counter[str] = Counter()  # by client address
+
+    @answering
+    async def Generate(  # type: ignore[override]  # noqa: N802  writes by itself
+        self, request: rollout_pb2.GenerateRequest, context: Context
+    ) -> None:
+        """One sequence."""
+        self._lifecycle.check_started(Rpc.GENERATE)  # else see Rollouts.start
+        outbox = Outbox()
+        checked = read_request(request, self._engine.describe(), self._rollouts.next_key())
+        bind(request_id=checked.request_id)  # which may be the server's own
+        reader = self._rollouts.start(checked, outbox)
+        try:
+            await self._write(reader, outbox, context)
+        finally:
+            outbox.close()
+            self._rollouts.detach(reader)
+
+    async def _write(self, reader: Reader, outbox: Outbox, context: Context) -> None:
+        request = reader.sequence.request
+        while not reader.done:
+            await outbox.wait()
+            outbox.take()
+            while (chunk := reader.next_chunk(TOKENS_A_MESSAGE)) is not None:
+                message = conversion.generate_response(
+                    chunk, request.request_id, request.attempt, self._updates.weights
+                )
+                if not isinstance(chunk.end, ServiceError):
+                    await context.write(message)
+                    continue
+                if chunk.token_ids:
+                    await context.write(message)
+                raise chunk.end
+
+    @answering
+    async def StreamRollouts(  # type: ignore[override]  # noqa: N802  reads and writes by itself
+        self, _: Any, context: Context
+    ) -> None:
+        """Many sequences."""
+        client = client_of(context)
+        if self._streams[client] >= self._max_streams:
+            raise ServiceError(
+                Reason.TOO_MANY_STREAMS,
+                f"{client} has {self._streams[client]} StreamRollouts calls open, the limit: use "
+                "one of them for many sequences",
+            )
+        self._streams[client] += 1
+        try:
+            await RolloutStream(
+                self._engine, self._lifecycle, self._rollouts, self.counts, context
+            ).run()
+        finally:
+            self._streams[client] -= 1
+            self._streams += Counter()  # forgets clients that have none
+
+    @answering
+    async def Abort(  # noqa: N802
+        self, request: rollout_pb2.AbortRequest, context: Context
+    ) -> rollout_pb2.AbortResponse:
+        """Ends sequences now."""
+        self._lifecycle.check(Rpc.ABORT)
+        if request.all:
+            self._access.require(Scope.CONTROL, context.invocation_metadata() or ())
+            if request.sequences:
+                raise ServiceError(
+                    Reason.BAD_REQUEST, "`all` and `sequences` exclude each other", field="all"
+                )
+            return rollout_pb2.AbortResponse(aborted=await self._rollouts.abort_all())
+        if len(request.sequences) > SEQUENCES_AN_ABORT:
+            raise ServiceError(
+                Reason.BAD_REQUEST,
+                f"{len(request.sequences)} sequences in one call, the most is {SEQUENCES_AN_ABORT}",
+                field="sequences",
+            )
+        for key in request.sequences:
+            check_id("sequences.request_id", key.request_id)
+        aborted, not_found = await self._rollouts.abort(
+            (key.request_id, key.attempt if key.HasField("attempt") else None)
+            for key in request.sequences
+        )
+        return rollout_pb2.AbortResponse(aborted=aborted, not_found=not_found)
+
+    @answering
+    async def Pause(  # noqa: N802
+        self, request: rollout_pb2.PauseRequest, _: Context
+    ) -> rollout_pb2.PauseResponse:
+        """Holds every sequence."""
+        self._lifecycle.check(Rpc.PAUSE)
+        check_id("pause_id", request.pause_id)
+        lease = read_duration(request, "lease")
+        pause_id = await self._lifecycle.pause(request.pause_id, lease)
+        return rollout_pb2.PauseResponse(pause_id=pause_id, held_sequences=self._rollouts.live)
+
+    @answering
+    async def Resume(  # noqa: N802
+        self, request: rollout_pb2.ResumeRequest, _: Context
+    ) -> rollout_pb2.ResumeResponse:
+        """Lifts one pause, or all."""
+        self._lifecycle.check(Rpc.RESUME)
+        check_id("pause_id", request.pause_id)
+        was_held = self._lifecycle.held
+        await self._lifecycle.resume(request.pause_id)
+        resumed = was_held and not self._lifecycle.held
+        return rollout_pb2.ResumeResponse(
+            resumed_sequences=self._rollouts.live if resumed else 0,
+            remaining_pauses=len(self._lifecycle.pauses),
+            weights=conversion.weight_tag(self._updates.weights),
+        )
+
+    @answering
+    async def Sleep(  # noqa: N802
+        self, request: rollout_pb2.SleepRequest, _: Context
+    ) -> rollout_pb2.SleepResponse:
+        """Frees device memory."""
+        if request.weights not in SLEEPING:
+            raise ServiceError(
+                Reason.BAD_REQUEST, f"weights {request.weights} is not known", field="weights"
+            )
+        freed = await self._memory.sleep(SLEEPING[request.weights])
+        return rollout_pb2.SleepResponse(freed_bytes=freed)
+
+    @answering
+    async def WakeUp(  # noqa: N802
+        self, request: rollout_pb2.WakeUpRequest, _: Context
+    ) -> rollout_pb2.WakeUpResponse:
+        """Takes the memory back."""
+        await self._memory.wake(reload_checkpoint=request.reload_checkpoint)
+        return rollout_pb2.WakeUpResponse(weights=conversion.weight_tag(self._updates.weights))
+
+    @answering
+    async def GetServerInfo(  # noqa: N802
+        self, _request: rollout_pb2.GetServerInfoRequest, _context: Context
+    ) -> rollout_pb2.GetServerInfoResponse:
+        """What this server is, holds and is doing."""
+        self._lifecycle.check(Rpc.GET_SERVER_INFO)
+        return self._info.read()

@@ -1,0 +1,83 @@
+"""GetServerInfo: what a server is, holds and is doing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import rollwire_transport as transport
+from rollwire.v1 import rollout_pb2
+
+from rollwire_server import __version__
+from rollwire_server.rpc import conversion
+from rollwire_server.state import State
+
+if TYPE_CHECKING:
+    from rollwire_server.counters import Counts
+    from rollwire_server.engines.base import Engine
+    from rollwire_server.sequences.manager import Rollouts
+    from rollwire_server.state import Lifecycle
+    from rollwire_server.weights.updates import Updates
+
+
+class ServerInfo:
+    """Answers GetServerInfo, also while the engine loads."""
+
+    def __init__(
+        self,
+        server_id: str,
+        engine: Engine,
+        lifecycle: Lifecycle,
+        rollouts: Rollouts,
+        updates: Updates,
+        counts: Counts,
+    ) -> None:
+        self._server_id = server_id
+        self._engine = engine
+        self._lifecycle = lifecycle
+        self._rollouts = rollouts
+        self._updates = updates
+        self._counts = counts
+        backends = transport.available_backends(updates.listening)
+        self._transports = [name for name, backend in backends.items() if backend.ok]
+
+    def read(self) -> rollout_pb2.GetServerInfoResponse:
+        """As it is now."""
+        state = self._lifecycle.state
+        response = rollout_pb2.GetServerInfoResponse(
+            server_id=self._server_id,
+            state=conversion.STATES[state],
+            software_version=__version__,
+            accepts_updates=not self._updates.frozen,
+            transports=self._transports,
+        )
+        for pause_id, left in self._lifecycle.leases.items():
+            pause = response.pauses.add(pause_id=pause_id)
+            if left is not None:
+                pause.lease_left.FromMilliseconds(int(left * 1000))
+        if state is not State.STARTING:
+            self._describe_engine(response)
+        return response
+
+    def _describe_engine(self, response: rollout_pb2.GetServerInfoResponse) -> None:
+        engine, load, live = self._engine.describe(), self._engine.load(), self._rollouts.live
+        running = min(load.running, live)
+        response.weights.CopyFrom(conversion.weight_tag(self._updates.weights))
+        if (highest := self._updates.served.highest_version) is not None:
+            response.highest_version = highest
+        response.engine = engine.engine
+        response.model = engine.model
+        response.vocab_size = engine.vocab_size
+        response.context_length = engine.context_length
+        response.eos_token_ids.extend(engine.eos_token_ids)
+        bases = (conversion.BASES[basis] for basis in engine.logprob_bases)
+        response.logprob_bases.extend(sorted(bases))
+        response.deterministic = engine.deterministic
+        response.max_running_sequences = engine.max_running_sequences
+        if self._lifecycle.held:
+            response.held_sequences = live
+        else:
+            response.running_sequences = running
+            response.waiting_sequences = live - running
+        response.sampled_tokens = self._counts.sampled_tokens
+        response.kv_tokens_used = load.kv_tokens_used
+        response.kv_tokens_total = load.kv_tokens_total

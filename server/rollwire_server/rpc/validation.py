@@ -1,0 +1,238 @@
+"""Checks a GenerateRequest and turns it into what the server works with.
+
+Everything that the engine or the server could stumble over is refused here, with the field's name.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import struct
+import uuid
+from typing import TYPE_CHECKING
+
+from rollwire.v1 import rollout_pb2
+
+from rollwire_server.engines.base import LogprobBasis, SamplingParams, SequenceSpec
+from rollwire_server.errors import Reason, ServiceError, told_float
+from rollwire_server.sequences.sequence import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from google.protobuf.duration_pb2 import Duration
+
+    from rollwire_server.engines.base import EngineInfo
+
+LOGPROB_BASES = {
+    rollout_pb2.LOGPROB_BASIS_UNSPECIFIED: LogprobBasis.TEMPERATURE,
+    rollout_pb2.LOGPROB_BASIS_TEMPERATURE: LogprobBasis.TEMPERATURE,
+    rollout_pb2.LOGPROB_BASIS_MODEL: LogprobBasis.MODEL,
+    rollout_pb2.LOGPROB_BASIS_SAMPLED: LogprobBasis.SAMPLED,
+}
+LONGEST_SECONDS = 315_576_000_000  # of google.protobuf.Duration
+ID_CHARACTERS = 256
+STOP_TOKENS = 1024
+TOKEN_BYTES = 5  # the most that an id takes
+OTHER_BYTES = 1 << 16  # names, stop tokens, sampling
+LEAST_TEMPERATURE = 1e-6  # below, logits / temperature may not be finite
+LEAST_ON_THE_WIRE = struct.unpack("f", struct.pack("f", LEAST_TEMPERATURE))[0]  # a little less
+
+
+def read_request(message: rollout_pb2.GenerateRequest, info: EngineInfo, key: int) -> Request:
+    """The request, checked, with every default filled; raises ServiceError.
+
+    Args:
+        message: As it came.
+        info: What the engine can do.
+        key: Names the sequence in the engine.
+    """
+    _check_ids(message)
+    prompt = _check_lengths(message, info)
+    _check_tokens("prompt_token_ids", message.prompt_token_ids, info)
+    _check_tokens("output_token_ids", message.output_token_ids, info)
+    sampling = _read_sampling(message.sampling, info, info.context_length - prompt)
+    if len(message.output_token_ids) > sampling.max_new_tokens:
+        raise ServiceError(
+            Reason.CONTEXT_EXCEEDED,
+            f"{len(message.output_token_ids)} output tokens are given, more than the "
+            f"{sampling.max_new_tokens} that max_new_tokens and the context allow",
+            field="output_token_ids",
+        )
+    _check_extras(message, info, sampling)
+    least = message.min_weight_version if message.HasField("min_weight_version") else None
+    most = message.max_weight_version if message.HasField("max_weight_version") else None
+    if least is not None and most is not None and least > most:
+        raise ServiceError(
+            Reason.BAD_REQUEST,
+            f"no weights are at least version {least} and at most version {most}",
+            field="min_weight_version",
+        )
+    return Request(
+        request_id=message.request_id or uuid.uuid4().hex,
+        attempt=message.attempt,
+        spec=SequenceSpec(
+            key=key,
+            prompt=tuple(message.prompt_token_ids),
+            prefix=tuple(message.output_token_ids),
+            sampling=sampling,
+            logprob_basis=LOGPROB_BASES[message.logprob_basis],
+            top_logprobs=message.top_logprobs,
+            prompt_logprobs=message.prompt_logprobs,
+            routed_experts=message.routed_experts,
+        ),
+        seed=sampling.seed if message.sampling.HasField("seed") else None,
+        min_weight_version=least,
+        max_weight_version=most,
+        detach_grace=read_duration(message, "detach_grace") or 0.0,
+        delivery_interval=read_duration(message, "delivery_interval") or 0.0,
+        timeout=read_duration(message, "timeout"),
+    )
+
+
+def read_duration(message: object, field: str) -> float | None:
+    """Seconds of a Duration field, None where it is absent; raises ServiceError when negative, or
+    longer than a Duration may be.
+    """
+    if not message.HasField(field):  # type: ignore[attr-defined]
+        return None
+    duration: Duration = getattr(message, field)
+    seconds = duration.seconds + duration.nanos / 1e9
+    if seconds < 0:
+        raise ServiceError(Reason.BAD_REQUEST, f"{field} is negative: {seconds:g} s", field=field)
+    if seconds > LONGEST_SECONDS:
+        raise ServiceError(
+            Reason.BAD_REQUEST, f"{field} is {seconds:g} s, more than 10,000 years", field=field
+        )
+    return seconds
+
+
+def check_id(field: str, value: str) -> None:
+    """Raises ServiceError for a name that is too long to be repeated in an answer."""
+    if len(value) > ID_CHARACTERS:
+        raise ServiceError(
+            Reason.BAD_REQUEST,
+            f"{field} has {len(value)} characters, more than {ID_CHARACTERS}",
+            field=field,
+        )
+
+
+def _check_ids(message: rollout_pb2.GenerateRequest) -> None:
+    for field in ("request_id", "session_id"):
+        check_id(field, getattr(message, field))
+
+
+def _check_lengths(message: rollout_pb2.GenerateRequest, info: EngineInfo) -> int:
+    """The prompt's length. Whatever looks at each token comes after this."""
+    prompt, given = len(message.prompt_token_ids), len(message.output_token_ids)
+    if not prompt:
+        raise ServiceError(
+            Reason.EMPTY_PROMPT, "a prompt needs at least one token", field="prompt_token_ids"
+        )
+    if prompt >= info.context_length:
+        raise ServiceError(
+            Reason.CONTEXT_EXCEEDED,
+            f"a prompt of {prompt} tokens leaves no room in a context of {info.context_length}",
+            field="prompt_token_ids",
+        )
+    if prompt + given > info.context_length:
+        raise ServiceError(
+            Reason.CONTEXT_EXCEEDED,
+            f"{given} output tokens are given after a prompt of {prompt}, more than a context of "
+            f"{info.context_length} holds",
+            field="output_token_ids",
+        )
+    if len(message.sampling.stop_token_ids) > STOP_TOKENS:
+        raise _bad_sampling("stop_token_ids", f"are more than {STOP_TOKENS}")
+    most = TOKEN_BYTES * info.context_length + OTHER_BYTES
+    if (size := message.ByteSize()) > most:  # of fields that nobody here knows
+        raise ServiceError(
+            Reason.BAD_REQUEST, f"the request has {size} bytes, the most that makes sense is {most}"
+        )
+    return prompt
+
+
+def _check_tokens(field: str, token_ids: Iterable[int], info: EngineInfo) -> None:
+    highest = max(token_ids, default=0)
+    if highest >= info.vocab_size:
+        raise ServiceError(
+            Reason.TOKEN_OUT_OF_RANGE,
+            f"token id {highest} in {field} is beyond the vocabulary of {info.vocab_size}",
+            field=field,
+        )
+
+
+def _check_extras(
+    message: rollout_pb2.GenerateRequest, info: EngineInfo, sampling: SamplingParams
+) -> None:
+    basis = LOGPROB_BASES.get(message.logprob_basis)
+    if basis not in info.logprob_bases:
+        offered = ", ".join(sorted(basis.name for basis in info.logprob_bases))
+        raise ServiceError(
+            Reason.UNSUPPORTED_LOGPROB_BASIS,
+            f"this server gives log-probabilities of the basis {offered} only",
+            field="logprob_basis",
+        )
+    if message.top_logprobs > info.max_top_logprobs:
+        raise ServiceError(
+            Reason.BAD_SAMPLING,
+            f"top_logprobs is {message.top_logprobs}, the most is {info.max_top_logprobs}",
+            field="top_logprobs",
+        )
+    scaled = basis is LogprobBasis.TEMPERATURE and sampling.temperature not in (0.0, 1.0)
+    if message.prompt_logprobs and scaled and not info.scaled_prompt_logprobs:
+        raise ServiceError(
+            Reason.BAD_SAMPLING,
+            f"prompt_logprobs come from the {info.engine} engine at temperature 0 or 1 only, not "
+            f"at {told_float(sampling.temperature)}: ask for them in a request of their own",
+            field="prompt_logprobs",
+        )
+    if message.routed_experts and not info.routed_experts:
+        raise ServiceError(
+            Reason.UNSUPPORTED_ROUTING,
+            f"{info.model} has no experts, or the engine was started without reporting them "
+            "(SGLang: --engine-arg enable-return-routed-experts=true, on GPUs)",
+            field="routed_experts",
+        )
+
+
+def _read_sampling(
+    message: rollout_pb2.SamplingParams, info: EngineInfo, room: int
+) -> SamplingParams:
+    _check_tokens("sampling.stop_token_ids", message.stop_token_ids, info)
+    temperature = message.temperature if message.HasField("temperature") else 1.0
+    if temperature != 0:
+        if not (math.isfinite(temperature) and temperature >= LEAST_ON_THE_WIRE):
+            problem = f"is {told_float(temperature)}, neither 0 nor at least {LEAST_TEMPERATURE:g}"
+            raise _bad_sampling("temperature", problem)
+        temperature = max(temperature, LEAST_TEMPERATURE)
+    top_p = message.top_p if message.HasField("top_p") else 1.0
+    if not 0 < top_p <= 1:
+        raise _bad_sampling("top_p", f"is {told_float(top_p)}, not above 0 and at most 1")
+    if not 0 <= message.min_p <= 1:
+        raise _bad_sampling("min_p", f"is {told_float(message.min_p)}, not from 0 to 1")
+    for name in info.unsupported_sampling:
+        if getattr(message, name):
+            raise _bad_sampling(name, f"is not supported by the {info.engine} engine: leave it out")
+    most = min(message.max_new_tokens, room) if message.HasField("max_new_tokens") else room
+    if most == 0:
+        raise _bad_sampling("max_new_tokens", "is 0: nothing would be sampled")
+    if message.min_new_tokens > most:
+        raise _bad_sampling("min_new_tokens", f"is {message.min_new_tokens}, the most is {most}")
+    stop = frozenset(message.stop_token_ids)
+    if message.min_new_tokens and len(stop.union(info.eos_token_ids)) >= info.vocab_size:
+        raise _bad_sampling("min_new_tokens", "leaves nothing to sample: every token is a stop")
+    return SamplingParams(
+        max_new_tokens=most,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=message.top_k if message.top_k < info.vocab_size else 0,  # engines may use int32
+        min_p=message.min_p,
+        min_new_tokens=message.min_new_tokens,
+        stop_token_ids=stop if message.ignore_eos else stop.union(info.eos_token_ids),
+        seed=message.seed if message.HasField("seed") else secrets.randbits(64),
+    )
+
+
+def _bad_sampling(field: str, problem: str) -> ServiceError:
+    return ServiceError(Reason.BAD_SAMPLING, f"{field} {problem}", field=f"sampling.{field}")

@@ -1,0 +1,229 @@
+"""rollwire.v1.WeightService over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from rollwire.v1 import weights_pb2, weights_pb2_grpc
+
+from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.rpc import conversion
+from rollwire_server.rpc.handler import answering
+from rollwire_server.rpc.validation import check_id, read_duration
+from rollwire_server.state import Rpc
+from rollwire_server.weights.update import Announcement, Membership, Publisher
+
+if TYPE_CHECKING:
+    import grpc
+
+    from rollwire_server.counters import Counts
+    from rollwire_server.engines.base import Engine
+    from rollwire_server.state import Lifecycle
+    from rollwire_server.weights.updates import Updates
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+JOIN_SECONDS = 30.0  # where the caller sets no deadline
+STAGE_LEASE_SECONDS = 60.0
+MOST_ANNOUNCEMENTS = 16  # calls at once, each with its manifest; one of them is under way
+
+
+class WeightService(weights_pb2_grpc.WeightServiceServicer):
+    """Takes weight updates; see weights.proto."""
+
+    def __init__(
+        self, engine: Engine, lifecycle: Lifecycle, updates: Updates, counts: Counts
+    ) -> None:
+        self.counts = counts
+        self._engine = engine
+        self._lifecycle = lifecycle
+        self._updates = updates
+        self._announcements = 0
+        self._one_manifest = asyncio.Lock()  # at a time: it takes a thread and much memory
+
+    @answering
+    async def GetWeightSchema(  # noqa: N802
+        self, _request: weights_pb2.GetWeightSchemaRequest, _context: Context
+    ) -> weights_pb2.GetWeightSchemaResponse:
+        """The tensors that this server wants."""
+        self._lifecycle.check(Rpc.GET_WEIGHT_SCHEMA)
+        schema = self._engine.schema()
+        # Beside the event loop: it may name a hundred thousand tensors.
+        return await asyncio.to_thread(conversion.schema, schema)
+
+    @answering
+    async def UpdateWeights(  # type: ignore[override]  # noqa: N802  writes by itself
+        self, request: weights_pb2.UpdateWeightsRequest, context: Context
+    ) -> None:
+        """Announces an update and reports on it until it is staged."""
+        lease = read_duration(request, "stage_lease")
+        publisher, update_id = _publisher(request.publisher), _update_id(request.update_id)
+        version = _version(request)
+        self._updates.check_announcer(publisher)
+        conversion.check_parts(request.manifest)
+        if self._announcements >= MOST_ANNOUNCEMENTS:
+            raise ServiceError(
+                Reason.UPDATE_IN_PROGRESS,
+                f"{self._announcements} announcements are under way on this server: try again",
+            )
+        self._announcements += 1
+        try:
+            await self._announce(request, publisher, update_id, version, lease, context)
+        finally:
+            self._announcements -= 1
+
+    async def _announce(
+        self,
+        request: weights_pb2.UpdateWeightsRequest,
+        publisher: Publisher,
+        update_id: str,
+        version: int | None,
+        lease: float | None,
+        context: Context,
+    ) -> None:
+        async with self._one_manifest:
+            manifest = await asyncio.to_thread(conversion.manifest, request.manifest)
+        announcement = Announcement(
+            publisher=publisher,
+            update_id=update_id,
+            version=version,
+            allow_version_rollback=request.allow_version_rollback,
+            manifest=manifest,
+            stage_lease=STAGE_LEASE_SECONDS if lease is None else lease,
+        )
+        async with contextlib.aclosing(self._updates.announce(announcement)) as reports:
+            async for progress in reports:
+                await context.write(
+                    weights_pb2.UpdateWeightsResponse(
+                        phase=conversion.PHASES[progress.phase],
+                        received_bytes=progress.received_bytes,
+                        forwarded_bytes=progress.forwarded_bytes,
+                        next_bucket=progress.next_bucket,
+                        digest=progress.digest,
+                        detail=progress.detail,
+                        epoch=progress.epoch,
+                    )
+                )
+
+    @answering
+    async def JoinTransport(  # noqa: N802
+        self, request: weights_pb2.JoinTransportRequest, context: Context
+    ) -> weights_pb2.JoinTransportResponse:
+        """Joins the transport group of an announced update."""
+        if len(request.ranks) != 1:
+            raise ServiceError(
+                Reason.BAD_REQUEST,
+                f"this server receives on one device and takes one rank, not {len(request.ranks)}",
+                field="ranks",
+            )
+        for field in ("epoch", "backend", "rendezvous"):
+            check_id(field, getattr(request, field))
+        if not request.epoch:
+            raise ServiceError(Reason.BAD_REQUEST, "epoch names the group", field="epoch")
+        left = context.time_remaining()
+        await self._updates.join(
+            _publisher(request.publisher),
+            _update_id(request.update_id),
+            Membership(
+                epoch=request.epoch,
+                backend=request.backend,
+                rank=request.ranks[0],
+                world_size=request.world_size,
+                rendezvous=request.rendezvous,
+                first_bucket=request.first_bucket,
+            ),
+            timeout=JOIN_SECONDS if left is None else min(left, JOIN_SECONDS),
+        )
+        return weights_pb2.JoinTransportResponse()
+
+    @answering
+    async def CommitWeights(  # noqa: N802
+        self, request: weights_pb2.CommitWeightsRequest, _: Context
+    ) -> weights_pb2.CommitWeightsResponse:
+        """Makes a staged update the weights that serve."""
+        if request.kv_policy not in conversion.KV_POLICIES:
+            raise ServiceError(
+                Reason.BAD_REQUEST, f"KV policy {request.kv_policy} is not known", field="kv_policy"
+            )
+        commit = await self._updates.commit(
+            _publisher(request.publisher),
+            _update_id(request.update_id),
+            request.expected_digest,
+            conversion.KV_POLICIES[request.kv_policy],
+        )
+        return weights_pb2.CommitWeightsResponse(
+            weights=conversion.weight_tag(commit.weights),
+            timing=weights_pb2.CommitTiming(
+                receive_ns=commit.receive_ns,
+                apply_ns=commit.apply_ns,
+                paused_ns=commit.paused_ns,
+                held_sequences=commit.held_sequences,
+                kv_tokens_to_recompute=commit.kv_tokens_to_recompute,
+            ),
+            already_current=commit.already_current,
+        )
+
+    @answering
+    async def DiscardUpdate(  # noqa: N802
+        self, request: weights_pb2.DiscardUpdateRequest, _: Context
+    ) -> weights_pb2.DiscardUpdateResponse:
+        """Drops an announced or staged update."""
+        await self._updates.discard(_publisher(request.publisher), _update_id(request.update_id))
+        return weights_pb2.DiscardUpdateResponse(
+            weights=conversion.weight_tag(self._updates.weights)
+        )
+
+    @answering
+    async def GetWeightStatus(  # noqa: N802
+        self, request: weights_pb2.GetWeightStatusRequest, _: Context
+    ) -> weights_pb2.GetWeightStatusResponse:
+        """What is committed and what is under way."""
+        self._lifecycle.check(Rpc.GET_WEIGHT_STATUS)
+        intact = await self._updates.intact() if request.verify else None
+        updates = self._updates
+        response = weights_pb2.GetWeightStatusResponse(
+            weights=conversion.weight_tag(updates.weights),
+            state=conversion.STATES[self._lifecycle.state],
+            committed_update_id=updates.served.committed_update_id,
+            intact=intact,
+            history=[conversion.weight_tag(tag) for tag in updates.served.history],
+        )
+        if (publisher := updates.publisher) is not None:
+            response.publisher.id, response.publisher.term = publisher.id, publisher.term
+        if (update := updates.update) is not None:
+            response.update_id = update.announcement.update_id
+            if update.announcement.version is not None:
+                response.update_version = update.announcement.version
+            response.update_phase = conversion.PHASES[update.phase]
+            if update.lease is not None:
+                response.stage_lease_left.CopyFrom(conversion.duration(update.lease.left))
+        return response
+
+
+def _publisher(message: weights_pb2.Publisher) -> Publisher:
+    check_id("publisher.id", message.id)
+    if not message.id:
+        raise ServiceError(Reason.BAD_REQUEST, "a publisher needs an id", field="publisher.id")
+    return Publisher(message.id, message.term)
+
+
+def _version(request: weights_pb2.UpdateWeightsRequest) -> int | None:
+    if not request.HasField("version"):
+        return None
+    if request.version < 0:
+        raise ServiceError(
+            Reason.BAD_REQUEST,
+            f"version {request.version} is negative: a version is the trainer's step, from 0 on; "
+            "leave it out for an update without a version",
+            field="version",
+        )
+    return request.version
+
+
+def _update_id(update_id: str) -> str:
+    check_id("update_id", update_id)
+    if not update_id:
+        raise ServiceError(Reason.BAD_REQUEST, "an update needs an update_id", field="update_id")
+    return update_id

@@ -1,0 +1,1 @@
+"""The sequences of a server: admitted, sampled, read, kept to be picked up."""

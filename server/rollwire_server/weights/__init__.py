@@ -1,0 +1,1 @@
+"""The weights that serve, and the updates that replace them."""

@@ -1,0 +1,355 @@
+"""Groups of samples by the batch, from a fleet whose sequences end at very different times.
+
+    async with Fleet(addresses) as fleet, Batcher(fleet, seed=1, sampling=sampling) as batcher:
+        for version in …:
+            await (await publisher.publish(version, tensors)).committed
+            batch = await batcher.collect(prompts, target=32, over_sample=1.25, tail=Carry())
+            learn(batch.groups)
+            batcher.save(folder / "buffer")  # what is carried, beside the policy
+
+Between two calls, groups that were carried or begun ahead go on in the background.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from rollwire_client._arguments import integer, seconds
+from rollwire_client._arguments import version as checked_version
+from rollwire_client._batches import checkpoint
+from rollwire_client._batches.batch import Drop, Tail
+from rollwire_client._batches.batch_collector import Collecting, Stock
+from rollwire_client._batches.callbacks import Caller, Scorer, Source, read_all
+from rollwire_client._batches.checkpoint import Counters
+from rollwire_client._batches.evaluation import evaluate
+from rollwire_client._batches.group import Recipe
+from rollwire_client._batches.group_buffer import Plan
+from rollwire_client._batches.progress_bar import Bar
+from rollwire_client._batches.training_steps import Steps
+from rollwire_client._errors import StalenessError
+from rollwire_client._rpc.request import DEFAULT_SAMPLING, RolloutOptions
+from rollwire_client._wording import version_text
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable
+
+    from rollwire_client._batches.batch import Batch, Decision, Evaluation, Group, Progress, Prompt
+    from rollwire_client._batches.callbacks import Reward
+    from rollwire_client._data import Sampling
+    from rollwire_client._fleet.fleet import Fleet
+
+_OWN_OPTIONS = ("request_id", "session_id", "min_weight_version", "max_weight_version")
+_POLL = 0.05  # seconds between two looks at what the servers serve
+
+
+class Batcher:
+    """Samples groups and hands them out in batches; an async context manager, within the fleet's.
+
+    Every prompt that it takes is handed out once, or told as dropped, or still carried.
+
+    Args:
+        fleet: Samples.
+        seed: The run's. It, a prompt's id and epoch, and the number of the sample fix the draws.
+        group_size: Samples of each prompt.
+        sampling: How to sample; without a seed.
+        reward: Called with prompt and trajectory when a sample is complete; returns a finite
+            number. A plain function is called in a thread of its own, one call at a time (not in
+            the main thread, which signals need); a coroutine function runs in the event loop. A
+            group of which it has none is dropped as ``UNSCORED``.
+        max_lag: A group with a token of a version more than this many steps behind the trainer's is
+            never handed out. A publish through the fleet is one step, also where its number jumps
+            or falls, and so is going on from a saved buffer. None: no bound.
+        refills: A sample that failed is begun again so many times in a row, alone: from its tokens
+            on (if the fleet gave it up; a new token starts the count again) or anew with other
+            draws (if a server failed at it). A ``reward`` that raised is called again as often.
+        callback_timeout: Seconds that one call of ``reward``, ``decide`` or ``stop`` may take, and
+            ``prompts`` to give its next one, before it is given up; None: any. The log says when
+            one takes long.
+        weights_timeout: Seconds that ``collect`` waits for weights that are new enough.
+        options: Of the rollouts, such as ``logprob_basis`` and ``timeout``.
+        bar: Show one on a terminal while a batch is collected.
+
+    Attributes:
+        version: The trainer's step of the latest batch.
+        handed_out, dropped: Groups so far.
+
+    Raises:
+        TypeError, ValueError: An argument cannot be.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        seed: int,
+        group_size: int = 8,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        reward: Reward | None = None,
+        max_lag: int | None = None,
+        refills: int = 2,
+        callback_timeout: float | None = 600.0,
+        weights_timeout: float = 60.0,
+        options: RolloutOptions | None = None,
+        bar: bool = True,
+    ) -> None:
+        options = RolloutOptions() if options is None else options
+        if own := [name for name in _OWN_OPTIONS if name in options]:
+            raise ValueError(f"{', '.join(own)}: the batcher's own, leave it out")
+        _check_unseeded(sampling)
+        seed = integer("seed", seed, least=-(1 << 63), most=(1 << 63) - 1)
+        group_size = integer("group_size", group_size, least=1)
+        refills = integer("refills", refills)
+        if max_lag is not None:
+            max_lag = integer("max_lag", max_lag)
+        if callback_timeout is not None:
+            callback_timeout = seconds("callback_timeout", callback_timeout, least=0.001)
+        self.version: int | None = None
+        self.handed_out = 0
+        self.dropped = 0
+        self._fleet = fleet
+        scorer = Scorer(reward, callback_timeout, refills) if reward is not None else None
+        recipe = Recipe(fleet, seed, group_size, sampling, options, scorer, refills)
+        self._stock = Stock(recipe)
+        self._reader = Caller("rollwire-prompts", callback_timeout)
+        self._hooks = Caller("rollwire-hooks", callback_timeout)
+        self._max_lag = max_lag
+        self._weights_timeout = seconds("weights_timeout", weights_timeout)
+        self._bar = bar
+        self._collecting = False
+        self._published = 0  # so many publishes through the fleet are among the steps
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends what is under way, on the servers too; it can still be saved. Idempotent."""
+        if self._fleet.forked:  # what is under way is the parent's
+            return
+        await self._stock.pool.close()
+        callers = self._reader, self._hooks, self._stock.recipe.scorer
+        for caller in callers:
+            if caller is not None:
+                caller.close()
+
+    @property
+    def taken(self) -> int:
+        """Prompts so far: handed out, dropped, or under way. Where a data set goes on."""
+        stock = self._stock
+        live = len(stock.pool.groups) + len(stock.arrived)
+        return self.handed_out + self.dropped + len(stock.gone) + live
+
+    async def collect(
+        self,
+        prompts: Iterable[Prompt],
+        target: int,
+        *,
+        version: int | None = None,
+        over_sample: float = 1.0,
+        tail: Tail = Drop(),  # noqa: B008 - it cannot change
+        prefetch: int = 0,
+        decide: Callable[[Group], Decision] | None = None,
+        stop: Callable[[Progress], bool] | None = None,
+    ) -> Batch:
+        """The next batch; it ends when ``target`` groups are complete.
+
+        By default it is a fixed batch: so many prompts are begun, and all are waited for. Groups
+        that were carried come first. Cancelled, or left by an exception, it hands nothing out, and
+        the next call goes on with what there is.
+
+        A group that cannot be had (its prompt cannot be sampled, its reward cannot be computed) is
+        dropped with a reason of its own, ``FAILED`` or ``UNSCORED``, and a warning in the log;
+        another takes its place. What every group would meet is raised instead, and the groups are
+        kept. Eight groups in a row that were dropped so, without one that was complete, count as
+        that: the last one's error is raised.
+
+        Args:
+            prompts: They are taken from it as there is room for them, and no more than that: give
+                an iterator that goes on where it was. It is asked in a thread of its own, and so
+                are ``decide`` and ``stop``, unless they are coroutine functions.
+            target: Groups; fewer if the prompts run out, or ``stop`` says so; more with a tail that
+                has patience, up to all that were begun.
+            version: The trainer's step. Default: the version that was published last.
+            over_sample: Times as many groups are kept going.
+            tail: What becomes of those that are unfinished then: ``Drop()`` or ``Carry()``.
+            prefetch: Groups begun beyond that, for later batches: servers have work while the last
+                of this one end, and while the trainer learns.
+            decide: Asked about each group that is complete, in the order of their ends, whether it
+                is part of the batch. Default: it is.
+            stop: Asked after each; True ends the batch with what it has. Default: nothing does.
+
+        Raises:
+            ValueError: The arguments contradict each other, or the version fell, and no server was
+                rolled back to it.
+            StalenessError: No server serves weights new enough for ``max_lag``.
+            RolloutFailedError: No server was ready for a sequence within ``Retries.seconds``,
+                though it was begun again; what was sampled is kept.
+            InvalidRequestError, CallbackError, RolloutFailedError, ServerFailedError,
+                TimedOutError: With it ended eight groups in a row, or all that there ever were.
+            RollwireError: Something else is wrong, such as a token that is not let in; what was
+                sampled is kept.
+            ClosedError: The fleet or the batcher is closed.
+            CallbackError: ``prompts`` or ``stop`` took too long.
+            Exception: What these two raise.
+        """
+        begun = asyncio.get_running_loop().time()
+        target = integer("target", target, least=1)
+        prefetch = integer("prefetch", prefetch)
+        plan = self._plan(
+            Plan(target, over_sample, prefetch, tail, self._version(version), self._max_lag)
+        )
+        self._fleet.check_open()
+        if self._collecting:
+            raise RuntimeError("a batch is being collected: one at a time")
+        self._collecting = True
+        try:
+            await self._await_weights(plan)
+            self.version = plan.version
+            with Bar(_title(plan), target, wanted=self._bar) as bar:
+                stock = self._stock
+                source = Source(iter(prompts), self._reader, stock.arrived, stock.pool.changed)
+                collecting = Collecting(plan, stock, source, self._hooks, decide, stop, bar, begun)
+                batch = await collecting.batch()
+        finally:
+            self._collecting = False
+        self.handed_out += len(batch.finished.groups)
+        self.dropped += len(batch.dropped.groups)
+        return batch
+
+    async def evaluate(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        samples: int = 1,
+        sampling: Sampling | None = None,
+        version: int | None = None,
+    ) -> Evaluation:
+        """Samples all prompts to their ends, under one policy; batches are not touched.
+
+        A prompt whose group cannot be had is in ``Evaluation.failed``, with a warning in the log;
+        the others are not touched by that.
+
+        Args:
+            prompts: Different ones, a finite number of them: all are taken first.
+            samples: Of each.
+            sampling: How to sample. Default: as in batches.
+            version: Of the weights. Default: the one that was published last; before that, whatever
+                the servers serve, as long as it is the same.
+
+        Raises:
+            WeightVersionError: Something else was published meanwhile, or the servers disagree.
+            RollwireError: All prompts failed, this one first; or something is wrong that ends them
+                all, as when no server comes to serve the version within ``Retries.seconds``.
+            ValueError, Exception: As ``collect``.
+        """
+        samples = integer("samples", samples, least=1)
+        if sampling is not None:
+            _check_unseeded(sampling)
+        version = checked_version("version", version)
+        self._fleet.check_open()
+        policy = self._fleet.policy
+        if version is None and policy is not None:
+            version = policy.version
+        recipe = replace(
+            self._stock.recipe, size=samples, sampling=sampling or self._stock.recipe.sampling
+        )
+        taken = await read_all(iter(prompts), self._reader)
+        return await evaluate(recipe, taken, version, bar=self._bar)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes what is carried or begun, with its tokens so far, and the counters.
+
+        The file is whole or as it was before. Save it with the trainer's checkpoint, and where its
+        prompts are: what was taken from them is in the buffer, or was told.
+
+        Raises:
+            TypeError: The ``info`` of a prompt cannot be JSON.
+            OSError: It cannot be written.
+        """
+        stock = self._stock
+        stock.begin_arrived()
+        groups = tuple(stock.pool.groups.values())
+        counters = Counters(self.version, self.handed_out, self.dropped + len(stock.gone))
+        checkpoint.write(Path(path), stock.recipe, counters, stock.steps.saved(), groups)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Takes over what another process saved; it goes on with the next batch.
+
+        Raises:
+            BufferFileError: It is no buffer, is damaged, or was saved by a batcher with another
+                seed or group size; this one is as it was.
+            OSError: It cannot be read.
+            RuntimeError: This batcher has groups already.
+        """
+        if self._stock.pool.groups or self._collecting:
+            raise RuntimeError("this batcher has groups of its own: load into a new one")
+        counters, steps, groups = checkpoint.read(Path(path), self._stock.recipe)
+        for prompt, members in groups:
+            self._stock.add(prompt, members)  # which were checked
+        self.version, self.handed_out, self.dropped = (
+            counters.version, counters.handed_out, counters.dropped,
+        )  # fmt: skip
+        self._stock.steps, self._published = Steps(steps, counters.version), 0
+
+    def _version(self, version: int | None) -> int | None:
+        """The trainer's step."""
+        version = checked_version("version", version)
+        if version is None:
+            policy = self._fleet.policy
+            version = policy.version if policy is not None else None
+        if self.version is not None and version is None:
+            raise ValueError(
+                f"the trainer has no version, and was at {self.version}: a batcher goes with one "
+                "run, whose versions rise; publish first, or say version=…"
+            )
+        return version
+
+    def _plan(self, plan: Plan) -> Plan:
+        """The plan with what it means for the steps of the run."""
+        steps = self._stock.steps
+        published, self._published = self._fleet.published_since(self._published)
+        for weights in published:
+            steps.published(weights)
+        if plan.version is None:
+            return plan
+        if steps.version is not None and plan.version < steps.version:
+            steps.follow_back([m.info for m in self._fleet.members if m.info is not None])
+        steps.reach(plan.version)
+        if plan.max_lag is None:
+            return plan
+        return replace(plan, oldest_version=steps.oldest_version(plan.max_lag))
+
+    async def _await_weights(self, plan: Plan) -> None:
+        """Returns once a server serves weights that the bound allows."""
+        least, steps = plan.oldest_version, self._stock.steps
+        if least is None:
+            return
+        clock = asyncio.get_running_loop().time
+        give_up = clock() + self._weights_timeout
+        while True:
+            served = [m.info.weights for m in self._fleet.members if m.info is not None]
+            if any(not plan.is_stale(steps.lag(weights)) for weights in served):
+                return
+            if clock() >= give_up:
+                told = ", ".join(sorted({version_text(w.version) for w in served})) or "nothing"
+                raise StalenessError(
+                    f"the trainer is at version {plan.version}, and max_lag is {plan.max_lag}; the "
+                    f"servers serve {told}, and version {least} did not come within "
+                    f"{self._weights_timeout:g} s: publish the policy, or allow more lag"
+                )
+            await asyncio.sleep(_POLL)
+
+
+def _check_unseeded(sampling: Sampling) -> None:
+    if sampling.seed is not None:
+        raise ValueError("sampling has a seed, which all samples would share: say seed=…")
+
+
+def _title(plan: Plan) -> str:
+    return "batch" if plan.version is None else f"batch of version {plan.version}"

@@ -1,0 +1,266 @@
+"""A buffer in a file: groups that are under way, with the counters of their batcher.
+
+The file says which format it has and what its digest is, so that another file, a later format and
+damage are told apart. Nothing in it is executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from google.protobuf.message import DecodeError
+from rollwire.v1 import buffer_pb2
+
+from rollwire_client._arguments import version as checked_version
+from rollwire_client._batches.batch import Prompt
+from rollwire_client._batches.group import LiveGroup, Member
+from rollwire_client._batches.pool import checked
+from rollwire_client._batches.training_steps import Step
+from rollwire_client._errors import BufferFileError, RollwireError
+from rollwire_client._routing_replay import Routing, RoutingReplay, RoutingSegment
+from rollwire_client._rpc import conversion
+from rollwire_client._rpc.request import sampling_message
+from rollwire_client._trajectory import Draft, Segment, Trajectory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from rollwire_client._batches.group import Recipe
+
+_NAME, _FORMAT = b"rollwire buffer ", b"1"
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a batcher counts.
+
+    Attributes:
+        version: The trainer's step of its latest batch.
+        handed_out, dropped: Groups.
+    """
+
+    version: int | None
+    handed_out: int
+    dropped: int
+
+
+def write(
+    path: Path,
+    recipe: Recipe,
+    counters: Counters,
+    steps: Iterable[Step],
+    groups: Iterable[LiveGroup],
+) -> None:
+    """Replaces the file as a whole; see ``Batcher.save``."""
+    message = buffer_pb2.SavedBuffer(
+        seed=recipe.run,
+        group_size=recipe.size,
+        version=counters.version,
+        handed_out=counters.handed_out,
+        dropped=counters.dropped,
+        groups=[_group_message(group) for group in groups],
+        steps=[
+            buffer_pb2.SavedStep(number=s.number, version=s.version, digest=s.digest) for s in steps
+        ],
+    )
+    content = message.SerializeToString()
+    digest = hashlib.sha256(content).digest()
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(_NAME + _FORMAT + b"\n" + digest + content)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def read(
+    path: Path, recipe: Recipe
+) -> tuple[Counters, list[Step], list[tuple[Prompt, list[Member]]]]:
+    """What was saved; see ``Batcher.load``."""
+    content = _content(path)
+    try:
+        message = buffer_pb2.SavedBuffer.FromString(content)
+    except DecodeError as error:
+        raise BufferFileError(f"{path}: no buffer, though its digest is right: {error}") from error
+    if (message.seed, message.group_size) != (recipe.run, recipe.size):
+        raise BufferFileError(
+            f"{path} is of seed {message.seed} and groups of {message.group_size}, this batcher of "
+            f"seed {recipe.run} and groups of {recipe.size}: it belongs to another run"
+        )
+    version = message.version if message.HasField("version") else None
+    counters = Counters(version, message.handed_out, message.dropped)
+    try:
+        checked_version("its version", version)
+        steps = [_step(step) for step in message.steps]
+        _check(all(a.number < b.number for a, b in pairwise(steps)), "steps out of order")
+        groups = [_group(group, recipe.size) for group in message.groups]
+        _check(len({(p.id, p.epoch) for p, _ in groups}) == len(groups), "a prompt is there twice")
+    except (ValueError, TypeError, RollwireError, RecursionError) as error:
+        raise BufferFileError(f"{path} cannot be what a Batcher saved: {error}") from error
+    return counters, steps, groups
+
+
+def _content(path: Path) -> bytes:
+    data = path.read_bytes()
+    line, _, rest = data.partition(b"\n")
+    if not line.startswith(_NAME):
+        raise BufferFileError(f"{path} is no buffer that a Batcher saved")
+    if line != _NAME + _FORMAT:
+        raise BufferFileError(
+            f"{path} has the format {line[len(_NAME) :].decode(errors='replace')!r}, and this "
+            f"release of rollwire reads {_FORMAT.decode()}"
+        )
+    digest, content = rest[:_DIGEST_BYTES], rest[_DIGEST_BYTES:]
+    if hashlib.sha256(content).digest() != digest:
+        raise BufferFileError(
+            f"{path} is damaged: its content has not the digest that was saved with it; use an "
+            f"older checkpoint's, or go on without"
+        )
+    return content
+
+
+def _group_message(group: LiveGroup) -> buffer_pb2.SavedGroup:
+    prompt = group.prompt
+    try:
+        info = json.dumps(prompt.info)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"the info of prompt {prompt.id!r} cannot be JSON: {error}") from error
+    return buffer_pb2.SavedGroup(
+        prompt_id=prompt.id,
+        prompt_token_ids=prompt.token_ids,
+        epoch=prompt.epoch,
+        info=info,
+        sampling=None if prompt.sampling is None else sampling_message(prompt.sampling),
+        samples=[_sample_message(member) for member in group.members],
+    )
+
+
+def _step(message: buffer_pb2.SavedStep) -> Step:
+    return Step(
+        message.number,
+        checked_version("a step", message.version if message.HasField("version") else None),
+        message.digest if message.HasField("digest") else None,
+    )
+
+
+def _check(holds: bool, otherwise: str) -> None:  # noqa: FBT001 - as an assertion
+    if not holds:
+        raise ValueError(otherwise)
+
+
+def _group(message: buffer_pb2.SavedGroup, size: int) -> tuple[Prompt, list[Member]]:
+    _check(bool(message.prompt_token_ids), "a prompt has no tokens")
+    _check(len(message.samples) == size, f"{len(message.samples)} samples in a group of {size}")
+    prompt = Prompt(
+        id=message.prompt_id,
+        token_ids=tuple(message.prompt_token_ids),
+        epoch=message.epoch,
+        info=json.loads(message.info),
+        sampling=conversion.sampling(message.sampling) if message.HasField("sampling") else None,
+    )
+    prompt = checked(prompt)
+    members = [
+        _member(index, prompt.token_ids, sample) for index, sample in enumerate(message.samples)
+    ]
+    return prompt, members
+
+
+def _sample_message(member: Member) -> buffer_pb2.SavedSample:
+    trajectory = member.trajectory()
+    return buffer_pb2.SavedSample(
+        request_id=trajectory.request_id,
+        token_ids=trajectory.token_ids,
+        logprobs=trajectory.logprobs,
+        segments=[_segment_message(segment) for segment in trajectory.segments],
+        finish=None if trajectory.finish is None else conversion.finish_message(trajectory.finish),
+        servers=trajectory.servers,
+        reward=member.reward,
+        refills=member.refills,
+        routing=None if trajectory.routing is None else _routing_message(trajectory.routing),
+    )
+
+
+def _segment_message(segment: Segment | RoutingSegment) -> buffer_pb2.SavedSegment:
+    return buffer_pb2.SavedSegment(
+        end=segment.end,
+        weights=conversion.weight_tag_message(segment.weights),
+        oldest_kv_revision=segment.oldest_kv_revision,
+    )
+
+
+def _routing_message(routing: Routing) -> buffer_pb2.SavedRouting:
+    return buffer_pb2.SavedRouting(
+        replay=routing.replay.value,
+        num_rows=routing.num_rows,
+        num_layers=routing.num_layers,
+        top_k=routing.top_k,
+        bytes_per_expert=routing.bytes_per_expert,
+        experts=routing.experts,
+        segments=[_segment_message(segment) for segment in routing.segments],
+    )
+
+
+def _member(index: int, prompt_ids: Sequence[int], message: buffer_pb2.SavedSample) -> Member:
+    tokens = len(message.token_ids)
+    _check(len(message.logprobs) == tokens, "not as many log-probabilities as tokens")
+    finish = conversion.finish(message.finish) if message.HasField("finish") else None
+    _check(finish is not None or not message.HasField("finish"), "an end for no known reason")
+    routing = _routing(message.routing) if message.HasField("routing") else None
+    _check(
+        routing is None or routing.num_rows <= max(len(prompt_ids) + tokens - 1, 0),
+        "routing of more tokens than there are",
+    )
+    trajectory = Trajectory(
+        request_id=message.request_id,
+        prompt_ids=tuple(prompt_ids),
+        token_ids=tuple(message.token_ids),
+        logprobs=tuple(message.logprobs),
+        segments=tuple(
+            Segment(start, s.end, conversion.weight_tag(s.weights), s.oldest_kv_revision)
+            for start, s in _with_starts(message.segments, tokens)
+        ),
+        finish=finish,
+        servers=tuple(message.servers),
+        routing=routing,
+    )
+    reward = message.reward if message.HasField("reward") else None
+    return Member(index, Draft.of(trajectory), reward, message.refills)
+
+
+def _routing(message: buffer_pb2.SavedRouting) -> Routing:
+    width = message.bytes_per_expert
+    size = message.num_rows * message.num_layers * message.top_k * width
+    _check(width in {1, 2} and len(message.experts) == size > 0, "routing of another size")
+    return Routing(
+        replay=RoutingReplay(message.replay),
+        start=0,
+        num_rows=message.num_rows,
+        num_layers=message.num_layers,
+        top_k=message.top_k,
+        bytes_per_expert=width,
+        experts=message.experts,
+        segments=tuple(
+            RoutingSegment(start, s.end, conversion.weight_tag(s.weights), s.oldest_kv_revision)
+            for start, s in _with_starts(message.segments, message.num_rows)
+        ),
+    )
+
+
+def _with_starts(
+    segments: Sequence[buffer_pb2.SavedSegment], last: int
+) -> list[tuple[int, buffer_pb2.SavedSegment]]:
+    """Each with where it starts; they must cover all before ``last``."""
+    bounds = [0, *(segment.end for segment in segments)]
+    _check(bounds[-1] == last, "segments that do not cover the tokens")
+    _check(all(a < b for a, b in pairwise(bounds)), "segments out of order")
+    return list(zip(bounds, segments, strict=False))

@@ -1,0 +1,130 @@
+"""The steps of a run, in their order: what lag is counted in.
+
+A version is a label, which may jump (a trainer that starts again goes on above the highest version
+of the servers) or fall (in a rollback). A publish is one step, whatever its label; so is the way
+from a saved buffer to the version that the next process begins with. Versions that somebody else
+publishes are counted by their labels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rollwire_client._data import ServerInfo, WeightTag
+
+REMEMBERED = 1000  # steps, the latest
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A version that the trainer came to.
+
+    Attributes:
+        number: Rises from step to step.
+        version: Of the policy; None for an untagged one.
+        digest: Of the policy; None where it is not known.
+    """
+
+    number: int
+    version: int | None
+    digest: int | None
+
+
+class Steps:
+    """The steps of a run so far.
+
+    Attributes:
+        version: Of the trainer, as it said last; None before that.
+    """
+
+    def __init__(self, saved: Iterable[Step] = (), version: int | None = None) -> None:
+        """``saved`` are those of the process before, which ended at ``version``."""
+        self.version = version
+        self._all: deque[Step] = deque(saved, REMEMBERED)
+        if version is not None and not self._all:  # saved by an older release
+            self._all.append(Step(0, version, None))
+        self._resumes = bool(self._all)
+        self._numbers = {(step.version, step.digest): step.number for step in self._all}
+        self._now = self._all[-1].number if self._all else 0
+
+    def saved(self) -> list[Step]:
+        """Those that are remembered, in order."""
+        return list(self._all)
+
+    def published(self, weights: WeightTag) -> None:
+        """The run published this policy."""
+        self._append(1, weights.version, weights.digest)
+
+    def follow_back(self, servers: Iterable[ServerInfo]) -> None:
+        """Somebody else rolled servers back from the version that the trainer was at, to one which
+        is a step then.
+        """
+        for info in servers:
+            weights, highest = info.weights, info.highest_version
+            if weights.version is None or highest is None or self.version is None:
+                continue
+            known = self._numbers.get((weights.version, weights.digest), -1)
+            if weights.version < self.version <= highest and known < self._now:
+                self.published(weights)
+                return
+
+    def reach(self, version: int) -> None:
+        """The trainer is at this version now.
+
+        Raises:
+            ValueError: It is lower than before, and was not published since.
+        """
+        known = next((step for step in reversed(self._all) if step.version == version), None)
+        if known is None or known.number < self._now:
+            if self.version is not None and version < self.version:
+                raise ValueError(
+                    f"the trainer's version is {version}, and was {self.version}: a batcher goes "
+                    "with one run, whose versions rise, unless servers are rolled back"
+                )
+            last = self._all[-1].version if self._all else None
+            jump = 1 if last is None or self._resumes else max(version - last, 1)
+            known = self._append(jump, version, None)
+        self._now, self.version, self._resumes = known.number, version, False
+
+    def lag(self, weights: WeightTag) -> float:
+        """Steps that these weights are behind the trainer; infinity if they have no version."""
+        if weights.version is None:
+            return math.inf
+        version, numbers = weights.version, self._numbers
+        number = numbers.get((version, weights.digest), numbers.get((version, None)))
+        return self._now - (self._between(version) if number is None else number)
+
+    def oldest_version(self, max_lag: int) -> int:
+        """The lowest version that may be at most ``max_lag`` steps behind the trainer."""
+        least = self._now - max_lag
+        within = [s for s in self._all if s.number >= least and s.version is not None]
+        versions = [step.version for step in within if step.version is not None]
+        if within and within[0].version is not None:
+            versions.append(within[0].version - (within[0].number - least))
+        return max(min(versions, default=0), 0)
+
+    def _append(self, jump: int, version: int | None, digest: int | None) -> Step:
+        number = self._all[-1].number + jump if self._all else 0
+        if len(self._all) == REMEMBERED:
+            gone = self._all[0]
+            if self._numbers.get((gone.version, gone.digest)) == gone.number:
+                del self._numbers[gone.version, gone.digest]
+        step = Step(number, version, digest)
+        self._all.append(step)
+        self._numbers[version, digest] = number
+        return step
+
+    def _between(self, version: int) -> float:
+        """Where a version belongs that is none of the steps, by its label."""
+        before = -math.inf
+        for step in self._all:
+            if step.version is not None and step.version >= version:
+                return max(step.number - (step.version - version), before)
+            before = step.number
+        return before

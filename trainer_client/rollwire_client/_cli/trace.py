@@ -1,0 +1,222 @@
+"""``rollwire trace``: a timeline of a fleet, for https://ui.perfetto.dev or chrome://tracing.
+
+It has what a client can see: each server's state, weights and load, looked at every so often, and
+the sequences that the command samples itself. Slices of one version have one name, and so one
+colour.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rollwire_client._data import ServerInfo, ServerState
+from rollwire_client._errors import RollwireError
+from rollwire_client._fleet.fleet import Fleet
+from rollwire_client._rpc.client import Timeouts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from rollwire_client._data import Sampling, WeightTag
+    from rollwire_client._fleet.addresses import Addresses
+    from rollwire_client._rpc.channels import Credentials
+
+_PAUSE = 0.1  # seconds without a token that are drawn as such
+_TOKENS = 0.02  # seconds that the tokens after them get
+_COLOURS = (  # chrome://tracing's names; Perfetto has its own for each name of a slice
+    "thread_state_running", "rail_response", "rail_animation", "thread_state_iowait", "rail_load",
+)  # fmt: skip
+_STATE_COLOURS = {ServerState.SERVING: "good", ServerState.PAUSED: "bad"}
+_SEQUENCES = 0  # the track group of the command's own; servers are numbered from 1
+
+
+class Timeline:
+    """Events in Chrome's trace format; times are seconds of ``time.monotonic``."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._began = time.monotonic()
+        self._colours: dict[str, str] = {}
+
+    def name(self, what: str, group: int, row: int, name: str) -> None:
+        """Names a group ("process_name") or a row of it ("thread_name")."""
+        self._add("M", what, group, row, args={"name": name})
+
+    def slice(self, group: int, row: int, name: str, begin: float, **more: Any) -> dict[str, Any]:
+        """A bar that begins, and is as long as ``stretch`` says."""
+        return self._add("X", name, group, row, ts=self._micros(begin), dur=0, **more)
+
+    def stretch(self, bar: dict[str, Any], end: float) -> None:
+        """Lets a bar end there."""
+        bar["dur"] = self._micros(end) - bar["ts"]
+
+    def instant(self, group: int, row: int, name: str, at: float) -> None:
+        """A mark."""
+        self._add("i", name, group, row, ts=self._micros(at), s="p")
+
+    def counter(self, group: int, name: str, at: float, **values: int) -> None:
+        """Values that are drawn as areas."""
+        self._add("C", name, group, 0, ts=self._micros(at), args=values)
+
+    def colour(self, name: str) -> str:
+        """One for each name."""
+        return self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
+
+    def _add(self, phase: str, name: str, group: int, row: int, **more: Any) -> dict[str, Any]:
+        event = {"ph": phase, "name": name, "pid": group, "tid": row, **more}
+        self.events.append(event)
+        return event
+
+    def _micros(self, at: float) -> int:
+        return round((at - self._began) * 1e6)
+
+
+@dataclass(slots=True)
+class Row:
+    """A row of slices, where equal ones that follow each other are one.
+
+    Attributes:
+        timeline: Gets them.
+        group, row: Where.
+    """
+
+    timeline: Timeline
+    group: int
+    row: int
+    _last: dict[str, Any] | None = None
+    _end: float = 0.0
+
+    def cover(self, name: str, begin: float, end: float, colour: str, **counts: int) -> None:
+        """It was so from ``begin`` to ``end``; ``counts`` add up over a slice."""
+        last = self._last
+        if last is None or last["name"] != name or self._end != begin:
+            last = self._last = self.timeline.slice(
+                self.group, self.row, name, begin, cname=colour, args={}
+            )
+        self.timeline.stretch(last, end)
+        for what, count in counts.items():
+            last["args"][what] = last["args"].get(what, 0) + count
+        self._end = end
+
+
+class _Server:
+    """One server's rows; a row of states, a row of weights, and counters."""
+
+    def __init__(self, timeline: Timeline, group: int, address: str) -> None:
+        self._timeline, self._group = timeline, group
+        timeline.name("process_name", group, 0, address)
+        timeline.name("thread_name", group, 1, "state")
+        timeline.name("thread_name", group, 2, "weights")
+        self._states, self._weights = Row(timeline, group, 1), Row(timeline, group, 2)
+        self._tag: WeightTag | None = None
+
+    def saw(self, answer: ServerInfo | RollwireError, begin: float, end: float) -> None:
+        """What it said at ``end``, when the look before was at ``begin``."""
+        if isinstance(answer, RollwireError):
+            self._states.cover("no answer", begin, end, "terrible")
+            return
+        tag, name = answer.weights, _version(answer.weights)
+        colour = _STATE_COLOURS.get(answer.state, "terrible")
+        self._states.cover(answer.state.value, begin, end, colour)
+        self._weights.cover(name, begin, end, self._timeline.colour(name))
+        if self._tag is not None and tag != self._tag:
+            what = "commit" if tag.server_id == self._tag.server_id else "new process"
+            self._timeline.instant(self._group, 2, f"{what}: {name}, revision {tag.revision}", end)
+        self._tag = tag
+        self._timeline.counter(
+            self._group, "sequences", end,
+            running=answer.running_sequences, waiting=answer.waiting_sequences,
+            held=answer.held_sequences,
+        )  # fmt: skip
+        self._timeline.counter(self._group, "KV tokens", end, used=answer.kv_tokens_used)
+
+
+async def write_trace(
+    output: Path,
+    servers: Addresses,
+    credentials: Credentials,
+    prompt_ids: Sequence[int],
+    sampling: Sampling,
+    *,
+    sequences: int,
+    seconds: float,
+    interval: float,
+    timeout: float,
+) -> int:
+    """Watches a fleet for some seconds, beside so many sequences of its own, and writes the file.
+
+    Interrupted, it writes what it has seen until then.
+    """
+    timeline = Timeline()
+    timeouts = Timeouts(start=timeout, probe=timeout, call=timeout)
+    try:
+        async with Fleet(servers, timeouts=timeouts, credentials=credentials) as fleet:
+            work = [
+                asyncio.create_task(_sample(timeline, fleet, number, prompt_ids, sampling))
+                for number in range(sequences)
+            ]
+            try:
+                async with asyncio.timeout(seconds):
+                    await _watch(timeline, fleet, interval)
+            except TimeoutError:
+                pass
+            finally:
+                for task in work:
+                    task.cancel()
+                failures = await asyncio.gather(*work, return_exceptions=True)
+    finally:
+        with output.open("w") as file:
+            json.dump({"traceEvents": timeline.events, "displayTimeUnit": "ms"}, file)
+        sys.stderr.write(f"{output}: open it at https://ui.perfetto.dev\n")
+    for failure in failures:
+        if isinstance(failure, RollwireError):
+            raise failure
+    return 0
+
+
+async def _watch(timeline: Timeline, fleet: Fleet, interval: float) -> None:
+    known: dict[str, _Server] = {}
+    before = time.monotonic()
+    while True:
+        answers = await fleet.info()
+        now = time.monotonic()
+        for address, answer in answers.items():
+            if address not in known:
+                known[address] = _Server(timeline, len(known) + 1, address)
+            known[address].saw(answer, before, now)
+        before = now
+        await asyncio.sleep(interval)
+
+
+async def _sample(
+    timeline: Timeline, fleet: Fleet, number: int, prompt_ids: Sequence[int], sampling: Sampling
+) -> None:
+    """One sequence after the other, in a row of its own."""
+    if number == 0:
+        timeline.name("process_name", _SEQUENCES, 0, "sequences")
+    row = Row(timeline, _SEQUENCES, number)
+    timeline.name("thread_name", _SEQUENCES, number, f"row {number + 1}")
+    for count in itertools.count(1):
+        before = time.monotonic()
+        timeline.instant(_SEQUENCES, number, f"sequence {count} starts", before)
+        async for chunk in fleet.stream(prompt_ids, sampling):
+            now = time.monotonic()
+            if chunk.token_ids:
+                if now - before > _PAUSE:
+                    row.cover("no tokens", before, now - _TOKENS, "grey")
+                    before = now - _TOKENS
+                name = _version(chunk.weights)
+                colour = timeline.colour(name)
+                row.cover(name, before, now, colour, tokens=len(chunk.token_ids))
+                before = now
+
+
+def _version(weights: WeightTag) -> str:
+    return "no version" if weights.version is None else f"version {weights.version}"

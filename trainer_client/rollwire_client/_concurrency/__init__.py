@@ -1,0 +1,1 @@
+"""Event loops, threads and tasks, and who owns them."""

@@ -1,0 +1,114 @@
+"""An event loop in a thread of its own, for callers that are not async."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import functools
+import threading
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from rollwire_client._concurrency.owner import Owner
+from rollwire_client._errors import ClosedError, NotOpenHereError
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+T = TypeVar("T")
+
+_SECONDS = 30.0  # for the thread to start, and for what was cancelled to end
+
+
+class Background:
+    """The loop; a context manager, whose end cancels what still runs. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread()
+        self._owner: Owner | None = None
+
+    def __enter__(self) -> Self:
+        if self._owner is not None:
+            self._owner.check_process()
+            raise RuntimeError("this SyncFleet is open already")
+        self._owner = Owner("SyncFleet")
+        up: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._run(up)), name="rollwire-loop", daemon=True
+        )
+        self._thread.start()
+        self._loop = up.result(_SECONDS)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._owner is None or self._owner.forked:
+            return
+        with self._lock:
+            loop, self._loop = self._loop, None
+            if loop is not None:
+                loop.call_soon_threadsafe(self._stop.set)  # after all that was called before
+        if loop is not None:
+            self._thread.join(_SECONDS)
+        self._owner = None
+
+    def check(self) -> None:
+        """Raises NotOpenHereError in a forked child, where the loop's thread is not."""
+        if self._owner is not None:
+            self._owner.check_process()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """What ``work`` returns or raises, run in the loop.
+
+        An exception in the waiting thread, such as KeyboardInterrupt, cancels the work, and goes on
+        once that has ended.
+
+        Raises:
+            ClosedError: The loop does not run, or the work was cancelled there.
+            NotOpenHereError: This is a forked child.
+            RuntimeError: Called from the loop's own thread, which cannot wait for itself.
+        """
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def begin() -> None:
+            tasks.append(asyncio.create_task(work))
+            tasks[0].add_done_callback(functools.partial(_tell, future))
+
+        try:
+            self.check()
+        except NotOpenHereError:
+            work.close()
+            raise
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise RuntimeError("called within the event loop, which cannot wait for itself")
+        with self._lock:
+            if (loop := self._loop) is not None:
+                loop.call_soon_threadsafe(begin)
+        if loop is None:
+            work.close()
+            raise ClosedError("it is not open: use it within `with`")
+        try:
+            return future.result()
+        finally:
+            if not future.done():
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nothing runs there
+                    loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
+                    concurrent.futures.wait([future], _SECONDS)
+
+    async def _run(self, up: concurrent.futures.Future[asyncio.AbstractEventLoop]) -> None:
+        up.set_result(asyncio.get_running_loop())
+        await self._stop.wait()
+
+
+def _tell(future: concurrent.futures.Future[T], task: asyncio.Task[T]) -> None:
+    if task.cancelled():
+        future.set_exception(ClosedError("it was cancelled, or closed meanwhile"))
+    elif (error := task.exception()) is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(task.result())

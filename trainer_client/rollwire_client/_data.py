@@ -1,0 +1,256 @@
+"""The words of the API as plain data; protobuf messages stay inside the library."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rollwire_client._routing_replay import Routing
+
+
+class LogprobBasis(enum.Enum):
+    """The distribution that log-probabilities are taken from."""
+
+    TEMPERATURE = "temperature"
+    """log-softmax of logits / temperature, before truncation."""
+    MODEL = "model"
+    """log-softmax of the logits."""
+    SAMPLED = "sampled"
+    """What was really drawn from: after temperature, top-k, top-p and min-p, renormalized."""
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence ended, or a server let go of it."""
+
+    STOP = "stop"
+    """The last token is an end-of-sequence or stop token."""
+    LENGTH = "length"
+    """``max_new_tokens`` or the context length is reached."""
+    ABORTED = "aborted"
+    """Somebody asked for it."""
+    SUPERSEDED = "superseded"
+    """A newer attempt of the same request took over."""
+    INTERRUPTED = "interrupted"
+    """The server gives it up; it can go on elsewhere. A ``Fleet`` does that by itself."""
+
+
+class ServerState(enum.Enum):
+    """What a server is doing."""
+
+    STARTING = "starting"
+    AWAITING_WEIGHTS = "awaiting_weights"
+    """Serves nothing before its first committed update."""
+    SERVING = "serving"
+    PAUSED = "paused"
+    SLEEPING = "sleeping"
+    QUARANTINED = "quarantined"
+    """A commit failed half way; a full update cures it."""
+    DRAINING = "draining"
+    UNKNOWN = "unknown"
+    """A state that this release of the library has no name for."""
+
+
+class KvPolicy(enum.Enum):
+    """What a commit does with the keys and values of sequences that are under way."""
+
+    RECOMPUTE = "recompute"
+    """Prefilled again: later tokens are sampled as if the new policy had read the whole prefix."""
+    KEEP = "keep"
+    """They stay; later tokens say so in ``oldest_kv_revision``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample a sequence.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p: Keeps the likeliest tokens that make up this much probability; 1.0 keeps all.
+        top_k: Keeps this many of the likeliest tokens; 0 keeps all.
+        min_p: Keeps tokens at least this likely, relative to the likeliest; 0.0 keeps all.
+        max_new_tokens: Counted from the end of the prompt, however often the sequence is resumed.
+            None: what the context has room for; more than that is cut to it, without an error, and
+            the sequence ends with ``FinishReason.LENGTH``.
+        min_new_tokens: Until then the sequence does not stop; counted in the same way.
+        stop_token_ids: Tokens that end the sequence beside the model's end-of-sequence tokens.
+        ignore_eos: The model's end-of-sequence tokens do not end it.
+        seed: With one, a draw depends on the seed and the token's position after the prompt alone.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 0
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTag:
+    """Which weights sampled a token, or are held by a server.
+
+    Attributes:
+        version: The trainer's step; None for the initial checkpoint and for untagged updates.
+        revision: Counts the commits of one server process, from 0.
+        server_id: The server process, so that revisions of two of them are not confused.
+        digest: 64-bit digest of the content: equal on all servers that hold the same weights.
+    """
+
+    version: int | None
+    revision: int
+    server_id: str
+    digest: int
+
+    def __repr__(self) -> str:
+        """With the digest as ``rollwire info`` and the logs show it."""
+        return (
+            f"WeightTag(version={self.version}, revision={self.revision}, "
+            f"server_id={self.server_id!r}, digest=0x{self.digest:016x})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a sequence ended.
+
+    Attributes:
+        reason: Why.
+        stop_token_id: With STOP: the token that ended it.
+        message: What else the server says, such as why it gave the sequence up.
+        prompt_tokens: Length of the prompt.
+        output_tokens: Length of the output, what earlier attempts sampled included.
+        cached_prompt_tokens: Prompt tokens that the server did not have to prefill.
+    """
+
+    reason: FinishReason
+    stop_token_id: int | None = None
+    message: str = ""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_prompt_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens of one sequence that follow ``offset``, all sampled under the same weights.
+
+    Attributes:
+        offset: Output tokens before these.
+        token_ids: May be empty in the last chunk.
+        logprobs: One for each token.
+        weights: What sampled them.
+        oldest_kv_revision: The lowest revision that computed a key or value which these tokens
+            attended to. Below ``weights.revision`` only after a commit with ``KvPolicy.KEEP``.
+        finish: In the last chunk of a sequence, and only there.
+        routing: If it was asked for: the rows that follow those of the chunks before, none twice.
+            With ``RoutingReplay.LAST_PASS`` they begin again where they were computed again, and
+            replace what came before from there on.
+    """
+
+    offset: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    weights: WeightTag
+    oldest_kv_revision: int
+    finish: Finish | None = None
+    routing: Routing | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ActivePause:
+    """A pause that holds a server.
+
+    Attributes:
+        pause_id: Names it; ``resume`` takes it.
+        lease_left: Seconds until it lifts by itself; None: never.
+    """
+
+    pause_id: str
+    lease_left: float | None
+
+    def __str__(self) -> str:
+        """As a line of the log has it: the same while it lasts."""
+        return repr(self.pause_id) + (" (without a lease)" if self.lease_left is None else "")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What a server is, holds and is doing.
+
+    Attributes:
+        address: Where it was asked.
+        server_id: A random id of the process.
+        state: What it is doing.
+        weights: What it serves.
+        highest_version: The highest that it has committed, whatever it serves now; None if it has
+            committed none.
+        engine, model, software_version: What runs there.
+        vocab_size: Token ids are below it.
+        context_length: Prompt and output together are at most this long.
+        eos_token_ids: The model's end-of-sequence tokens.
+        logprob_bases: Which log-probabilities it can give.
+        deterministic: Seeded sequences are equal bit for bit under any batch.
+        accepts_updates: False for a frozen server (a judge or reward model).
+        transports: Backends by which weights reach it.
+        max_running_sequences: More than these wait.
+        running_sequences, waiting_sequences, held_sequences: How many there are now.
+        kv_tokens_used, kv_tokens_total: Fill of the KV cache, in tokens.
+        sampled_tokens: Since the process started.
+        pauses: That hold it.
+    """
+
+    address: str
+    server_id: str
+    state: ServerState
+    weights: WeightTag
+    highest_version: int | None
+    engine: str
+    model: str
+    software_version: str
+    vocab_size: int
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    logprob_bases: frozenset[LogprobBasis]
+    deterministic: bool
+    accepts_updates: bool
+    transports: tuple[str, ...]
+    max_running_sequences: int
+    running_sequences: int
+    waiting_sequences: int
+    held_sequences: int
+    kv_tokens_used: int
+    kv_tokens_total: int
+    sampled_tokens: int
+    pauses: tuple[ActivePause, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """What an abort found: how many sequences it ended, and the ids that were not live."""
+
+    sequences: int
+    not_found: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A pause that holds a server, until ``resume(pause_id)`` or until its lease runs out."""
+
+    pause_id: str
+    held_sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a resume left: sampling goes on once ``remaining_pauses`` is 0."""
+
+    sequences: int
+    remaining_pauses: int
+    weights: WeightTag

@@ -1,0 +1,129 @@
+"""Which weights the servers of a fleet are to serve: those that were committed last.
+
+Two weights are the same if version and digest are. Which of two are newer is a matter of the order
+of commits, not of versions: a trainer that goes back to a checkpoint publishes a lower version,
+and servers that missed this are behind, though their version is higher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rollwire_client._data import WeightTag
+
+
+_REMEMBERED = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """Weights that servers were told to commit; ``digest`` is None where it is not known before."""
+
+    version: int | None
+    digest: int | None
+    rollback: bool
+
+    def is_same(self, weights: WeightTag) -> bool:
+        return weights.version == self.version and self.digest in {None, weights.digest}
+
+
+class Policy:
+    """What was published last through a fleet.
+
+    Attributes:
+        current: As one of the servers serves it; None before the first publish: then any weights
+            are as good.
+        published: All that were current, in order; the latest of them.
+        count: How many there were.
+        rolled_back: Whether a publish was allowed to lower the version. Servers that missed it may
+            have higher versions than the policy.
+    """
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        """``changed`` is called when other weights are to be served."""
+        self.current: WeightTag | None = None
+        self.published: deque[WeightTag] = deque(maxlen=_REMEMBERED)
+        self.count = 0
+        self.rolled_back = False
+        self._changed = changed
+        self._expected: _Expected | None = None  # may be committed, and nobody has said so yet
+        self._committing = False
+        self._before: WeightTag | None = None
+
+    @contextlib.contextmanager
+    def committing(
+        self, version: int | None, digest: int | None, *, rollback: bool
+    ) -> Iterator[None]:
+        """While servers are told to commit.
+
+        Those that still serve the policy before are as good meanwhile, except in a rollback, where
+        a sequence must not come to them from a server that has committed.
+
+        Args:
+            version: That they commit.
+            digest: Of the weights after it; None if it is not known.
+            rollback: Whether the version may be below theirs.
+        """
+        self._expected = _Expected(version, digest, rollback)
+        self._before, self._committing = self.current, not rollback
+        try:
+            yield
+        finally:
+            self._before, self._committing = None, False
+            self._changed()
+
+    def committed(self, weights: WeightTag) -> None:
+        """A server has committed these weights, which it was told to."""
+        expected, self._expected = self._expected, None
+        if expected is None:  # another one was first
+            return
+        if self.current is None or not _same(weights, self.current):
+            self.rolled_back = self.rolled_back or expected.rollback
+            self.published.append(weights)
+            self.count += 1
+        self.current = weights
+        self._changed()
+
+    def seen(self, weights: WeightTag) -> None:
+        """A server serves these weights, or did: its answer to the commit may have been lost."""
+        expected = self._expected
+        if expected is not None and expected.digest is not None and expected.is_same(weights):
+            self.committed(weights)
+
+    def accepts(self, weights: WeightTag) -> bool:
+        """Whether a server with these weights may get sequences."""
+        if self.current is None or _same(weights, self.current):
+            return True
+        return self._committing and (self._before is None or _same(weights, self._before))
+
+    def refuses_next(self, weights: WeightTag) -> bool:
+        """Whether a server with these weights refuses the next publish, as their version is higher
+        though nothing was rolled back here.
+        """
+        policy, version = self.current, weights.version
+        if policy is None or policy.version is None or version is None or self.rolled_back:
+            return False
+        return version > policy.version
+
+    def least_version(self, after: WeightTag) -> int | None:
+        """The oldest version under which a sequence may go on that these weights sampled last.
+
+        There must be a policy. None: any.
+        """
+        policy = self.current
+        expected = self._expected is not None and self._expected.is_same(after)
+        if policy is None or expected or _same(after, policy):
+            return after.version
+        if after.version is None or policy.version is None:
+            return None
+        return min(after.version, policy.version)
+
+
+def _same(one: WeightTag, other: WeightTag) -> bool:
+    return (one.version, one.digest) == (other.version, other.digest)

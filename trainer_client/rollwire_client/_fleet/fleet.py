@@ -1,0 +1,172 @@
+"""Many rollout servers as one: sequences go to the least busy, and go on elsewhere if it fails."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Self, Unpack
+
+from rollwire_client._data import ServerInfo
+from rollwire_client._errors import RollwireError, UnavailableError
+from rollwire_client._fleet.rollout import Retries
+from rollwire_client._fleet.server_pool import Members
+from rollwire_client._fleet.session import Session
+from rollwire_client._rpc.request import DEFAULT_SAMPLING, RolloutOptions
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+
+    from rollwire_client._data import Chunk, Sampling
+    from rollwire_client._fleet.addresses import Addresses
+    from rollwire_client._fleet.server_handle import Member
+    from rollwire_client._rpc.channels import Credentials
+    from rollwire_client._rpc.client import Timeouts
+    from rollwire_client._trajectory import Trajectory
+
+
+class Fleet(Members):
+    """Rollout servers that serve the same policy; an async context manager.
+
+    A sequence goes to the server with the fewest outstanding tokens among those that are ready. If
+    that one gives it up, dies, or is cut off, it goes on at another from the tokens that came, and
+    under no weights that were published before those. A server that missed what was published last
+    through this fleet gets no sequences until it has it. Leaving a rollout aborts it, closing the
+    fleet aborts all.
+
+    Args:
+        addresses: HOST:PORT of each server, at least one.
+        retries: When to give a sequence up.
+        timeouts: How long to wait for a server.
+        credentials: TLS and token, for all of them.
+        probe_interval: Seconds between two questions to each server how it is. A fleet with more
+            than 20 ready servers asks 20 of those in that time, and each of them when a sequence
+            starts there after a silence.
+        resolve_interval: Seconds between two questions to the name or function.
+
+    Attributes:
+        members: The servers of the moment, in the order of their addresses; empty before the fleet
+            is open. A server that answers at several of the addresses is there once.
+        policy: What was published last, as one of them serves it.
+
+    Raises:
+        TypeError, ValueError: An argument is none of these.
+    """
+
+    def __init__(
+        self,
+        addresses: Addresses,
+        *,
+        retries: Retries | None = None,
+        timeouts: Timeouts | None = None,
+        credentials: Credentials | None = None,
+        probe_interval: float = 1.0,
+        resolve_interval: float = 5.0,
+    ) -> None:
+        if not isinstance(retries, Retries | None):
+            raise TypeError(
+                f"retries is {retries!r}: say Retries(attempts={retries!r}), or another"
+            )
+        super().__init__(
+            addresses,
+            retries=retries,
+            timeouts=timeouts,
+            credentials=credentials,
+            probe_interval=probe_interval,
+            resolve_interval=resolve_interval,
+        )
+
+    async def __aenter__(self) -> Self:
+        """Opens the channels, and waits until one of the servers has loaded its model.
+
+        Raises:
+            UnavailableError: None has within ``timeouts.start`` seconds; the message names each.
+        """
+        await self._open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Aborts what is under way and closes the channels. Idempotent."""
+        await self._close()
+
+    def stream(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling = DEFAULT_SAMPLING,
+        **options: Unpack[RolloutOptions],
+    ) -> AsyncGenerator[Chunk, None]:
+        """Samples one sequence and yields its tokens as they come, each once and in order.
+
+        The last chunk has ``finish``. Leaving the iteration aborts the sequence.
+
+        Args:
+            prompt_ids: Token ids, at least one: any sequence of integers, arrays and tensors of one
+                dimension included.
+            sampling: How to sample.
+            **options: Those of ``RolloutOptions``, and no others.
+
+        Raises:
+            TypeError: There is no such option.
+            InvalidRequestError: A value does not fit; ``violations`` names the field.
+            RefusedError: A server refused it; another would too.
+            RolloutFailedError: It was given up, see ``Retries``.
+            RollwireError: Any of these has what was sampled in ``.trajectory``.
+        """
+        return self.begin(prompt_ids, sampling, options)[1].chunks(whole=False)
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling = DEFAULT_SAMPLING,
+        **options: Unpack[RolloutOptions],
+    ) -> Trajectory:
+        """Samples one sequence to its end; see ``stream``."""
+        draft, rollout = self.begin(prompt_ids, sampling, options)
+        async for _ in rollout.chunks(whole=True):
+            pass
+        return draft.trajectory()
+
+    def session(self, prompt_ids: Sequence[int] = ()) -> Session:
+        """A conversation that begins with these tokens; see ``Session``.
+
+        Raises:
+            InvalidRequestError: They are no token ids.
+        """
+        self.check_process()
+        return Session(prompt_ids, self.start)
+
+    async def info(self) -> dict[str, ServerInfo | RollwireError]:
+        """What each server is and does, or why it does not say so, by address.
+
+        Raises:
+            ClosedError: The fleet is not open.
+        """
+        self.check_open()
+
+        async def ask(member: Member) -> ServerInfo | RollwireError:
+            try:
+                return await member.client.info()
+            except RollwireError as error:
+                return error
+
+        members = self.listed
+        answers = await asyncio.gather(*(ask(member) for member in members))
+        return {member.address: a for member, a in zip(members, answers, strict=True)}
+
+    async def newest_version(self) -> int | None:
+        """The newest version that a server has committed, of those that answer; None if none has.
+
+        Where a trainer that starts again goes on: its next version must be above this one, also if
+        an untagged update was published meanwhile.
+
+        Raises:
+            UnavailableError: No server answers.
+            ClosedError: The fleet is not open.
+        """
+        answers = (await self.info()).values()
+        infos = [answer for answer in answers if isinstance(answer, ServerInfo)]
+        if not infos:
+            raise UnavailableError(f"no server answers: {'; '.join(map(str, answers))}")
+        versions = [info.highest_version for info in infos]
+        return max((v for v in versions if v is not None), default=None)

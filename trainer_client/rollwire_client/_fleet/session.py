@@ -1,0 +1,203 @@
+"""A conversation: turns that the policy samples, and what others say in between, as token ids.
+
+    session = fleet.session(prompt_ids)
+    while (turn := await session.generate(sampling)).finish.reason is FinishReason.STOP:
+        session.append(tokens_of_what_the_tool_said)
+    conversation = session.conversation()
+
+Nothing is ever turned into text and back: each turn goes on from the very tokens that were sampled
+and appended before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Unpack
+
+from rollwire_client._routing_replay import joined
+from rollwire_client._rpc.request import (
+    DEFAULT_SAMPLING,
+    RolloutOptions,
+    checked_token_ids,
+    generate_request,
+)
+from rollwire_client._trajectory import Draft, Trajectory, TrajectoryTensors, tensors
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+
+    from rollwire.v1 import rollout_pb2
+
+    from rollwire_client._data import Chunk, Sampling, WeightTag
+    from rollwire_client._fleet.rollout import Rollout
+    from rollwire_client._routing_replay import Routing
+
+    StartRollout = Callable[[rollout_pb2.GenerateRequest, Draft, WeightTag | None], Rollout]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """All of a session's tokens; each field but the first and last has an entry for every token.
+
+    Attributes:
+        session_id: Its name on the servers.
+        token_ids: What was given and what was sampled, in order.
+        logprobs: Of each token as its policy gave it; 0.0 for those that were given.
+        versions: The weight version that sampled each; None for those that were given, and for
+            weights without a version.
+        mask: Whether it was sampled.
+        turns: Each of the samplings, whose prompt is everything before it.
+    """
+
+    session_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int | None, ...]
+    mask: tuple[bool, ...]
+    turns: tuple[Trajectory, ...]
+
+    @property
+    def routing(self) -> Routing | None:
+        """That of its turns as one; None if none has any."""
+        return joined(turn.routing for turn in self.turns if turn.routing is not None)
+
+    def to_tensors(self) -> TrajectoryTensors:
+        """The conversation as a loss takes it.
+
+        Raises:
+            MissingDependencyError: torch is not installed.
+        """
+        return tensors(self.token_ids, self.logprobs, self.versions, self.mask, self.routing)
+
+
+class Session:
+    """A conversation with a fleet, one turn at a time; made by ``Fleet.session``.
+
+    Its turns go to one server, whose prefix cache has what was said before, until that is clearly
+    busier than the others; and never to weights that were published before those of the last
+    turn. (That cache is of the weights that filled it: after an update the conversation is read
+    again.)
+
+    However a turn ends, what was sampled is part of the conversation: also when its iteration was
+    left, it was cancelled, or it failed. ``token_ids`` says what is there.
+
+    A seed fixes the draws of one turn: give each turn its own.
+
+    Attributes:
+        id: Its name on the servers.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int], start: StartRollout) -> None:
+        """``start`` makes the rollouts."""
+        self.id = uuid.uuid4().hex
+        self._start = start
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int | None] = []
+        self._mask: list[bool] = []
+        self._turns: list[Trajectory] = []
+        self._busy = False
+        self.append(prompt_ids)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All that was given and sampled so far."""
+        return tuple(self._token_ids)
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Adds tokens that were not sampled, such as a tool's output or the next question.
+
+        Args:
+            token_ids: Any sequence of integers, arrays and tensors of one dimension included.
+
+        Raises:
+            InvalidRequestError: They are none.
+            RuntimeError: A turn is under way.
+        """
+        self._check_idle()
+        given = checked_token_ids(token_ids)
+        self._add(given, [0.0] * len(given), [None] * len(given), sampled=False)
+
+    async def generate(
+        self, sampling: Sampling = DEFAULT_SAMPLING, **options: Unpack[RolloutOptions]
+    ) -> Trajectory:
+        """Samples the next turn to its end; see ``Fleet.stream`` for errors.
+
+        Args:
+            sampling: How to sample; ``max_new_tokens`` is of this turn.
+            **options: Those of ``RolloutOptions`` but ``session_id``, which is the session's.
+
+        Raises:
+            RuntimeError: A turn is under way.
+        """
+        draft, rollout = self._turn(sampling, options)
+        with self._sampling(draft):
+            async for _ in rollout.chunks(whole=True):
+                pass
+        return self._turns[-1]
+
+    async def stream(
+        self, sampling: Sampling = DEFAULT_SAMPLING, **options: Unpack[RolloutOptions]
+    ) -> AsyncGenerator[Chunk, None]:
+        """Samples the next turn and yields its tokens as they come; see ``generate``.
+
+        Leaving the iteration ends the turn: close it, as with ``contextlib.aclosing``, before the
+        conversation goes on.
+        """
+        draft, rollout = self._turn(sampling, options)
+        with self._sampling(draft):
+            async with contextlib.aclosing(rollout.chunks(whole=False)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    def conversation(self) -> Conversation:
+        """As it is now; without a turn that is under way."""
+        return Conversation(
+            session_id=self.id,
+            token_ids=self.token_ids,
+            logprobs=tuple(self._logprobs),
+            versions=tuple(self._versions),
+            mask=tuple(self._mask),
+            turns=tuple(self._turns),
+        )
+
+    def _turn(self, sampling: Sampling, options: RolloutOptions) -> tuple[Draft, Rollout]:
+        self._check_idle()
+        if "session_id" in options:
+            raise TypeError("session_id is the session's own: leave it out")
+        own: RolloutOptions = {**options, "session_id": self.id}
+        request = generate_request(self._token_ids, sampling, own)
+        draft = Draft(request.request_id, self._token_ids, own.get("routed_experts"))
+        sampled = [turn.segments[-1] for turn in self._turns if turn.segments]
+        after = sampled[-1].weights if sampled else None
+        return draft, self._start(request, draft, after)
+
+    @contextlib.contextmanager
+    def _sampling(self, draft: Draft) -> Iterator[None]:
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+            turn = draft.trajectory()
+            self._turns.append(turn)
+            self._add(turn.token_ids, turn.logprobs, turn.versions, sampled=True)
+
+    def _add(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[int | None],
+        *,
+        sampled: bool,
+    ) -> None:
+        self._token_ids += token_ids
+        self._logprobs += logprobs
+        self._versions += versions
+        self._mask += [sampled] * len(token_ids)
+
+    def _check_idle(self) -> None:
+        if self._busy:
+            raise RuntimeError("a turn of this session is under way: let it end, or leave it")

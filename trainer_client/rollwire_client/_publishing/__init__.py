@@ -1,0 +1,1 @@
+"""Publishing a policy to the servers of a fleet."""

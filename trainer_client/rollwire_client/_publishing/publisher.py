@@ -1,0 +1,365 @@
+"""Publishing: a new policy goes to every server of a fleet, in one transaction each.
+
+    publish()            the tensors are checked, every server is told and reserves memory
+    handle.released      every server has everything, verified: the tensors may change again
+    handle.committed     every server serves it: the report
+    catch_up()           the same for servers that came later, or came back
+
+A server that fails or falls silent is cut out after a bounded time; the others go on and commit.
+Nothing that serves is touched before the commit, so a publish that fails leaves the servers as they
+were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from rollwire.v1 import weights_pb2, weights_pb2_grpc
+
+from rollwire_client._arguments import integer
+from rollwire_client._arguments import version as checked_version
+from rollwire_client._data import KvPolicy
+from rollwire_client._errors import (
+    MissingDependencyError,
+    PublishError,
+    PublishInProgressError,
+    RollwireError,
+)
+from rollwire_client._publishing.publish_handle import PublishHandle
+from rollwire_client._publishing.publish_target import PublishTimeouts
+from rollwire_client._publishing.report import PublishReport
+from rollwire_client._publishing.sharded import CATCHES_UP, publishes
+from rollwire_client._rpc import conversion
+from rollwire_client._rpc.calls import unary
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager
+
+    import torch
+    from rollwire_transport import TensorSpec
+    from torch import Tensor
+
+    from rollwire_client._data import WeightTag
+    from rollwire_client._fleet.fleet import Fleet
+    from rollwire_client._fleet.server_handle import Member
+    from rollwire_client._publishing.schema import Source
+    from rollwire_client._publishing.sharded import Ranks
+    from rollwire_client._publishing.sharded.coordinator import Lead
+
+
+class Publisher:
+    """Publishes one trainer's policies to a fleet, one at a time.
+
+    Args:
+        fleet: An open fleet; closing it ends a publish that is under way.
+        id: Names the trainer. Default: host name and process id.
+        term: Counts the lives of the trainer: a higher one takes over from a lower one, which is
+            refused from then on. Default: the time, in milliseconds.
+        backend: Of the transport. Default: the first that this machine and all servers can use of
+            gloo, ucx and nccl; of ucx, nccl and gloo if the tensors lie on a GPU.
+        host: Under which the servers reach this machine. Default: the local address of the route
+            to them.
+        kv_policy: What a commit does with keys and values of sequences that are under way.
+        bucket_bytes: What travels as one message; a multiple of 64. Three of them are held here; a
+            server takes memory for four if they cannot come to where the update is staged.
+            Default: a 64th of the update, from 64 to 256 MiB.
+        timeouts: How long to wait.
+
+    Raises:
+        TypeError, ValueError: An argument cannot be meant, such as a negative ``term``.
+        MissingDependencyError: torch is not installed.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        id: str | None = None,  # noqa: A002 - the API's word
+        term: int | None = None,
+        backend: str | None = None,
+        host: str | None = None,
+        kv_policy: KvPolicy = KvPolicy.RECOMPUTE,
+        bucket_bytes: int | None = None,
+        timeouts: PublishTimeouts | None = None,
+    ) -> None:
+        _require_transport()
+        if not isinstance(timeouts, PublishTimeouts | None):
+            raise TypeError(
+                f"timeouts is {timeouts!r}: say PublishTimeouts(source={timeouts!r}), or another"
+            )
+        if bucket_bytes is not None:
+            bucket_bytes = _bucket_size(bucket_bytes)
+        self.id = id or f"{socket.gethostname()}-{os.getpid()}"
+        term = term if term is not None else time.time_ns() // 1_000_000
+        self.term = integer("term", term, most=(1 << 64) - 1)
+        self._fleet = fleet
+        self._backend = backend
+        self._host = host
+        self._kv_policy = _checked(kv_policy)
+        self._bucket_bytes = bucket_bytes
+        self._timeouts = timeouts or PublishTimeouts()
+        self._schema: tuple[TensorSpec, ...] | None = None
+        self._busy = False
+        self._handle: PublishHandle | None = None
+
+    async def schema(self) -> tuple[TensorSpec, ...]:
+        """The tensors that the servers want, in their order; asked once.
+
+        Raises:
+            ClosedError: The fleet is not open.
+            RollwireError: No server tells.
+        """
+        self._fleet.check_open()
+        if self._schema is None:
+            self._schema = await self._ask_schema()
+        return self._schema
+
+    async def prepare(self, device: torch.device | str = "cpu") -> None:
+        """Does ahead what the first publish would wait for.
+
+        It reads the schema. On a GPU it compiles kernels and has UCX look for its ways, which takes
+        2 s or so, and holds up whoever reads tokens in this process meanwhile.
+
+        Args:
+            device: Where the tensors will lie.
+
+        Raises:
+            ClosedError: The fleet is not open.
+            RollwireError: No server tells its schema.
+        """
+        import rollwire_transport as transport
+        import torch
+
+        await self.schema()
+        await asyncio.to_thread(transport.prepare, torch.device(device))
+
+    async def publish(
+        self,
+        version: int | None,
+        tensors: Mapping[str, Tensor] | Source,
+        *,
+        kv_policy: KvPolicy | None = None,
+        partial: bool = False,
+        allow_version_rollback: bool = False,
+        ranks: Ranks | None = None,
+    ) -> PublishHandle:
+        """Announces a new policy to the fleet; what follows goes on by itself.
+
+        Args:
+            version: The trainer's step; None for an untagged update.
+            tensors: The policy by name, as in a checkpoint, unchanged until ``handle.released``; an
+                in-place change before that ends the publish, where torch counts it (not: writes
+                through ``tensor.data``, or to tensors of ``inference_mode``). Or a callable that
+                gives a fresh iterator of (name, tensor) in the order of ``schema()``, aliases left
+                out, so that a sharded trainer gathers one tensor at a time. In place of a tensor it
+                may give a function, which is called if the tensor is needed. It runs in a worker
+                thread, once for each transport group that is needed. If it hangs the publish fails,
+                but a thread cannot be killed: its thread is left to itself, and ends if the source
+                does.
+            kv_policy: Instead of the publisher's.
+            partial: Tensors that are not named stay as they are. A server that missed a publish is
+                left out: it would mix two policies.
+            allow_version_rollback: ``version`` may be below what the servers hold, or equal with
+                other content. Servers that miss this are brought to what was published last by
+                the next publish, or by ``catch_up``, without being asked again.
+            ranks: Of a sharded trainer, as ``Ranks.publish`` gives them.
+
+        Returns:
+            A handle, once every server that can has checked the update and reserved memory for it.
+
+        Raises:
+            TypeError: ``version`` is no integer, or ``kv_policy`` no ``KvPolicy``.
+            ValueError: It is negative, or does not fit 63 bits.
+            ClosedError: The fleet is not open.
+            SchemaMismatchError: The tensors are not those that the servers want.
+            PublishInProgressError: The publish before has not ended.
+            StalePublisherError: A publisher with a higher term took over.
+            PublishFailedError: No server takes the update.
+        """
+        async with _leading(ranks, publishes(version, partial=partial)) as lead:
+            version = checked_version("version", version)
+            with self._turn():
+                handle = await self._begin(
+                    await self._fleet.recipients(),
+                    version,
+                    tensors,
+                    lead,
+                    kv_policy=kv_policy,
+                    partial=partial,
+                    allow_version_rollback=allow_version_rollback,
+                )
+        try:
+            await handle.announced
+        except asyncio.CancelledError:
+            await handle.cancel()
+            raise
+        return handle
+
+    async def catch_up(
+        self, tensors: Mapping[str, Tensor] | Source, *, ranks: Ranks | None = None
+    ) -> PublishReport:
+        """Brings servers that are new, came back, or missed a publish to what the fleet serves.
+
+        Only they are sent anything; the others go on as if nothing happened.
+
+        Args:
+            tensors: Those of the version published last, as given to ``publish``: all of them.
+            ranks: Of a sharded trainer, as ``Ranks.catch_up`` gives them.
+
+        Returns:
+            The report, once all have committed: ``servers`` has those that were behind, and is
+            empty where none was. A server that does not answer, sleeps or drains is left as it is.
+
+        Raises:
+            ClosedError: The fleet is not open.
+            DigestMismatchError: The tensors are not those of that version; nothing was committed.
+            PublishFailedError: None of the servers could be brought up.
+            PublishError: Nothing was published to this fleet yet; or see ``publish``.
+        """
+        async with _leading(ranks, CATCHES_UP) as lead:
+            with self._turn():
+                policy = self._fleet.policy
+                if policy is None:
+                    raise PublishError(
+                        "there is nothing to catch up with: nothing was published by this `Fleet` "
+                        "yet, whatever its servers hold; publish first"
+                    )
+                behind = await self._fleet.behind()
+                if not behind:
+                    if lead is not None:
+                        lead.release()
+                    return _nothing_to_do(policy)
+                handle = await self._begin(
+                    behind,
+                    policy.version,
+                    tensors,
+                    lead,
+                    allow_version_rollback=True,  # the others have it, whatever these have
+                    expected_digest=policy.digest,
+                )
+        try:
+            return await handle.committed
+        except asyncio.CancelledError:
+            await handle.cancel()
+            raise
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One publish at a time.
+
+        Raises:
+            ClosedError: The fleet is not open.
+            PublishInProgressError: The one before has not ended.
+        """
+        self._fleet.check_open()
+        if self._busy or (self._handle is not None and not self._handle.done):
+            raise PublishInProgressError(
+                "the publish before has not ended: await its `committed` first"
+            )
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+    async def _begin(
+        self,
+        members: Sequence[Member],
+        version: int | None,
+        tensors: Mapping[str, Tensor] | Source,
+        lead: Lead | None,
+        *,
+        kv_policy: KvPolicy | None = None,
+        partial: bool = False,
+        allow_version_rollback: bool = False,
+        expected_digest: int | None = None,
+    ) -> PublishHandle:
+        from rollwire_client._publishing.change_detector import Changes
+        from rollwire_client._publishing.publish import Publish
+        from rollwire_client._publishing.schema import device_of, fit
+
+        schema, changes = await self.schema(), Changes()
+        specs, source = fit(tensors, schema, partial=partial, changes=changes, lead=lead)
+        publish = Publish(
+            self._fleet,
+            members,
+            weights_pb2.Publisher(id=self.id, term=self.term),
+            version,
+            specs,
+            source,
+            changes=changes,
+            confirm=None if lead is None else lead.confirm,
+            device=device_of(tensors),
+            partial=partial,
+            allow_version_rollback=allow_version_rollback,
+            bucket_bytes=self._bucket_bytes,
+            backend=self._backend,
+            host=self._host,
+            kv_policy=self._kv_policy if kv_policy is None else _checked(kv_policy),
+            timeouts=self._timeouts,
+            expected_digest=expected_digest,
+        )
+        work = publish.run()
+        if lead is not None:
+            work = lead.run(work, publish.released)
+        self._handle = PublishHandle(publish, self._fleet.own(work))
+        return self._handle
+
+    async def _ask_schema(self) -> tuple[TensorSpec, ...]:
+        problems: list[RollwireError] = []
+        for member in self._fleet.members:
+            stub = weights_pb2_grpc.WeightServiceStub(member.client.channel)
+            try:
+                answer = await unary(
+                    stub.GetWeightSchema,
+                    weights_pb2.GetWeightSchemaRequest(),
+                    server=member.address,
+                    timeout=self._timeouts.call,
+                )
+            except RollwireError as error:
+                problems.append(error)
+            else:
+                return conversion.schema(answer)
+        raise PublishError(
+            f"no server tells which tensors it wants: {'; '.join(map(str, problems))}"
+        ) from problems[0]
+
+
+def _leading(ranks: Ranks | None, call: str) -> AbstractAsyncContextManager[Lead | None]:
+    return contextlib.nullcontext() if ranks is None else ranks.lead(call)
+
+
+def _nothing_to_do(policy: WeightTag) -> PublishReport:
+    return PublishReport(
+        version=policy.version, update_id="", digest=policy.digest, bytes=0, seconds=0.0, servers=()
+    )
+
+
+def _checked(kv_policy: KvPolicy) -> KvPolicy:
+    if not isinstance(kv_policy, KvPolicy):
+        raise TypeError(f"kv_policy is {kv_policy!r}, not a KvPolicy")
+    return kv_policy
+
+
+def _bucket_size(size: int) -> int:
+    from rollwire_transport._validation import ALIGNMENT, MAX_BUCKET_BYTES
+
+    size = integer("bucket_bytes", size, least=ALIGNMENT, most=MAX_BUCKET_BYTES)
+    if size % ALIGNMENT:
+        raise ValueError(f"bucket_bytes is {size}, not a multiple of {ALIGNMENT}")
+    return size
+
+
+def _require_transport() -> None:
+    try:
+        import rollwire_transport  # noqa: F401 - whether it can be imported
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"publishing needs {error.name}: pip install 'rollwire[transport]'"
+        ) from error

@@ -1,0 +1,340 @@
+"""Routing replay: which experts a mixture of experts chose for each token, merged by position.
+
+Row i is the routing of token i of prompt + output, as input: the pass that computed it went on to
+token i + 1. The last token was never an input and has no row. A server sends the rows of a pass in
+order; after a commit that recomputes, and on the next server, a pass begins again at row 0.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from rollwire_client._data import WeightTag
+
+
+class RoutingReplay(enum.Enum):
+    """Which routing of a token stands where it was computed more than once."""
+
+    AS_SAMPLED = "as_sampled"
+    """That of the pass that sampled the token after it; of the prompt, the first token."""
+    LAST_PASS = "last_pass"  # noqa: S105 - no password
+    """That of the newest pass that has them all, and as many as any pass before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingSegment:
+    """Rows ``start`` to ``end`` (exclusive), all computed by the same weights.
+
+    Attributes:
+        start: Position of the first row's token.
+        end: Position after the last row's token.
+        weights: What computed them.
+        oldest_kv_revision: The lowest revision that computed a key or value which any of them
+            attended to; 0 where the server did not say.
+    """
+
+    start: int
+    end: int
+    weights: WeightTag
+    oldest_kv_revision: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """The experts of consecutive tokens of prompt + output, a row each.
+
+    Attributes:
+        replay: Which routing stands where a row was computed more than once.
+        start: Position of the first row's token; 0 but in a ``Chunk``.
+        num_rows: Of a whole sequence prompt + output - 1. Fewer if it ended before more came.
+        num_layers: Layers that route.
+        top_k: Experts that each of them chose for a token.
+        bytes_per_expert: 1 or 2.
+        experts: [num_rows, num_layers, top_k], little-endian.
+        segments: The rows in runs of equal WeightTag; they touch, and cover them.
+        recomputed: Ranges (start, end) of rows that other weights, or another server, computed than
+            sampled the token after them (of a prompt's rows: the first token). With AS_SAMPLED that
+            is what a server had not sent yet when it died, and a prompt during whose prefill the
+            weights changed under kept keys and values.
+    """
+
+    replay: RoutingReplay
+    start: int
+    num_rows: int
+    num_layers: int
+    top_k: int
+    bytes_per_expert: int
+    experts: bytes = field(repr=False)
+    segments: tuple[RoutingSegment, ...]
+    recomputed: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Position after the last row's token."""
+        return self.start + self.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of one pass as a server sends them, computed by one set of weights.
+
+    Attributes:
+        start: Position of the first row's token.
+        count: How many, at least one.
+        shape: Layers, experts a layer, bytes an expert.
+        experts: All of them, as ``Routing`` has them.
+        weights: What computed them.
+        oldest_kv_revision: As ``RoutingSegment`` has it.
+    """
+
+    start: int
+    count: int
+    shape: tuple[int, int, int]
+    experts: bytes
+    weights: WeightTag
+    oldest_kv_revision: int = 0
+
+    @property
+    def end(self) -> int:
+        """Position after the last row's token."""
+        return self.start + self.count
+
+
+Tokens: TypeAlias = "Sequence[tuple[int, WeightTag]]"
+"""The output in runs of equal weights: where each ends in prompt + output, and the weights."""
+
+
+class RoutingDraft:
+    """The routing of a sequence that is still being sampled.
+
+    It holds every row once, and with LAST_PASS twice while a pass computes them again.
+
+    Attributes:
+        prompt: Tokens of it.
+    """
+
+    def __init__(self, replay: RoutingReplay, prompt: int) -> None:
+        self.prompt = prompt
+        self._replay = replay
+        self._shape: tuple[int, int, int] | None = None
+        self._at = 0  # where the pass of now goes on
+        self._store = _Store()
+        self._before: _Store | None = None  # a pass that has more than the newest
+        self._settled = 0  # rows of tokens of earlier attempts
+        self._taken = 0
+
+    def go_on_from(self, routing: Routing) -> None:
+        """Takes what an earlier rollout of the same sequence has."""
+        self._shape = _shape(routing)
+        self._store.load(routing)
+        self.begin_attempt(self._store.end - self.prompt + 1)
+
+    def begin_attempt(self, sampled: int) -> None:
+        """Rows come from the first on; those that led to no token that came are of no use.
+
+        Args:
+            sampled: Output tokens that came.
+        """
+        most = self.prompt + sampled - 1 if sampled > 0 else 0
+        self._store.cut(most)
+        self._settled = self._store.end
+        if self._before is not None:
+            self._before.cut(most)
+            self._forget_older()
+        if self._replay is RoutingReplay.LAST_PASS:
+            self._begin_pass(0)
+        self._at = 0
+
+    def add(self, rows: Rows) -> None:
+        """Takes the next rows.
+
+        Raises:
+            ValueError: They do not go with those before; says why.
+        """
+        if self._shape is None:
+            self._shape = rows.shape
+        if rows.shape != self._shape:
+            raise ValueError(
+                f"a token's routing is {_told(rows.shape)}, and was {_told(self._shape)}"
+            )
+        if rows.start > self._at:
+            raise ValueError(f"the routing of tokens {self._at} to {rows.start - 1} never came")
+        if rows.start < self._at:
+            self._begin_pass(rows.start)
+        self._at = rows.end
+        self._store.append(rows)
+        self._forget_older()
+
+    def take(self, tokens: Tokens) -> Routing | None:
+        """The rows that led to a token of the output and were not taken yet; None if there are
+        none. With LAST_PASS, those of a new pass are not taken yet.
+        """
+        end = min(self._final, tokens[-1][0] - 1) if tokens else 0
+        if self._taken >= end:
+            return None
+        start, self._taken = self._taken, end
+        return self._routing(self._store, start, end, tokens)
+
+    def routing(self, tokens: Tokens) -> Routing | None:
+        """All of it as it is now; None if nothing came."""
+        most = max((tokens[-1][0] if tokens else self.prompt) - 1, 0)
+        store = self._store
+        if self._before is not None and store.end < most:
+            store = self._before
+        return self._routing(store, 0, min(store.end, most), tokens)
+
+    @property
+    def _final(self) -> int:
+        """Rows that stand, but for a new pass with LAST_PASS."""
+        if self._replay is RoutingReplay.AS_SAMPLED and self._store.end < self.prompt:
+            return self._settled
+        return self._store.end
+
+    def _forget_older(self) -> None:
+        """The newest pass has caught up."""
+        if self._before is not None and self._store.end >= self._before.end:
+            self._before = None
+
+    def _begin_pass(self, start: int) -> None:
+        """Rows from ``start`` on are computed again."""
+        if self._replay is RoutingReplay.LAST_PASS:
+            self._before = self._before or self._store
+            self._store = self._store.copy(start)
+            self._taken = min(self._taken, start)
+        else:
+            self._store.cut(max(start, self._final))
+
+    def _routing(self, store: _Store, start: int, end: int, tokens: Tokens) -> Routing | None:
+        if self._shape is None:
+            return None
+        segments = store.segments(start, end)
+        again = _of_others(segments, tokens)
+        return store.routing(self._replay, self._shape, start, end, again)
+
+
+def joined(turns: Iterable[Routing]) -> Routing | None:
+    """The routing of a conversation from that of its turns; None of none.
+
+    Each row is of the first turn that has it, or with LAST_PASS of the last.
+    """
+    whole: Routing | None = None
+    for turn in turns:
+        if whole is None or (turn.replay is RoutingReplay.LAST_PASS and turn.end >= whole.end):
+            whole = turn
+        elif turn.end > whole.end:
+            store = _Store()
+            store.load(whole)
+            store.load(turn)
+            at = whole.end
+            later = [(max(start, at), end) for start, end in turn.recomputed if end > at]
+            again = [*whole.recomputed, *later]
+            whole = store.routing(whole.replay, _shape(whole), 0, turn.end, again)
+    return whole
+
+
+class _Store:
+    """Rows from the first on, each once."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._experts = bytearray()
+        self._row_bytes = 0
+        self._runs: list[tuple[int, WeightTag, int]] = []  # where each ends, oldest revision
+
+    def append(self, rows: Rows) -> None:
+        """Adds those that are not there."""
+        if rows.end <= self.end:
+            return
+        self._row_bytes = len(rows.experts) // rows.count
+        self._experts += memoryview(rows.experts)[(self.end - rows.start) * self._row_bytes :]
+        self.end = rows.end
+        oldest = rows.oldest_kv_revision
+        if self._runs and self._runs[-1][1] == rows.weights:
+            oldest = min(oldest, self._runs.pop()[2])
+        self._runs.append((rows.end, rows.weights, oldest))
+
+    def load(self, routing: Routing) -> None:
+        """Adds those that are not there."""
+        size = len(routing.experts) // max(routing.num_rows, 1)
+        for s in routing.segments:
+            experts = routing.experts[s.start * size : s.end * size]
+            shape, oldest = _shape(routing), s.oldest_kv_revision
+            self.append(Rows(s.start, s.end - s.start, shape, experts, s.weights, oldest))
+
+    def cut(self, end: int) -> None:
+        """Leaves those before ``end``."""
+        if end >= self.end:
+            return
+        self._runs = [(s.end, s.weights, s.oldest_kv_revision) for s in self.segments(0, end)]
+        del self._experts[end * self._row_bytes :]
+        self.end = end
+
+    def copy(self, end: int) -> _Store:
+        """Those before ``end``, elsewhere."""
+        made = _Store()
+        made.end = min(end, self.end)
+        made._row_bytes = self._row_bytes
+        made._runs = [(s.end, s.weights, s.oldest_kv_revision) for s in self.segments(0, made.end)]
+        made._experts = self._experts[: made.end * self._row_bytes]
+        return made
+
+    def segments(self, start: int, end: int) -> list[RoutingSegment]:
+        """Rows ``start`` to ``end`` in runs of equal weights."""
+        found, at = [], 0
+        for stop, weights, oldest in self._runs:
+            if at < end and stop > start:
+                found.append(RoutingSegment(max(at, start), min(stop, end), weights, oldest))
+            at = stop
+        return found
+
+    def routing(
+        self,
+        replay: RoutingReplay,
+        shape: tuple[int, int, int],
+        start: int,
+        end: int,
+        recomputed: Iterable[tuple[int, int]],
+    ) -> Routing:
+        """Rows ``start`` to ``end``."""
+        layers, top_k, width = shape
+        return Routing(
+            replay=replay,
+            start=start,
+            num_rows=end - start,
+            num_layers=layers,
+            top_k=top_k,
+            bytes_per_expert=width,
+            experts=bytes(self._experts[start * self._row_bytes : end * self._row_bytes]),
+            segments=tuple(self.segments(start, end)),
+            recomputed=tuple(recomputed),
+        )
+
+
+def _of_others(rows: Iterable[RoutingSegment], tokens: Tokens) -> list[tuple[int, int]]:
+    """Ranges of rows whose weights are not those of the token after them."""
+    found: list[tuple[int, int]] = []
+    for row in rows:
+        at = 0
+        for stop, weights in tokens:
+            start, end = max(at, row.start), min(stop - 1, row.end)
+            at = stop - 1
+            if start >= end or weights == row.weights:
+                continue
+            if found and found[-1][1] == start:
+                start = found.pop()[0]
+            found.append((start, end))
+    return found
+
+
+def _shape(routing: Routing) -> tuple[int, int, int]:
+    return routing.num_layers, routing.top_k, routing.bytes_per_expert
+
+
+def _told(shape: tuple[int, int, int]) -> str:
+    layers, top_k, width = shape
+    return f"{top_k} experts of {width} bytes in each of {layers} layers"

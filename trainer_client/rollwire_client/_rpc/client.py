@@ -1,0 +1,333 @@
+"""One rollout server, as a trainer sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self, Unpack
+
+from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
+
+from rollwire_client._arguments import all_seconds, seconds
+from rollwire_client._concurrency.owner import Owner
+from rollwire_client._data import Aborted, Chunk, Pause, Resumed, Sampling, ServerInfo
+from rollwire_client._errors import ClosedError, RollwireError, ServerUnreachableError
+from rollwire_client._rpc import conversion
+from rollwire_client._rpc.calls import unary
+from rollwire_client._rpc.channels import Credentials, connect
+from rollwire_client._rpc.host_address import server_address
+from rollwire_client._rpc.request import (
+    DEFAULT_SAMPLING,
+    RolloutOptions,
+    deliver_rarely,
+    generate_request,
+    put,
+    put_seconds,
+)
+from rollwire_client._rpc.rollout_stream import Link
+from rollwire_client._trajectory import Draft, Trajectory
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Iterable, Sequence
+
+    import grpc
+
+    from rollwire_client._routing_replay import RoutingDraft
+    from rollwire_client._rpc.attempt import Attempt
+
+
+_WHAT = "RolloutClient"
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """How long a client waits for a server, in seconds.
+
+    Time in which the event loop did not run is not counted: it heard nobody.
+
+    Attributes:
+        start: When a fleet is opened: until the first of its servers has loaded its model.
+        call: For the answer to a call.
+        silence: After this long without a message for live sequences, the server is asked whether
+            it is there.
+        probe: For the answer to that; then the link counts as lost.
+        close: For the server to end what a closing client aborts.
+
+    Raises:
+        TypeError, ValueError: One of them is no number of seconds.
+    """
+
+    start: float = 60.0
+    call: float = 10.0
+    silence: float = 5.0
+    probe: float = 5.0
+    close: float = 2.0
+
+    def __post_init__(self) -> None:
+        """Refuses what is no time."""
+        all_seconds(self)
+
+
+class RolloutClient:
+    """A client of one server; an async context manager.
+
+    It holds one channel, and one StreamRollouts call for any number of sequences, opened when the
+    first of them starts and again after it was lost. Closing it aborts what is under way.
+
+    Args:
+        address: HOST:PORT of the server.
+        timeouts: How long to wait for it.
+        credentials: TLS and token.
+
+    Raises:
+        TypeError, ValueError: The address is not HOST:PORT, or ``timeouts`` no ``Timeouts``.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeouts: Timeouts | None = None,
+        credentials: Credentials | None = None,
+    ) -> None:
+        if not isinstance(timeouts, Timeouts | None):
+            raise TypeError(
+                f"timeouts is {timeouts!r}: say Timeouts(call={timeouts!r}), or another"
+            )
+        self.address = server_address(address)
+        self._credentials = credentials or Credentials()
+        self.timeouts = timeouts or Timeouts()
+        self._channel: grpc.aio.Channel | None = None
+        self._stub: rollout_pb2_grpc.RolloutServiceStub | None = None
+        self._owner = Owner(_WHAT)
+        self._link: Link | None = None
+        self._opening = asyncio.Lock()
+        self._context_length = 0
+
+    async def __aenter__(self) -> Self:
+        if self._channel is not None:
+            self._owner.check()
+            raise RuntimeError(f"the client of {self.address} is open already")
+        self._owner = Owner(_WHAT)
+        self._channel = connect(self.address, self._credentials)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Aborts what is under way and closes the channel. Idempotent."""
+        if self._channel is None or self._owner.forked:
+            return
+        self._owner.check()
+        channel, self._channel = self._channel, None
+        self._stub = None
+        try:
+            if self._link is not None:
+                await self._link.close(self.timeouts.close)
+        finally:
+            await channel.close()
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """The channel to the server, for its other services.
+
+        Raises:
+            ClosedError: The client is not open.
+            NotOpenHereError: It is, in another process or event loop.
+        """
+        return self._check_open()
+
+    @property
+    def heard_at(self) -> float:
+        """When tokens came last, on the event loop's clock."""
+        return self._link.heard_at if self._link is not None else -math.inf
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Tokens that sequences under way may still bring."""
+        return self._link.outstanding_tokens if self._link is not None else 0
+
+    def stream(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling = DEFAULT_SAMPLING,
+        **options: Unpack[RolloutOptions],
+    ) -> AsyncGenerator[Chunk, None]:
+        """Samples one sequence and yields its tokens as they come.
+
+        The last chunk has ``finish``, whatever its reason: an interruption is not resumed here (a
+        ``Fleet`` does that). Leaving the iteration aborts the sequence on the server.
+
+        Args:
+            prompt_ids: Token ids, at least one: any sequence of integers, arrays and tensors of one
+                dimension included.
+            sampling: How to sample.
+            **options: Those of ``RolloutOptions``, and no others.
+
+        Raises:
+            TypeError: There is no such option.
+            InvalidRequestError: A value does not fit; ``violations`` names the field.
+            RollwireError: With what was sampled before it in ``.trajectory``.
+        """
+        request = generate_request(prompt_ids, sampling, options)
+        return self._run(request, _draft(request, options), whole=False)
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling = DEFAULT_SAMPLING,
+        **options: Unpack[RolloutOptions],
+    ) -> Trajectory:
+        """Samples one sequence to its end; see ``stream``."""
+        request = generate_request(prompt_ids, sampling, options)
+        draft = _draft(request, options)
+        async for _ in self._run(request, draft, whole=True):
+            pass
+        return draft.trajectory()
+
+    async def start(
+        self, request: rollout_pb2.GenerateRequest, routing: RoutingDraft | None = None
+    ) -> Attempt:
+        """Starts one attempt at a sequence, which the caller reads and closes; for the library
+        itself, beneath ``stream`` and a ``Fleet``. Rows of routing go to ``routing``.
+        """
+        link = await self._open()
+        limit = request.sampling.max_new_tokens or self._context_length
+        room = max(self._context_length - len(request.prompt_token_ids), 0)
+        budget = max(min(limit, room), len(request.output_token_ids))
+        return link.start(request, budget, routing)
+
+    async def info(self, *, timeout: float | None = None) -> ServerInfo:
+        """What the server is, holds and is doing.
+
+        Args:
+            timeout: Seconds to wait for the answer, instead of ``timeouts.call``.
+
+        Raises:
+            ServerUnreachableError: Nothing answers at the address within that time.
+        """
+        answer = await unary(
+            self._rollouts.GetServerInfo,
+            rollout_pb2.GetServerInfoRequest(),
+            server=self.address,
+            timeout=self.timeouts.call if timeout is None else seconds("timeout", timeout),
+        )
+        return conversion.server_info(answer, self.address)
+
+    async def abort(self, request_ids: Iterable[str]) -> Aborted:
+        """Ends sequences on the server; whoever reads them gets ``FinishReason.ABORTED``.
+
+        Raises:
+            TypeError: ``request_ids`` is one id, not several.
+        """
+        if isinstance(request_ids, str):
+            raise TypeError(f"request_ids is the text {request_ids!r}: give a list of ids")
+        request = rollout_pb2.AbortRequest()
+        for number, request_id in enumerate(request_ids):
+            key = request.sequences.add()
+            put(key, "request_id", request_id, within=f"sequences[{number}].")
+        return await self._abort(request)
+
+    async def abort_all(self) -> Aborted:
+        """Ends every sequence of the server, also those of other clients."""
+        return await self._abort(rollout_pb2.AbortRequest(all=True))
+
+    async def pause(self, pause_id: str = "", *, lease: float | None = None) -> Pause:
+        """Stops sampling at the next step and holds every sequence, until ``resume``.
+
+        Args:
+            pause_id: Names the pause; "" lets the server make a name.
+            lease: Seconds after which it is lifted by itself; 0 never, None the server's default.
+        """
+        request = rollout_pb2.PauseRequest()
+        put(request, "pause_id", pause_id)
+        put_seconds(request, "lease", lease)
+        answer = await unary(
+            self._rollouts.Pause, request, server=self.address, timeout=self.timeouts.call
+        )
+        return Pause(answer.pause_id, answer.held_sequences)
+
+    async def resume(self, pause_id: str = "") -> Resumed:
+        """Lifts one pause, or all of them if ``pause_id`` is ""."""
+        request = rollout_pb2.ResumeRequest()
+        put(request, "pause_id", pause_id)
+        answer = await unary(
+            self._rollouts.Resume, request, server=self.address, timeout=self.timeouts.call
+        )
+        return Resumed(
+            answer.resumed_sequences, answer.remaining_pauses, conversion.weight_tag(answer.weights)
+        )
+
+    @property
+    def _rollouts(self) -> rollout_pb2_grpc.RolloutServiceStub:
+        channel = self.channel
+        if self._stub is None:  # making one costs a fifth of a call
+            self._stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+        return self._stub
+
+    def _check_open(self) -> grpc.aio.Channel:
+        if self._channel is None:
+            raise ClosedError(
+                f"the client of {self.address} is not open: use `async with`", server=self.address
+            )
+        self._owner.check()
+        return self._channel
+
+    async def _run(
+        self, request: rollout_pb2.GenerateRequest, draft: Draft, *, whole: bool
+    ) -> AsyncGenerator[Chunk, None]:
+        attempt = None
+        if whole:
+            deliver_rarely(request)
+        try:
+            attempt = await self.start(request, draft.routing)
+            while (chunk := await attempt.next(whole=whole)) is not None:
+                draft.add(chunk, self.address)
+                yield chunk if whole else draft.with_rows(chunk)
+        except RollwireError as error:
+            error.trajectory = draft.trajectory()
+            raise
+        finally:
+            if attempt is not None:
+                attempt.close()
+
+    async def _open(self) -> Link:
+        self._check_open()
+        if self._link is not None and self._link.lost is None:
+            return self._link
+        async with self._opening:
+            if self._link is None or self._link.lost is not None:
+                # A stream has no deadline, so the server is first asked whether it is there.
+                info = await self.info()
+                self._context_length = info.context_length
+                self._link = Link(
+                    self._rollouts.StreamRollouts(),
+                    self.address,
+                    probe=lambda: self._expect_server(info.server_id),
+                    silence=self.timeouts.silence,
+                )
+            return self._link
+
+    async def _expect_server(self, server_id: str) -> None:
+        """Asks whether this process is there.
+
+        Raises:
+            ServerUnreachableError: It is not, even if another one answers at its address.
+        """
+        info = await self.info(timeout=self.timeouts.probe)
+        if info.server_id != server_id:
+            raise ServerUnreachableError(
+                f"{self.address}: another server process has taken its place", server=self.address
+            )
+
+    async def _abort(self, request: rollout_pb2.AbortRequest) -> Aborted:
+        answer = await unary(
+            self._rollouts.Abort, request, server=self.address, timeout=self.timeouts.call
+        )
+        return Aborted(answer.aborted, tuple(answer.not_found))
+
+
+def _draft(request: rollout_pb2.GenerateRequest, options: RolloutOptions) -> Draft:
+    return Draft(request.request_id, request.prompt_token_ids, options.get("routed_experts"))

@@ -1,0 +1,272 @@
+"""One StreamRollouts call: any number of attempts at sequences, multiplexed in columns.
+
+    Link ─ open ─▶ reads, writes, watches ─▶ lost: every attempt on it ends with the error
+
+A message of the server carries one engine step of all attempts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import logging
+import time
+from typing import TYPE_CHECKING, TypeVar
+
+import grpc
+from rollwire.patience import listened
+from rollwire.v1 import common_pb2, rollout_pb2
+
+from rollwire_client import _errors as errors
+from rollwire_client._concurrency.tasks import end
+from rollwire_client._errors import (
+    ClosedError,
+    ProtocolError,
+    RollwireError,
+    ServerUnreachableError,
+)
+from rollwire_client._rpc import conversion
+from rollwire_client._rpc.attempt import Attempt
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from rollwire_client._data import WeightTag
+    from rollwire_client._routing_replay import RoutingDraft
+
+    Call = grpc.aio.StreamStreamCall[
+        rollout_pb2.StreamRolloutsRequest, rollout_pb2.StreamRolloutsResponse
+    ]
+
+E = TypeVar("E", bound=Exception)
+
+logger = logging.getLogger(__name__)
+
+# Waking a reader costs several times what a token does, so readers are not woken more often than
+# this (seconds). Where steps take longer, each is told at once; the end of a sequence always is.
+_WAKE_INTERVAL = 0.02
+
+
+class Link:
+    """An open StreamRollouts call.
+
+    Attributes:
+        address: Of the server.
+        lost: Why the link serves no more; None while it does.
+        outstanding_tokens: Tokens that its attempts may still bring.
+        heard_at: When the last message came, on the event loop's clock.
+        to_wake: Attempts whose readers wait for what they have.
+    """
+
+    def __init__(
+        self, call: Call, address: str, *, probe: Callable[[], Awaitable[object]], silence: float
+    ) -> None:
+        """Takes over ``call``; ``probe`` raises if the server is gone, and is asked whenever
+        nothing came for ``silence`` seconds.
+        """
+        self.address = address
+        self.lost: RollwireError | None = None
+        self.outstanding_tokens = 0
+        self.heard_at = 0.0
+        self.to_wake: set[Attempt] = set()
+        self.loop = asyncio.get_running_loop()
+        self._call = call
+        self._probe = probe
+        self._silence = silence
+        self._attempts: dict[int, Attempt] = {}
+        self._handles = 0
+        self._waking: asyncio.TimerHandle | None = None
+        self._woke = 0.0
+        self._tag: tuple[common_pb2.WeightTag, WeightTag] | None = None
+        self._outgoing: asyncio.Queue[rollout_pb2.StreamRolloutsRequest | None] = asyncio.Queue()
+        self._task = asyncio.create_task(self._serve(), name=f"rollwire link to {address}")
+
+    def start(
+        self,
+        request: rollout_pb2.GenerateRequest,
+        budget: int,
+        routing: RoutingDraft | None = None,
+    ) -> Attempt:
+        """Sends a request that may bring the output to at most ``budget`` tokens.
+
+        Rows of routing go to ``routing`` as they come.
+
+        Raises:
+            RollwireError: The link is lost.
+        """
+        if self.lost is not None:
+            raise copy.copy(self.lost)
+        self._handles += 1
+        attempt = Attempt(self, self._handles, len(request.output_token_ids), budget, routing)
+        self._attempts[attempt.handle] = attempt
+        self.outstanding_tokens += budget - attempt.next_offset
+        self._outgoing.put_nowait(
+            rollout_pb2.StreamRolloutsRequest(handle=attempt.handle, start=request)
+        )
+        return attempt
+
+    def abort(self, attempt: Attempt) -> None:
+        """Tells the server to end an attempt; its last chunk says so."""
+        if attempt.handle in self._attempts:
+            self._outgoing.put_nowait(
+                rollout_pb2.StreamRolloutsRequest(
+                    handle=attempt.handle, abort=rollout_pb2.AbortSequence()
+                )
+            )
+
+    async def close(self, timeout: float) -> None:
+        """Aborts what is under way, lets the server end it, and closes the call.
+
+        A server that does not answer within ``timeout`` seconds is left alone.
+        """
+        for attempt in list(self._attempts.values()):
+            self.abort(attempt)
+        self._outgoing.put_nowait(None)
+        try:
+            await asyncio.wait([self._task], timeout=timeout)
+        finally:
+            await end([self._task])
+
+    async def _serve(self) -> None:
+        """Runs the call until it ends; what goes wrong ends the attempts, not this task."""
+        error: RollwireError = ServerUnreachableError(
+            f"{self.address}: the server ended the stream", server=self.address
+        )
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                beside = [tasks.create_task(self._write()), tasks.create_task(self._watch())]
+                await self._read()
+                for task in beside:
+                    task.cancel()
+        except* grpc.aio.AioRpcError as group:
+            error = errors.from_rpc(_first(group), self.address)
+        except* RollwireError as group:
+            error = _first(group)
+        except* asyncio.CancelledError:
+            error = ClosedError(f"{self.address}: the client was closed", server=self.address)
+        finally:
+            self._call.cancel()
+            self._lose(error)
+
+    async def _read(self) -> None:
+        clock = self.loop.time
+        self.heard_at = clock()
+        async for message in self._call:
+            self.heard_at = clock()
+            self._deliver(message)
+
+    async def _write(self) -> None:
+        with contextlib.suppress(asyncio.InvalidStateError):  # it has ended; the reader knows why
+            while (message := await self._outgoing.get()) is not None:
+                await self._call.write(message)
+            await self._call.done_writing()
+
+    async def _watch(self) -> None:
+        clock = self.loop.time
+        while True:
+            await asyncio.sleep(self._silence / 2)
+            silent_since = time.monotonic() - (clock() - self.heard_at)
+            if self._attempts and listened(silent_since) > self._silence:
+                await self._probe()
+                self.heard_at = clock()
+
+    def _deliver(self, message: rollout_pb2.StreamRolloutsResponse) -> None:
+        weights = self._weights(message.weights)
+        handles, counts = message.handles, message.counts
+        token_ids, logprobs = message.token_ids[:], message.logprobs[:]
+        oldest = message.oldest_kv_revisions or [weights.revision] * len(handles)
+        if not (
+            len(handles) == len(counts) == len(message.offsets) == len(oldest)
+            and sum(counts) == len(token_ids) == len(logprobs)
+        ):
+            raise ProtocolError(
+                f"{self.address}: the columns of a message do not fit each other: {len(handles)} "
+                f"handles, {len(token_ids)} token ids, {len(logprobs)} log-probabilities",
+                server=self.address,
+            )
+        attempts = self._attempts
+        start = new = 0
+        for handle, count, offset, revision in zip(
+            handles, counts, message.offsets, oldest, strict=True
+        ):
+            end = start + count
+            if (attempt := attempts.get(handle)) is not None:
+                try:
+                    new += attempt.take(
+                        offset, token_ids[start:end], logprobs[start:end], weights, revision
+                    )
+                except ProtocolError as error:
+                    self._give_up(attempt, error)
+            start = end
+        self.outstanding_tokens -= new
+        for event in message.events:
+            self._on_event(event, weights)
+        if self.to_wake and self._waking is None:
+            self._waking = self.loop.call_at(self._woke + _WAKE_INTERVAL, self._wake_readers)
+
+    def _wake_readers(self) -> None:
+        self._waking = None
+        self._woke = self.loop.time()
+        attempts, self.to_wake = self.to_wake, set()
+        for attempt in attempts:
+            attempt.wake()
+
+    def _on_event(self, event: rollout_pb2.SequenceEvent, weights: WeightTag) -> None:
+        attempt = self._attempts.get(event.handle)
+        if attempt is None:
+            return
+        try:
+            for rows in event.routed_experts:
+                attempt.take_rows(conversion.rows(rows, self._weights(rows.weights)))
+        except ValueError as misfit:
+            problem = f"{self.address}: {misfit}"
+            self._give_up(attempt, ProtocolError(problem, server=self.address))
+            return
+        if event.HasField("finish"):
+            finish = conversion.finish(event.finish)
+            if finish is None:
+                problem = f"{self.address}: a sequence ended for no known reason: {event.finish}"
+                self._forget(attempt)
+                attempt.end(ProtocolError(problem, server=self.address))
+                return
+            self._forget(attempt)
+            try:
+                attempt.finish(finish, weights)
+            except ProtocolError as error:
+                attempt.end(error)
+        elif event.HasField("error"):
+            self._forget(attempt)
+            attempt.end(errors.from_sequence(event.error, self.address))
+
+    def _weights(self, message: common_pb2.WeightTag) -> WeightTag:
+        # One object for equal tags, so that pieces can compare them by identity.
+        if self._tag is None or self._tag[0] != message:
+            self._tag = (message, conversion.weight_tag(message))
+        return self._tag[1]
+
+    def _give_up(self, attempt: Attempt, error: RollwireError) -> None:
+        self.abort(attempt)
+        self._forget(attempt)
+        attempt.end(error)
+
+    def _forget(self, attempt: Attempt) -> None:
+        del self._attempts[attempt.handle]
+        self.outstanding_tokens -= attempt.budget - attempt.next_offset
+
+    def _lose(self, error: RollwireError) -> None:
+        self.lost = error
+        if self._waking is not None:
+            self._waking.cancel()
+        attempts = list(self._attempts.values())
+        if attempts:
+            logger.info("%s; %d sequences were under way", error, len(attempts))
+        for attempt in attempts:
+            self._forget(attempt)
+            attempt.end(copy.copy(error))  # each gets a trajectory of its own
+
+
+def _first(group: BaseExceptionGroup[E]) -> E:
+    """The first error in a group that may be nested."""
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -1,0 +1,195 @@
+"""What is used of ucxx: its blocking core, without the asynchronous layer, which wants the caller's
+event loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from rollwire_transport._errors import TransportError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.001
+_EPOLL_MS = 100  # UCX wakes its thread when there is something; this is for what it may forget
+_LET_GO_SECONDS = 2.0  # for UCX to end what was under way on a connection that was cut
+_CLOSE_PERIOD_NS, _CLOSE_ATTEMPTS = 100_000_000, 10
+
+
+class Held(Protocol):
+    """Memory that UCX may read or write."""
+
+    @property
+    def let_go(self) -> bool:
+        """Whether UCX has nothing to do with it any more."""
+
+    def forget(self) -> None:
+        """Drops what belongs to UCX."""
+
+
+class Worker:
+    """UCX for one link. A thread of UCX's own, which leaves Python alone, moves the bytes.
+
+    Args:
+        device: Where buckets lie.
+        ports: The first and the last of those that it may listen on; None: any.
+
+    Raises:
+        TransportError: UCX cannot be used.
+
+    Attributes:
+        address: What others need to connect.
+    """
+
+    def __init__(self, device: torch.device, ports: tuple[int, int] | None = None) -> None:
+        libucxx = load()
+        options = {
+            name: "1M"  # 8K by default, which costs TCP most of its speed
+            for name in ("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE")
+            if f"UCX_{name}" not in os.environ
+        }
+        if ports is not None:
+            options["TCP_PORT_RANGE"] = "{}-{}".format(*ports)
+        features = (libucxx.Feature.TAG, libucxx.Feature.WAKEUP)
+        try:
+            self._context = libucxx.UCXContext(options, feature_flags=features)
+            self._worker = libucxx.UCXWorker(self._context, enable_delayed_submission=True)
+            self.address: bytes = self._worker.address.tobytes()
+        except libucxx.UCXError as error:
+            raise TransportError(f"UCX cannot be used: {error}") from error
+        self._endpoints: list[Any] = []
+        if device.type == "cuda":
+            self._worker.set_progress_thread_start_callback(torch.cuda.set_device, (device,))
+        self._worker.start_progress_thread(polling_mode=False, epoll_timeout=_EPOLL_MS)
+
+    def takes(self, device: torch.device) -> bool:
+        """Whether UCX can send from there, and receive there."""
+        return device.type == "cpu" or (device.type == "cuda" and self._context.cuda_support)
+
+    def connect(self, address: bytes) -> Any:
+        """A connection to another worker; None without an address.
+
+        Raises:
+            TransportError: UCX cannot reach it.
+        """
+        if not address:
+            return None
+        libucxx = load()
+        try:
+            endpoint = libucxx.UCXEndpoint.create_from_worker_address(
+                self._worker,
+                libucxx.UCXAddress.create_from_buffer(bytearray(address)),
+                endpoint_error_handling=True,
+            )
+        except libucxx.UCXError as error:
+            raise TransportError(f"UCX cannot connect: {error}") from error
+        self._endpoints.append(endpoint)
+        return endpoint
+
+    def close(self, under_way: Sequence[Held] = ()) -> bool:
+        """Gives everything back, memory that transfers are under way with included; returns whether
+        UCX has let go of that.
+
+        UCX crashes, or keeps its files, where a connection is closed while it sends. But it copes
+        with dead peers, so their TCP connections are cut first.
+        """
+        if under_way:
+            self._cut()
+            _wait_until(lambda: not any(e.alive for e in self._endpoints) or _let_go(under_way))
+        for endpoint in self._endpoints:
+            endpoint.close_blocking(_CLOSE_PERIOD_NS, _CLOSE_ATTEMPTS)
+        if all_let_go := _wait_until(lambda: _let_go(under_way)):
+            for held in under_way:
+                held.forget()
+        else:
+            logger.warning(
+                "UCX has not let go of %d buckets: the memory that they lie in is kept",
+                len(under_way),
+            )
+            _kept.extend((self._worker, *under_way))  # it may still write to them
+        self._worker.stop_progress_thread()
+        # Now, not when the last reference goes, which an error's traceback may hold.
+        self._endpoints.clear()
+        del self._worker, self._context
+        return all_let_go
+
+    def _cut(self) -> None:
+        for file in _sockets(self._worker.epoll_file_descriptor):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:
+                connection.getpeername()  # fails for one that listens
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+_kept: list[object] = []
+
+
+def _let_go(under_way: Sequence[Held]) -> bool:
+    return all(held.let_go for held in under_way)
+
+
+def _wait_until(done: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + _LET_GO_SECONDS
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def _sockets(epoll: int) -> Iterator[int]:
+    """The sockets that an epoll descriptor waits for, itself or by way of others.
+
+    UCX closes files meanwhile, in a thread of its own: those are none any more.
+    """
+    try:
+        lines = Path(f"/proc/self/fdinfo/{epoll}").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        name, _, rest = line.partition(":")
+        if name != "tfd":
+            continue
+        file = int(rest.split()[0])
+        try:
+            kind = str(Path(f"/proc/self/fd/{file}").readlink())
+        except OSError:
+            continue
+        if kind.startswith("socket:"):
+            yield file
+        elif "eventpoll" in kind:
+            yield from _sockets(file)
+
+
+@functools.cache
+def load() -> Any:
+    """The module.
+
+    Raises:
+        ImportError, OSError: It is not installed, or cannot be loaded.
+    """
+    # UCX takes variables that ucxx sets for misspelled ones, and says so on standard output.
+    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+    from ucxx import libucxx
+
+    return libucxx
+
+
+def array(tensor: Tensor) -> Any:
+    """A contiguous tensor as ucxx takes it."""
+    from ucxx._lib.arr import Array
+
+    return Array(tensor.numpy() if tensor.device.type == "cpu" else tensor)

@@ -1,0 +1,210 @@
+"""Whether a manifest can be trusted, and whether it fits what a server wants.
+
+Both run before any memory is reserved, in time that grows with the length of the manifest alone,
+whatever the numbers in it say.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollwire_transport._manifest import Encoding, Manifest, TensorSpec
+from rollwire_transport._tensors import ITEMSIZES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+# Every span begins at a multiple of this in its bucket and in its tensor: a cache line, the widest
+# vector load, and a multiple of every element size and of the digest's 8-byte words, so that a
+# span can be viewed as either and no word of a tensor is torn between two buckets.
+ALIGNMENT = 64
+MAX_DIMENSIONS = 64  # torch's own limit
+MAX_TENSOR_BYTES = 1 << 48  # beyond any machine; keeps all arithmetic on sizes small
+MAX_BUCKET_BYTES = 1 << 30  # each end reserves some buffers of the largest bucket
+MAX_NAME_BYTES = 4096
+
+_SHOWN = 20  # of the problems, in an error's message
+
+
+class ManifestError(ValueError):
+    """A manifest that cannot be used.
+
+    Attributes:
+        problems: All of them, one a line; the message shows the first ones.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        shown = self.problems[:_SHOWN]
+        if more := len(self.problems) - len(shown):
+            shown.append(f"and {more} more")
+        super().__init__("; ".join(shown))
+
+
+def validate(manifest: Manifest) -> None:
+    """Checks that a manifest is whole in itself.
+
+    Raises:
+        ManifestError: With all that is wrong with it.
+    """
+    sizes: list[int | None] = []
+    problems = list(_tensor_problems(manifest.tensors, sizes))
+    problems += _encoding_problems(manifest)
+    problems += _bucket_problems(manifest, sizes)
+    if problems:
+        raise ManifestError(problems)
+
+
+def check_tensors(tensors: Sequence[TensorSpec]) -> None:
+    """Checks what a manifest could not be planned for.
+
+    Raises:
+        ManifestError: With all that is wrong with the tensors.
+    """
+    if problems := list(_tensor_problems(tensors, [])):
+        raise ManifestError(problems)
+
+
+def compare(manifest: Manifest, schema: Sequence[TensorSpec]) -> None:
+    """Checks that a valid manifest brings what a schema wants.
+
+    An alias of the schema may be left out where its source is there: both names share the memory.
+
+    Raises:
+        ManifestError: With every tensor that is unknown, missing (unless partial), misshapen, or
+            of another dtype or alias.
+    """
+    wanted = {spec.name: spec for spec in schema}
+    given = {spec.name: spec for spec in manifest.tensors}
+    problems = []
+    for name, spec in given.items():
+        if (want := wanted.get(name)) is None:
+            problems.append(f"{name} is unknown here")
+            continue
+        problems += [
+            f"{name} has {what} {got}, wanted is {want_}"
+            for what, got, want_ in (
+                ("dtype", spec.dtype, want.dtype),
+                ("shape", list(spec.shape), list(want.shape)),
+                ("alias_of", spec.alias_of or "nothing", want.alias_of or "nothing"),
+            )
+            if got != want_
+        ]
+    if not manifest.partial:
+        problems += [
+            f"{name} is missing"
+            for name, spec in wanted.items()
+            if name not in given and spec.alias_of not in given
+        ]
+    if problems:
+        raise ManifestError(problems)
+
+
+def _tensor_problems(tensors: Sequence[TensorSpec], sizes: list[int | None]) -> Iterator[str]:
+    """What is wrong with the tensors; fills ``sizes`` with their bytes, None where unknown."""
+    specs: dict[str, TensorSpec] = {}
+    for index, spec in enumerate(tensors):
+        label = _label(index, spec)
+        if not 0 < len(spec.name.encode(errors="surrogatepass")) <= MAX_NAME_BYTES:
+            yield f"{label}: its name must have 1 to {MAX_NAME_BYTES} bytes"
+        if not _is_text(spec.name):
+            yield f"{label}: its name is not valid Unicode"
+        if spec.name in specs:
+            yield f"{label}: its name is there twice"
+        specs.setdefault(spec.name, spec)
+        size: int | None = ITEMSIZES.get(spec.dtype)
+        if size is None:
+            yield f"{label}: unknown dtype {spec.dtype[:80]!r}"
+        if len(spec.shape) > MAX_DIMENSIONS:
+            yield f"{label}: more than {MAX_DIMENSIONS} dimensions"
+            size = None
+        elif size is not None:
+            size = _bounded_product(size, spec.shape)
+            if size is None:
+                yield f"{label}: absurd shape {list(spec.shape)}"
+        sizes.append(size)
+    for index, spec in enumerate(tensors):
+        if spec.alias_of is None:
+            continue
+        label = _label(index, spec)
+        source = specs.get(spec.alias_of)
+        if source is None or source.alias_of is not None:
+            yield f"{label}: alias of {spec.alias_of[:80]!r}, which is not a tensor that is sent"
+        elif (source.dtype, source.shape) != (spec.dtype, spec.shape):
+            yield f"{label}: alias of {spec.alias_of[:80]!r}, which has another dtype or shape"
+    if not any(t.alias_of is None for t in tensors):
+        yield "there are no tensors"
+
+
+def _label(index: int, spec: TensorSpec) -> str:
+    return f"tensor {index} ({spec.name[:80]!a})"
+
+
+def _is_text(name: str) -> bool:
+    return name.isascii() or not any("\ud800" <= character <= "\udfff" for character in name)
+
+
+def _bounded_product(size: int, shape: tuple[int, ...]) -> int | None:
+    if min(shape, default=0) < 0:
+        return None
+    if 0 in shape:
+        return 0 if max(shape) <= MAX_TENSOR_BYTES else None
+    for dimension in shape:
+        size *= dimension
+        if size > MAX_TENSOR_BYTES:
+            return None
+    return size
+
+
+def _encoding_problems(manifest: Manifest) -> Iterator[str]:
+    if manifest.encoding is not Encoding.FULL:
+        yield "deltas are not supported: send the full tensors"
+    elif manifest.base_digest is not None:
+        yield "base_digest belongs to deltas"
+
+
+def _bucket_problems(manifest: Manifest, sizes: list[int | None]) -> Iterator[str]:
+    """What is wrong with the buckets.
+
+    Spans follow each other in their bucket without overlap, and the spans of a tensor, in the
+    order they travel, follow each other without overlap or gap.
+    """
+    covered = [0] * len(sizes)
+    for number, bucket in enumerate(manifest.buckets):
+        label = f"bucket {number}"
+        if not bucket.spans:
+            yield f"{label} is empty"
+        if not 0 < bucket.size <= MAX_BUCKET_BYTES:
+            yield f"{label} has an absurd size of {bucket.size} bytes"
+        if bucket.sender != 0:
+            yield f"{label} comes from sender {bucket.sender}: there is one sender, 0"
+        end = 0
+        for span in bucket.spans:
+            where = f"{label}: the span of tensor {span.tensor} at {span.bucket_offset}"
+            if not 0 <= span.tensor < len(sizes):
+                yield f"{where}: there is no such tensor"
+                continue
+            if manifest.tensors[span.tensor].alias_of is not None:
+                yield f"{where}: an alias is not sent"
+                continue
+            if span.length <= 0:
+                yield f"{where} has length {span.length}"
+                continue
+            if span.bucket_offset % ALIGNMENT or span.tensor_offset % ALIGNMENT:
+                yield f"{where} does not begin at a multiple of {ALIGNMENT}"
+            if span.bucket_offset < end:
+                yield f"{where} overlaps the one before it, which ends at {end}"
+            elif span.bucket_offset - end >= ALIGNMENT:
+                yield f"{where} leaves a gap after {end}"
+            end = span.bucket_offset + span.length
+            if span.tensor_offset != covered[span.tensor]:
+                yield (
+                    f"{where} begins at byte {span.tensor_offset} of its tensor, "
+                    f"of which {covered[span.tensor]} came before"
+                )
+            covered[span.tensor] = span.tensor_offset + span.length
+        if bucket.spans and end != bucket.size:
+            yield f"{label} has {bucket.size} bytes, but its last span ends at {end}"
+    for index, (spec, size, came) in enumerate(zip(manifest.tensors, sizes, covered, strict=True)):
+        if spec.alias_of is None and size is not None and came != size:
+            yield f"{_label(index, spec)} has {size} bytes, its spans end at {came}"

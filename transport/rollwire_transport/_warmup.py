@@ -1,0 +1,27 @@
+"""What a process does once, and a first update should not wait for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollwire_transport._digest import kernels
+from rollwire_transport._links import ucx
+from rollwire_transport._links.listener import ANYWHERE
+
+if TYPE_CHECKING:
+    import torch
+
+    from rollwire_transport._links.listener import Listening
+
+
+def prepare(device: torch.device, listening: Listening = ANYWHERE) -> None:
+    """Compiles what updates to tensors on a device use, and has UCX look for its ways from there.
+    On a GPU that takes seconds, on a CPU nothing.
+
+    Args:
+        device: Where updates come, or from where they go.
+        listening: What a receiver's end must keep to.
+    """
+    kernels(device.type)
+    if device.type == "cuda" and ucx.available(listening).ok:
+        ucx.prepare(device, listening)
