@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from rollwire_client._data import Finish, FinishReason, WeightTag
-from rollwire_client._trajectory import Segment, Trajectory
-from rollwire_client.demo.check import TOLERANCE, check_labels
-from rollwire_client.demo.policy import make_policy, snapshot
+from rollwire_client import Finish, FinishReason, Segment, Trajectory, WeightTag
+from rollwire_demo.check import TOLERANCE, check_labels
+from rollwire_demo.policy import make_policy, snapshot
 from torch import Tensor
 
 LENGTH = 24

@@ -6,17 +6,23 @@ import io
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rollwire_client._data import Finish, FinishReason, WeightTag
-from rollwire_client._publishing.report import PublishReport, ServerReport
-from rollwire_client._trajectory import Segment, Trajectory
-from rollwire_client.demo.check import CheckResult
-from rollwire_client.demo.display import Display
-from rollwire_client.demo.history import History
-from rollwire_client.demo.plot import plot_reward
-from rollwire_client.demo.rollouts import Rollout
-from rollwire_client.demo.run import Outcome
-from rollwire_client.demo.task import LENGTH
-from rollwire_client.demo.verdict import judge
+from rollwire_client import (
+    Finish,
+    FinishReason,
+    PublishReport,
+    Segment,
+    ServerReport,
+    Trajectory,
+    WeightTag,
+)
+from rollwire_demo.check import CheckResult
+from rollwire_demo.display import Display
+from rollwire_demo.history import History
+from rollwire_demo.plot import plot_reward
+from rollwire_demo.rollouts import Rollout
+from rollwire_demo.run import Outcome
+from rollwire_demo.task import LENGTH
+from rollwire_demo.verdict import judge
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import islice
 
 from rollwire_client import Group, Prompt, Sample, Segment, Trajectory, WeightTag
-from rollwire_client.demo.rollouts import prompts, rewarded
-from rollwire_client.demo.task import LENGTH, Cipher
+from rollwire_demo.rollouts import prompts, rewarded
+from rollwire_demo.task import LENGTH, Cipher
 
 
 def trajectory(token_ids: list[int], *versions: int) -> Trajectory:

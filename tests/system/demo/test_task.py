@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollwire_client.demo.task import ANSWER, BEGIN, LENGTH, LETTERS, VOCABULARY, Cipher, spell
+from rollwire_demo.task import ANSWER, BEGIN, LENGTH, LETTERS, VOCABULARY, Cipher, spell
 
 
 def test_the_right_answer_has_every_reward() -> None:

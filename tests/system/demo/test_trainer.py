@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from rollwire_client.demo.policy import logprobs, make_policy, snapshot
-from rollwire_client.demo.trainer import (
+from rollwire_demo.policy import logprobs, make_policy, snapshot
+from rollwire_demo.trainer import (
     CLIP_HIGH,
     DUAL_CLIP,
     STD_FLOOR,
@@ -74,7 +74,7 @@ def test_a_step_makes_the_better_sample_likelier_and_the_others_less_so(policy: 
 def test_a_token_that_is_much_likelier_than_when_it_was_sampled_gets_no_more(
     policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollwire_client.demo.trainer.ENTROPY_BONUS", 0.0)
+    monkeypatch.setattr("rollwire_demo.trainer.ENTROPY_BONUS", 0.0)
     token_ids, now = sampled(policy)
     then = now.clone()
     then[:, 0] -= 2 * CLIP_HIGH  # the better one, sampled by an older policy
@@ -94,7 +94,7 @@ def test_a_seed_makes_a_policy() -> None:
 def test_a_worse_token_of_a_far_older_policy_does_not_outweigh_the_rest(
     policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollwire_client.demo.trainer.ENTROPY_BONUS", 0.0)
+    monkeypatch.setattr("rollwire_demo.trainer.ENTROPY_BONUS", 0.0)
     token_ids, now = sampled(policy)
     then = now - 2 * math.log(DUAL_CLIP)  # all are far likelier now: the ratio is beyond the bound
     before = snapshot(policy)

@@ -286,7 +286,7 @@ def publish(
 )
 def demo(context: typer.Context) -> int:
     """Two servers, a trainer and a policy that learns, on this machine (see demo --help)."""
-    from rollwire_client.demo import main
+    from rollwire_demo import main
 
     code: int = main(context.args)
     return code

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollwire_client._errors import RollwireError
+from rollwire_client import RollwireError
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rollwire_client.demo.policy import logprobs
+from rollwire_demo.policy import logprobs
 
 if TYPE_CHECKING:
     from torch import Tensor

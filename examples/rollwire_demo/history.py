@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from rollwire_client.demo.task import LENGTH
+from rollwire_demo.task import LENGTH
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollwire_client._publishing.report import PublishReport
-    from rollwire_client._trajectory import Trajectory
-    from rollwire_client.demo.rollouts import Rollout
+    from rollwire_client import PublishReport, Trajectory
+
+    from rollwire_demo.rollouts import Rollout
 
 GOAL = 0.9  # of the mean reward of a batch
 HELD_STEPS = 5  # in a row

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rollwire_client.demo.policy import logprobs
+from rollwire_demo.policy import logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from rollwire_client import Trajectory
     from torch import Tensor
-
-    from rollwire_client._trajectory import Trajectory
 
 TOLERANCE = 1e-4  # fp32: batches and kernels differ in the order of their sums
 

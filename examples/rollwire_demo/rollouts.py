@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-from rollwire_client._batches import Prompt
+from rollwire_client import Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from rollwire_client._batches import Group
-    from rollwire_client._trajectory import Trajectory
-    from rollwire_client.demo.task import Cipher
+    from rollwire_client import Group, Trajectory
+
+    from rollwire_demo.task import Cipher
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,6 @@ that updates interrupted are scored again with the weights that their tags name.
     run        all of it together
 """
 
-from rollwire_client.demo.command import main
+from rollwire_demo.command import main
 
 __all__ = ["main"]

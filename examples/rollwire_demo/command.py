@@ -10,11 +10,11 @@ from pathlib import Path  # noqa: TC003 - typer reads the annotation
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from rollwire_client import MissingDependencyError
 
-from rollwire_client._errors import MissingDependencyError
-from rollwire_client.demo.display import Display
-from rollwire_client.demo.servers import DemoError
-from rollwire_client.demo.settings import DemoSettings
+from rollwire_demo.display import Display
+from rollwire_demo.servers import DemoError
+from rollwire_demo.settings import DemoSettings
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -70,9 +70,9 @@ def demo(
     settings = DemoSettings(seed=seed, servers=servers, steps=steps, minutes=minutes, output=output)
     with Display(quiet=quiet) as display:
         display.phase("loading torch and transformers")
-        from rollwire_client.demo.plot import plot_reward
-        from rollwire_client.demo.run import run_demo
-        from rollwire_client.demo.verdict import judge
+        from rollwire_demo.plot import plot_reward
+        from rollwire_demo.run import run_demo
+        from rollwire_demo.verdict import judge
 
         try:
             outcome = asyncio.run(_until_terminated(run_demo(settings, display)))

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from rollwire_client.demo.check import TOLERANCE
-from rollwire_client.demo.history import GOAL
+from rollwire_demo.check import TOLERANCE
+from rollwire_demo.history import GOAL
 
 if TYPE_CHECKING:
-    from rollwire_client.demo.run import Outcome
+    from rollwire_demo.run import Outcome
 
 START = 0.3  # what is above it at the first step needs no learning
 VERSIONS = 20

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from rollwire_client.demo.history import GOAL
+from rollwire_demo.history import GOAL
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rollwire_client.demo.history import History
+    from rollwire_demo.history import History
 
 INK, FAINT = "#22313f", "#8a97a3"
 CROSSED, WITHIN, LINE, PAUSE = "#2a9d8f", "#c9b458", "#e4572e", "#5b7db1"

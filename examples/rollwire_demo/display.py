@@ -11,8 +11,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from rollwire_client.demo.history import GOAL
-from rollwire_client.demo.task import spell
+from rollwire_demo.history import GOAL
+from rollwire_demo.task import spell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from rollwire_client.demo.history import History
-    from rollwire_client.demo.rollouts import Rollout
-    from rollwire_client.demo.verdict import Finding
+    from rollwire_demo.history import History
+    from rollwire_demo.rollouts import Rollout
+    from rollwire_demo.verdict import Finding
 
 LINE_SECONDS = 5.0
 TOLD_PROBLEMS = 5

@@ -8,32 +8,27 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from rollwire_client._batches import Batcher
-from rollwire_client._data import KvPolicy, Sampling
-from rollwire_client._errors import RollwireError
-from rollwire_client._fleet.fleet import Fleet
-from rollwire_client._publishing.publisher import Publisher
+from rollwire_client import Batcher, Fleet, KvPolicy, Publisher, RollwireError, Sampling
 from rollwire_client._wording import servers_text
-from rollwire_client.demo.check import CheckResult, check_labels
-from rollwire_client.demo.history import History
-from rollwire_client.demo.policy import make_policy, save_policy, snapshot
-from rollwire_client.demo.rollouts import prompts, rewarded
-from rollwire_client.demo.servers import DemoError, rollout_servers
-from rollwire_client.demo.task import LENGTH, Cipher
-from rollwire_client.demo.trainer import Trainer, TrainingBatch
+
+from rollwire_demo.check import CheckResult, check_labels
+from rollwire_demo.history import History
+from rollwire_demo.policy import make_policy, save_policy, snapshot
+from rollwire_demo.rollouts import prompts, rewarded
+from rollwire_demo.servers import DemoError, rollout_servers
+from rollwire_demo.task import LENGTH, Cipher
+from rollwire_demo.trainer import Trainer, TrainingBatch
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Sequence
 
+    from rollwire_client import Batch, PublishReport
     from torch import Tensor
 
-    from rollwire_client._batches import Batch
-    from rollwire_client._publishing.report import PublishReport
-    from rollwire_client.demo.display import Display
-    from rollwire_client.demo.rollouts import Rollout
-    from rollwire_client.demo.servers import Server
-    from rollwire_client.demo.settings import DemoSettings
+    from rollwire_demo.display import Display
+    from rollwire_demo.rollouts import Rollout
+    from rollwire_demo.servers import Server
+    from rollwire_demo.settings import DemoSettings
 
 GROUP = 8  # samples of a prompt
 GROUPS_PER_STEP = 8

@@ -8,7 +8,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
-from rollwire_client.demo.task import LENGTH, VOCABULARY
+from rollwire_demo.task import LENGTH, VOCABULARY
 
 if TYPE_CHECKING:
     from pathlib import Path
