@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Counts:
+class ServerCounters:
     """Sums that only rise.
 
     Attributes:

@@ -20,7 +20,7 @@ from rollwire_server.security import Authentication, server_credentials
 from rollwire_server.settings import split_listening
 
 if TYPE_CHECKING:
-    from rollwire_server.counters import Counts
+    from rollwire_server.counters import ServerCounters
     from rollwire_server.metrics import Metrics
     from rollwire_server.security import Access
     from rollwire_server.settings import ServerSettings
@@ -57,13 +57,13 @@ class Endpoints:
         SecurityError: TLS files are missing or wrong.
     """
 
-    def __init__(self, settings: ServerSettings, access: Access, counts: Counts) -> None:
+    def __init__(self, settings: ServerSettings, access: Access, counters: ServerCounters) -> None:
         self._settings = settings
         self._page: MetricsPage | None = None
         self._answers = Health()
         most_calls = settings.max_running + settings.max_waiting + BESIDE_SEQUENCES
         self.api = grpc.aio.server(
-            interceptors=[Authentication(access, counts), Reception(most_calls, counts)],
+            interceptors=[Authentication(access, counters), Reception(most_calls, counters)],
             options=_options(most_calls, LARGEST_BYTES),
         )
         self.addresses = {"listen": _bind(self.api, settings.listen, server_credentials(settings))}
@@ -71,7 +71,7 @@ class Endpoints:
         self._health: grpc.aio.Server | None = None
         if settings.health_listen is not None:
             self._health = grpc.aio.server(
-                interceptors=[Reception(PROBES_AT_ONCE, counts)],
+                interceptors=[Reception(PROBES_AT_ONCE, counters)],
                 options=_options(PROBES_AT_ONCE, OTHERS_BYTES),
             )
             health_pb2_grpc.add_HealthServicer_to_server(self._answers, self._health)

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from rollwire_server import __version__
 from rollwire_server.errors import Reason
 from rollwire_server.sequences.sequence import FinishReason
-from rollwire_server.state import State
+from rollwire_server.state import ServerState
 from rollwire_server.weights.update import Outcome, Phase
 
 if TYPE_CHECKING:
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
-    from rollwire_server.counters import Counts
+    from rollwire_server.counters import ServerCounters
     from rollwire_server.engines.base import Engine
-    from rollwire_server.sequences.manager import Rollouts
-    from rollwire_server.state import Lifecycle
+    from rollwire_server.sequences.manager import Sequences
+    from rollwire_server.state import StateMachine
     from rollwire_server.weights.update import Commit
     from rollwire_server.weights.updates import Updates
 
@@ -43,16 +43,16 @@ class Metrics(Collector):
 
     def __init__(
         self,
-        counts: Counts,
+        counters: ServerCounters,
         engine: Engine,
-        lifecycle: Lifecycle,
-        rollouts: Rollouts,
+        state: StateMachine,
+        sequences: Sequences,
         updates: Updates,
     ) -> None:
-        self._counts = counts
+        self._counters = counters
         self._engine = engine
-        self._lifecycle = lifecycle
-        self._rollouts = rollouts
+        self._state = state
+        self._sequences = sequences
         self._updates = updates
         self.registry = CollectorRegistry()
         self._paused = self._histogram("commit_paused", "Sampling held by a commit.", PAUSE_BUCKETS)
@@ -63,7 +63,7 @@ class Metrics(Collector):
             "update_staging", "Receiving and verifying an update, beside sampling.", STAGING_BUCKETS
         )
         self.registry.register(self)
-        counts.on_commit.append(self._on_commit)
+        counters.on_commit.append(self._on_commit)
 
     def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"rollwire_{name}_seconds", what, buckets=buckets, registry=self.registry)
@@ -75,38 +75,38 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """As things are now."""
-        counts, state = self._counts, self._lifecycle.state
+        counters, state = self._counters, self._state.current
         yield _gauges(
             "state", "1 for the state that the server is in.", "state",
-            {s.value: int(s is state) for s in State},
+            {s.value: int(s is state) for s in ServerState},
         )  # fmt: skip
-        yield _counter("sampled_tokens", "Tokens sampled.", counts.sampled_tokens)
+        yield _counter("sampled_tokens", "Tokens sampled.", counters.sampled_tokens)
         yield _counters(
             "ended_sequences", "Sequences by how they ended.", "reason",
-            dict.fromkeys(ENDS, 0) | counts.ended_sequences,
+            dict.fromkeys(ENDS, 0) | counters.ended_sequences,
         )  # fmt: skip
         yield _counters(
             "refusals", "Refused calls and sequences.", "reason",
-            dict.fromkeys(REFUSALS, 0) | counts.refusals,
+            dict.fromkeys(REFUSALS, 0) | counters.refusals,
         )  # fmt: skip
         yield _counters(
             "updates", "Weight updates by outcome.", "outcome",
-            {outcome.value: counts.updates[outcome] for outcome in Outcome},
+            {outcome.value: counters.updates[outcome] for outcome in Outcome},
         )  # fmt: skip
-        yield _counter("update_received_bytes", "Bytes of updates.", counts.received_bytes)
+        yield _counter("update_received_bytes", "Bytes of updates.", counters.received_bytes)
         yield _counter(
             "update_forwarded_bytes", "Of those, passed on to other servers.",
-            counts.forwarded_bytes,
+            counters.forwarded_bytes,
         )  # fmt: skip
-        yield _counter("pauses", "Pauses that callers began.", self._lifecycle.begun_pauses)
+        yield _counter("pauses", "Pauses that callers began.", self._state.pauses_started)
         yield _counter("held_seconds", "Sampling held, by pauses and commits.",
-                       self._lifecycle.held_seconds)  # fmt: skip
-        if state is not State.STARTING:
+                       self._state.held_seconds)  # fmt: skip
+        if state is not ServerState.STARTING:
             yield from self._engine_metrics()
 
     def _engine_metrics(self) -> Iterator[Metric]:
-        engine, load, live = self._engine.describe(), self._engine.load(), self._rollouts.live
-        held = self._lifecycle.held
+        engine, load, live = self._engine.describe(), self._engine.load(), self._sequences.live
+        held = self._state.held
         running = 0 if held else min(load.running, live)
         waiting = 0 if held else live - running
         yield InfoMetricFamily(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
     from pathlib import Path
 
-    from rollwire_server.counters import Counts
+    from rollwire_server.counters import ServerCounters
     from rollwire_server.settings import ServerSettings
 
     Metadata = Iterable[tuple[str, str | bytes]]
@@ -186,9 +186,9 @@ class Access:
 class Authentication(grpc.aio.ServerInterceptor):
     """Refuses calls whose token is missing or wrong, before their messages are read."""
 
-    def __init__(self, access: Access, counts: Counts) -> None:
+    def __init__(self, access: Access, counters: ServerCounters) -> None:
         self._access = access
-        self._counts = counts
+        self._counters = counters
 
     async def intercept_service(
         self,
@@ -203,7 +203,7 @@ class Authentication(grpc.aio.ServerInterceptor):
         try:
             self._access.require(scope, handler_call_details.invocation_metadata or ())
         except ServiceError as error:
-            self._counts.refusals[error.reason.name.lower()] += 1
+            self._counters.refusals[error.reason.name.lower()] += 1
             rpc = method.rpartition("/")[2] if handler is not None else "unknown"
             log.info("refused", rpc=rpc, reason=error.reason.name)
             return _refusing(error) if handler is not None else handler

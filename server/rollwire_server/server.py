@@ -15,7 +15,7 @@ import rollwire_transport as transport
 import structlog
 from rollwire.v1 import rollout_pb2_grpc, weights_pb2_grpc
 
-from rollwire_server.counters import Counts
+from rollwire_server.counters import ServerCounters
 from rollwire_server.endpoints import EndpointError, Endpoints, transfers_listen
 from rollwire_server.engines.base import EngineError
 from rollwire_server.engines.choice import make_engine
@@ -25,9 +25,9 @@ from rollwire_server.rpc.rollout_service import RolloutService
 from rollwire_server.rpc.server_info import ServerInfo
 from rollwire_server.rpc.weight_service import WeightService
 from rollwire_server.security import Access, SecurityError
-from rollwire_server.sequences.manager import Rollouts
+from rollwire_server.sequences.manager import Sequences
 from rollwire_server.sleep import Memory
-from rollwire_server.state import Event, Lifecycle, State
+from rollwire_server.state import ServerState, StateMachine
 from rollwire_server.weights.state import ServedWeights
 from rollwire_server.weights.updates import Updates
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-READY = {State.SERVING, State.PAUSED}
+READY = {ServerState.SERVING, ServerState.PAUSED}
 
 
 class StartError(Exception):
@@ -64,12 +64,12 @@ class RolloutServer:
             self._listening = transfers_listen(settings)
         except (EngineError, SecurityError, EndpointError) as error:
             raise StartError(str(error)) from error
-        self._counts = Counts()
-        self._lifecycle = Lifecycle(default_pause_lease=settings.pause_lease_seconds)
-        self._rollouts = Rollouts(
+        self._counters = ServerCounters()
+        self._state = StateMachine(default_pause_lease=settings.pause_lease_seconds)
+        self._sequences = Sequences(
             self._engine,
-            self._lifecycle,
-            self._counts,
+            self._state,
+            self._counters,
             max_waiting=settings.max_waiting,
             max_sequence_seconds=settings.max_sequence_seconds,
             engine_died=self._on_engine_died,
@@ -90,9 +90,9 @@ class RolloutServer:
             async with asyncio.TaskGroup() as tasks:
                 updates = Updates(
                     self._engine,
-                    self._lifecycle,
-                    ServedWeights(self._engine, self._lifecycle, self._rollouts, self._counts),
-                    self._counts,
+                    self._state,
+                    ServedWeights(self._engine, self._state, self._sequences, self._counters),
+                    self._counters,
                     tasks,
                     frozen=self._settings.frozen,
                     bucket_timeout=self._settings.bucket_timeout_seconds,
@@ -100,13 +100,13 @@ class RolloutServer:
                 )
                 self._add_services(endpoints.api, updates, tasks)
                 metrics = Metrics(
-                    self._counts, self._engine, self._lifecycle, self._rollouts, updates
+                    self._counters, self._engine, self._state, self._sequences, updates
                 )
                 background = [
-                    tasks.create_task(self._lifecycle.run(), name="lifecycle"),
-                    tasks.create_task(self._rollouts.run(), name="rollouts"),
+                    tasks.create_task(self._state.run(), name="state"),
+                    tasks.create_task(self._sequences.run(), name="sequences"),
                 ]
-                self._lifecycle.observe(lambda state: endpoints.ready(is_so=state in READY))
+                self._state.observe(lambda state: endpoints.ready(is_so=state in READY))
                 try:
                     await endpoints.start(metrics)
                     await self._load(updates)
@@ -129,7 +129,7 @@ class RolloutServer:
 
     def _listen(self) -> Endpoints:
         try:
-            return Endpoints(self._settings, self._access, self._counts)
+            return Endpoints(self._settings, self._access, self._counters)
         except (EndpointError, SecurityError) as error:
             raise StartError(str(error)) from error
 
@@ -141,31 +141,31 @@ class RolloutServer:
     def _add_services(
         self, api: grpc.aio.Server, updates: Updates, tasks: asyncio.TaskGroup
     ) -> None:
-        engine, lifecycle, rollouts = self._engine, self._lifecycle, self._rollouts
-        memory = Memory(engine, lifecycle, rollouts, updates, tasks)
-        info = ServerInfo(self._server_id, engine, lifecycle, rollouts, updates, self._counts)
+        engine, state, sequences = self._engine, self._state, self._sequences
+        memory = Memory(engine, state, sequences, updates, tasks)
+        info = ServerInfo(self._server_id, engine, state, sequences, updates, self._counters)
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(
             RolloutService(
                 engine,
-                lifecycle,
-                rollouts,
+                state,
+                sequences,
                 updates,
                 memory,
                 info,
-                self._counts,
+                self._counters,
                 self._access,
                 max_streams_per_client=self._settings.max_streams_per_client,
             ),
             api,
         )
         weights_pb2_grpc.add_WeightServiceServicer_to_server(
-            WeightService(engine, lifecycle, updates, self._counts), api
+            WeightService(engine, state, updates, self._counters), api
         )
 
     async def _load(self, updates: Updates) -> None:
         """Loads the model; calls are answered meanwhile, with STARTING where they need it."""
         log.info("loading", model=self._settings.model)
-        weights = await self._engine.start(self._server_id, self._rollouts)
+        weights = await self._engine.start(self._server_id, self._sequences)
         await updates.served.loaded(weights)
         device = self._engine.describe().device
         await asyncio.to_thread(transport.prepare, device, self._listening)
@@ -173,9 +173,10 @@ class RolloutServer:
             return
         gc.collect()
         gc.freeze()  # else a full collection walks over all of torch: a quarter of a second
-        self._lifecycle.attach(self._engine)
+        self._state.attach(self._engine)
         awaiting = self._settings.await_weights
-        self._lifecycle.happened(Event.LOADED_AWAITING if awaiting else Event.LOADED)
+        after = ServerState.AWAITING_WEIGHTS if awaiting else ServerState.SERVING
+        self._state.enter(after, "loaded")
 
     def _announce(self, addresses: dict[str, str]) -> None:
         engine = self._engine.describe()
@@ -184,7 +185,7 @@ class RolloutServer:
             "ready",
             **addresses,
             model=self._settings.model,
-            state=self._lifecycle.state.value,
+            state=self._state.current.value,
             server_id=self._server_id,
             device=str(engine.device),
             staging=engine.staging,
@@ -233,8 +234,8 @@ class RolloutServer:
             self._hurry.set()
             return
         self._stopping.set()
-        if self._lifecycle.state is not State.STARTING:  # else it goes down once it has loaded
-            self._lifecycle.happened(Event.DRAIN)
+        if self._state.current is not ServerState.STARTING:  # else it goes down once it has loaded
+            self._state.enter(ServerState.DRAINING, "drain")
 
     def _on_hangup(self) -> None:
         """A terminal was closed; or somebody asks for files to be read again, as daemons do."""
@@ -247,16 +248,16 @@ class RolloutServer:
         explained = isinstance(error, EngineError)  # all else is a bug
         log.error("the engine died", error=str(error), exc_info=None if explained else error)
         self._failure = EngineDied(str(error))
-        self._lifecycle.happened(Event.DRAIN)
+        self._state.enter(ServerState.DRAINING, "drain")
         self._stopping.set()
         self._hurry.set()
 
     async def _drain(self, updates: Updates) -> None:
         """Lets sequences run to their end, as long as it may take; then they go on elsewhere."""
-        log.info("draining", live=self._rollouts.live, seconds=self._settings.drain_seconds)
-        self._lifecycle.happened(Event.DRAIN)
+        log.info("draining", live=self._sequences.live, seconds=self._settings.drain_seconds)
+        self._state.enter(ServerState.DRAINING, "drain")
         dropping = updates.drop(Reason.DRAINING, "the server goes down")
-        over = asyncio.gather(dropping, self._rollouts.idle())
+        over = asyncio.gather(dropping, self._sequences.idle())
         hurry = asyncio.create_task(self._hurry.wait())
         either: list[asyncio.Future[Any]] = [over, hurry]
         try:
@@ -269,5 +270,5 @@ class RolloutServer:
             for one in either:
                 one.cancel()
             await asyncio.gather(*either, return_exceptions=True)
-        interrupted = await self._rollouts.interrupt_all("the server goes down")
+        interrupted = await self._sequences.interrupt_all("the server goes down")
         log.info("drained", interrupted=interrupted)

@@ -10,11 +10,11 @@ import structlog
 from rollwire_server.background import outcome, result
 from rollwire_server.engines.base import EngineError, SleepingWeights
 from rollwire_server.errors import Reason, ServiceError, of_engine
-from rollwire_server.state import Event, Lifecycle, Rpc, State
+from rollwire_server.state import Rpc, ServerState, StateMachine
 
 if TYPE_CHECKING:
     from rollwire_server.engines.base import Engine
-    from rollwire_server.sequences.manager import Rollouts
+    from rollwire_server.sequences.manager import Sequences
     from rollwire_server.weights.updates import Updates
 
 log = structlog.get_logger()
@@ -26,14 +26,14 @@ class Memory:
     def __init__(
         self,
         engine: Engine,
-        lifecycle: Lifecycle,
-        rollouts: Rollouts,
+        state: StateMachine,
+        sequences: Sequences,
         updates: Updates,
         tasks: asyncio.TaskGroup,
     ) -> None:
         self._engine = engine
-        self._lifecycle = lifecycle
-        self._rollouts = rollouts
+        self._state = state
+        self._sequences = sequences
         self._updates = updates
         self._tasks = tasks
         self._one_at_a_time = asyncio.Lock()
@@ -56,18 +56,18 @@ class Memory:
 
     async def _sleep(self, weights: SleepingWeights) -> int:
         async with self._one_at_a_time:
-            self._lifecycle.check(Rpc.SLEEP)
+            self._state.check(Rpc.SLEEP)
             self._check_supported(weights)
             await self._updates.drop(Reason.SLEEPING, "the server goes to sleep")
-            self._lifecycle.check(Rpc.SLEEP)
-            self._lifecycle.happened(Event.SLEPT)
+            self._state.check(Rpc.SLEEP)
+            self._state.enter(ServerState.SLEEPING, "sleep")
             try:
-                await self._rollouts.interrupt_all("the server goes to sleep")
+                await self._sequences.interrupt_all("the server goes to sleep")
                 freed = await self._engine.sleep(weights)
             except EngineError as error:
                 log.error("the server cannot fall asleep", why=str(error))  # noqa: TRY400  no bug
-                self._lifecycle.happened(Event.SLEEP_FAILED)
-                state = f"nothing was freed, and the server is {self._lifecycle.state.value}"
+                self._state.enter(ServerState.SERVING, "sleep failed")
+                state = f"nothing was freed, and the server is {self._state.current.value}"
                 raise of_engine(error, state) from error
             self._asleep = weights
             return freed
@@ -78,13 +78,13 @@ class Memory:
             raise ServiceError(
                 Reason.UNSUPPORTED_SLEEP,
                 f"this server does not sleep with weights {weights.name}: {advice}; it is "
-                f"{self._lifecycle.state.value} as before",
+                f"{self._state.current.value} as before",
             )
 
     async def _wake(self, reload_checkpoint: bool) -> None:  # noqa: FBT001
         async with self._one_at_a_time:
-            self._lifecycle.check(Rpc.WAKE_UP)
-            if self._lifecycle.state is not State.SLEEPING:
+            self._state.check(Rpc.WAKE_UP)
+            if self._state.current is not ServerState.SLEEPING:
                 return
             discarded = self._asleep is SleepingWeights.DISCARD
             if reload_checkpoint and not discarded:
@@ -102,4 +102,5 @@ class Memory:
                 state = "the server sleeps on: wake it up again, or use another server"
                 raise of_engine(error, state) from error
             empty = discarded and not reload_checkpoint
-            self._lifecycle.happened(Event.WOKE_EMPTY if empty else Event.WOKE)
+            after = ServerState.AWAITING_WEIGHTS if empty else ServerState.SERVING
+            self._state.enter(after, "wake up")

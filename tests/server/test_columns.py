@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 from rollwire.v1 import rollout_pb2
-from rollwire_server.counters import Counts
+from rollwire_server.counters import ServerCounters
 from rollwire_server.rpc.rollout_stream import RolloutStream
 from support.calls import request
 from support.engine_room import serving
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from rollwire_server.engines.base import Engine
-    from rollwire_server.sequences.manager import Rollouts
-    from rollwire_server.state import Lifecycle
+    from rollwire_server.sequences.manager import Sequences
+    from rollwire_server.state import StateMachine
 
 MIB = 1 << 20
 
@@ -58,10 +58,10 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def streaming(
-    engine: Engine, lifecycle: Lifecycle, rollouts: Rollouts
+    engine: Engine, state: StateMachine, sequences: Sequences
 ) -> AsyncIterator[Client]:
     client = Client()
-    stream = RolloutStream(engine, lifecycle, rollouts, Counts(), client)  # type: ignore[arg-type]
+    stream = RolloutStream(engine, state, sequences, ServerCounters(), client)  # type: ignore[arg-type]
     running = asyncio.create_task(stream.run())
     try:
         yield client
@@ -80,10 +80,10 @@ async def until(condition: Any) -> None:
 
 async def test_refusals_wait_for_their_reader_in_messages_of_the_usual_size() -> None:
     count = 12_000
-    async with serving() as (rollouts, lifecycle, engine):
-        async with streaming(engine, lifecycle, rollouts) as client:
+    async with serving() as (sequences, state, engine):
+        async with streaming(engine, state, sequences) as client:
             client.say(0, start=request((1,), 300, seed=1))
-            await until(lambda: rollouts.live == 1)
+            await until(lambda: sequences.live == 1)
             odd = "x" * 250  # is repeated in the answer
             for handle in range(1, count + 1):
                 client.say(handle, start=request((1,), 5, request_id=odd, timeout=-1.0))
@@ -102,14 +102,14 @@ async def test_refusals_wait_for_their_reader_in_messages_of_the_usual_size() ->
 
 async def test_who_was_superseded_aborts_nothing() -> None:
     message = request((1,), 2000, request_id="mine", grace=10.0)
-    async with serving() as (rollouts, lifecycle, engine):
+    async with serving() as (sequences, state, engine):
         async with (
-            streaming(engine, lifecycle, rollouts) as old,
-            streaming(engine, lifecycle, rollouts) as new,
+            streaming(engine, state, sequences) as old,
+            streaming(engine, state, sequences) as new,
         ):
             new.reading.set()
             old.say(1, start=message)
-            await until(lambda: rollouts.live == 1)
+            await until(lambda: sequences.live == 1)
             new.say(1, start=message)
             await until(lambda: new.tokens(1) > 5)
             old.say(1, abort=rollout_pb2.AbortSequence())  # it has not read that it is superseded

@@ -23,7 +23,7 @@ from rollwire_server.engines.base import (
     TornWeightsError,
 )
 from rollwire_server.errors import Reason, ServiceError
-from rollwire_server.state import State
+from rollwire_server.state import ServerState
 from rollwire_server.weights.update import Announcement, Membership, Outcome, Phase, Publisher
 from structlog.testing import capture_logs
 from support.calls import connected, generate, reason_of, request
@@ -68,12 +68,12 @@ async def staged(room: Room, monkeypatch: pytest.MonkeyPatch, value: float) -> i
 @pytest.mark.parametrize(
     ("error", "reason", "state"),
     [
-        (EngineError("it would not"), Reason.COMMIT_FAILED, State.SERVING),
-        (TornWeightsError("half of it"), Reason.QUARANTINED, State.QUARANTINED),
+        (EngineError("it would not"), Reason.COMMIT_FAILED, ServerState.SERVING),
+        (TornWeightsError("half of it"), Reason.QUARANTINED, ServerState.QUARANTINED),
     ],
 )
 async def test_a_commit_that_fails_is_told_by_the_log_first(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, reason: Reason, state: State
+    monkeypatch: pytest.MonkeyPatch, error: Exception, reason: Reason, state: ServerState
 ) -> None:
     """Also where nobody waits for its answer any more."""
     async with updating() as room, asyncio.timeout(20):
@@ -82,14 +82,14 @@ async def test_a_commit_that_fails_is_told_by_the_log_first(
         with capture_logs() as lines, pytest.raises(ServiceError) as caught:
             await room.updates.commit(PUBLISHER, "u", digest, KvPolicy.KEEP)
         assert caught.value.reason is reason
-        assert room.lifecycle.state is state
+        assert room.state.current is state
         (failed,) = (line for line in lines if line["event"] == "commit failed")
         assert (failed["update_id"], failed["version"]) == ("u", 1)
         assert failed["reason"] == reason.name
         assert str(error) in failed["why"]
         states = [line for line in lines if line["event"] == "state"]
         assert all(lines.index(failed) < lines.index(line) for line in states)
-        assert room.counts.updates == {Outcome.FAILED: 1}
+        assert room.counters.updates == {Outcome.FAILED: 1}
         assert room.updates.update is None
 
 
@@ -106,7 +106,7 @@ async def test_a_version_with_other_content_is_a_failed_commit(
         assert caught.value.reason is Reason.VERSION_CONFLICT
         (failed,) = (line for line in lines if line["event"] == "commit failed")
         assert failed["reason"] == "VERSION_CONFLICT"
-        assert room.counts.updates == {Outcome.COMMITTED: 1, Outcome.FAILED: 1}
+        assert room.counters.updates == {Outcome.COMMITTED: 1, Outcome.FAILED: 1}
 
 
 # Whether what serves is intact.
@@ -151,11 +151,11 @@ async def test_what_an_engine_cannot_do_to_its_weights_changes_nothing(
             await room.memory.sleep(SleepingWeights.HOST_BACKUP)
         assert caught.value.reason is Reason.UNSUPPORTED_SLEEP
         assert caught.value.reason.code is grpc.StatusCode.FAILED_PRECONDITION
-        assert room.lifecycle.state is State.SERVING
+        assert room.state.current is ServerState.SERVING
         assert room.updates.update is not None
         assert room.updates.update.phase is Phase.STAGED
         await room.memory.sleep(SleepingWeights.DISCARD)
-        assert room.lifecycle.state is State.SLEEPING
+        assert room.state.current is ServerState.SLEEPING
 
 
 @pytest.mark.parametrize("paused", [False, True])
@@ -164,8 +164,8 @@ async def test_a_server_whose_engine_does_not_fall_asleep_serves_on(
 ) -> None:
     async with updating() as room, asyncio.timeout(20):
         if paused:
-            await room.lifecycle.pause("p", 0)
-        before = room.lifecycle.state
+            await room.state.pause("p", 0)
+        before = room.state.current
         with monkeypatch.context() as patch:
             patch.setattr(room.engine, "sleep", raising(EngineError("it did not end its steps")))
             with capture_logs() as lines, pytest.raises(ServiceError) as caught:
@@ -174,13 +174,13 @@ async def test_a_server_whose_engine_does_not_fall_asleep_serves_on(
         assert caught.value.message == (
             f"it did not end its steps; nothing was freed, and the server is {before.value}"
         )
-        assert room.lifecycle.state is before
+        assert room.state.current is before
         events = [(line["event"], line.get("state")) for line in lines]
         assert events == [
             ("state", "sleeping"), ("the server cannot fall asleep", None), ("state", before.value),
         ]  # fmt: skip
         await room.memory.sleep(SleepingWeights.KEEP)
-        assert room.lifecycle.state is State.SLEEPING
+        assert room.state.current is ServerState.SLEEPING
 
 
 # Memory that is not there, and checkpoints that are not.

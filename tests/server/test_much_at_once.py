@@ -13,7 +13,7 @@ import grpc
 import pytest
 import rollwire_transport as transport
 from rollwire.v1 import weights_pb2
-from rollwire_server.counters import Counts
+from rollwire_server.counters import ServerCounters
 from rollwire_server.engines.base import SamplingParams, SequenceSpec
 from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.rpc.weight_service import MOST_ANNOUNCEMENTS, WeightService
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollwire_server.sequences.cursor import Reader
-    from rollwire_server.sequences.manager import Rollouts
+    from rollwire_server.sequences.manager import Sequences
     from support.calls import Api
     from support.servers import StartServer
 
@@ -49,8 +49,8 @@ def update(**manifest: Any) -> weights_pb2.UpdateWeightsRequest:
 # What has ended.
 
 
-def asked(rollouts: Rollouts, prompt: int, *, grace: float = 0.0) -> Request:
-    key = rollouts.next_key()
+def asked(sequences: Sequences, prompt: int, *, grace: float = 0.0) -> Request:
+    key = sequences.next_key()
     spec = SequenceSpec(key, (7,) * prompt, SamplingParams(1))
     return Request(f"request {key}", 0, spec, detach_grace=grace)
 
@@ -63,49 +63,49 @@ def read(reader: Reader) -> None:
 
 async def test_who_never_reads_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "MOST_BYTES", 1 << 20)
-    async with serving() as (rollouts, _, _), asyncio.timeout(60):
+    async with serving() as (sequences, _, _), asyncio.timeout(60):
         unread = []
         for _ in range(8):  # of some 150 KB each
-            unread.append(rollouts.start(asked(rollouts, 4000), Outbox()))
-            await rollouts.idle()
+            unread.append(sequences.start(asked(sequences, 4000), Outbox()))
+            await sequences.idle()
         with pytest.raises(ServiceError) as caught:
-            rollouts.start(asked(rollouts, 4000), Outbox())
+            sequences.start(asked(sequences, 4000), Outbox())
         assert caught.value.reason is Reason.QUEUE_FULL
         for reader in unread:
             read(reader)
-            rollouts.detach(reader)
-        rollouts.start(asked(rollouts, 4000), Outbox())
-        await rollouts.idle()
+            sequences.detach(reader)
+        sequences.start(asked(sequences, 4000), Outbox())
+        await sequences.idle()
 
 
 async def test_of_what_is_kept_large_ones_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "MOST_BYTES", 1 << 20)
-    async with serving() as (rollouts, _, _), asyncio.timeout(60):
+    async with serving() as (sequences, _, _), asyncio.timeout(60):
         ended = []
         for _ in range(20):
-            reader = rollouts.start(asked(rollouts, 4000, grace=60), Outbox())
-            await rollouts.idle()
-            rollouts.detach(reader)
+            reader = sequences.start(asked(sequences, 4000, grace=60), Outbox())
+            await sequences.idle()
+            sequences.detach(reader)
             ended.append(reader.sequence.request)
-        newest = rollouts.start(ended[-1], Outbox())
+        newest = sequences.start(ended[-1], Outbox())
         assert newest.sequence.end is not None  # picked up
-        rollouts.detach(newest)
-        oldest = rollouts.start(ended[0], Outbox())
+        sequences.detach(newest)
+        oldest = sequences.start(ended[0], Outbox())
         assert oldest.sequence.end is None  # begun anew
 
 
 async def test_who_is_superseded_holds_nothing() -> None:
-    async with serving() as (rollouts, _, _), asyncio.timeout(60):
-        asks = asked(rollouts, 4000, grace=60)
-        old = rollouts.start(asks, Outbox())
-        new = rollouts.start(asks, Outbox())
+    async with serving() as (sequences, _, _), asyncio.timeout(60):
+        asks = asked(sequences, 4000, grace=60)
+        old = sequences.start(asks, Outbox())
+        new = sequences.start(asks, Outbox())
         assert old.sequence is not new.sequence
         assert not old.sequence.request.spec.prompt
         chunk = old.next_chunk(10)
         assert chunk is not None
         assert chunk.end is not None
-        rollouts.detach(old)
-        await rollouts.idle()
+        sequences.detach(old)
+        await sequences.idle()
         read(new)
 
 
@@ -212,14 +212,14 @@ class Caller:
 
 async def test_what_many_ask_for_at_once_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading all weights takes the engine's time; each announcement holds a manifest."""
-    async with serving() as (rollouts, lifecycle, engine), asyncio.TaskGroup() as tasks:
-        served = ServedWeights(engine, lifecycle, rollouts, Counts())
-        await served.loaded(rollouts.tag)
+    async with serving() as (sequences, state, engine), asyncio.TaskGroup() as tasks:
+        served = ServedWeights(engine, state, sequences, ServerCounters())
+        await served.loaded(sequences.tag)
         updates = Updates(
-            engine, lifecycle, served, Counts(), tasks, frozen=False, bucket_timeout=1,
+            engine, state, served, ServerCounters(), tasks, frozen=False, bucket_timeout=1,
             listening=transport.Listening(),
         )  # fmt: skip
-        service = WeightService(engine, lifecycle, updates, Counts())
+        service = WeightService(engine, state, updates, ServerCounters())
         ready = asyncio.Event()
         looks = []
         digests, stage = engine.digests, engine.stage

@@ -115,13 +115,13 @@ async def test_all_that_differs_is_told_and_long_lists_are_cut() -> None:
 async def test_a_newer_attempt_may_ask_for_something_else() -> None:
     """It takes nothing over: its stream is its own from its prefix on."""
     info = await able()
-    async with serving() as (rollouts, _, _):
-        old = rollouts.start(read_request(request(**BASE), info, 1), Outbox())
+    async with serving() as (sequences, _, _):
+        old = sequences.start(read_request(request(**BASE), info, 1), Outbox())
         with pytest.raises(ServiceError, match="another request"):
-            rollouts.start(read_request(request(**BASE | {"seed": 2}), info, 2), Outbox())
+            sequences.start(read_request(request(**BASE | {"seed": 2}), info, 2), Outbox())
         assert old.sequence.end is None
         assert old.sequence.reader is old
         other = BASE | {"attempt": 1, "seed": 2, "max_new_tokens": 5}
-        new = rollouts.start(read_request(request(**other), info, 3), Outbox())
+        new = sequences.start(read_request(request(**other), info, 3), Outbox())
         assert new.sequence.request.spec.sampling.max_new_tokens == 5
         assert old.behind

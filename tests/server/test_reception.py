@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given, settings
 from rollwire.v1 import rollout_pb2, weights_pb2
-from rollwire_server.counters import Counts
+from rollwire_server.counters import ServerCounters
 from rollwire_server.endpoints import PROBES_AT_ONCE
 from rollwire_server.rpc import call_limits
 from rollwire_server.rpc.call_limits import AT_ONCE, Reception
@@ -89,7 +89,7 @@ async def receiving(most_calls: int) -> AsyncIterator[grpc.aio.Channel]:
     async def answer(_: Any, __: Any) -> bytes:
         return b""
 
-    server = grpc.aio.server(interceptors=[Reception(most_calls, Counts())])
+    server = grpc.aio.server(interceptors=[Reception(most_calls, ServerCounters())])
     handlers = {
         "One": grpc.unary_unary_rpc_method_handler(answer, bytes),
         "Many": grpc.stream_unary_rpc_method_handler(answer, bytes),

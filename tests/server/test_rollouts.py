@@ -14,13 +14,13 @@ from rollwire_server.sequences.sequence import Finish, FinishReason, Request
 from support.engine_room import serving
 
 if TYPE_CHECKING:
-    from rollwire_server.sequences.manager import Rollouts
+    from rollwire_server.sequences.manager import Sequences
 
 
 def asked(
-    rollouts: Rollouts, name: str, *, attempt: int = 0, tokens: int = 1, grace: float = 0.0
+    sequences: Sequences, name: str, *, attempt: int = 0, tokens: int = 1, grace: float = 0.0
 ) -> Request:
-    spec = SequenceSpec(rollouts.next_key(), (1,), SamplingParams(tokens))
+    spec = SequenceSpec(sequences.next_key(), (1,), SamplingParams(tokens))
     return Request(name, attempt, spec, detach_grace=grace)
 
 
@@ -28,32 +28,32 @@ async def test_a_lower_attempt_is_stale_however_many_others_came(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(registry, "ATTEMPTS_REMEMBERED", 10)
-    async with serving() as (rollouts, _, _):
-        live = rollouts.start(asked(rollouts, "mine", attempt=5, tokens=4000), Outbox())
+    async with serving() as (sequences, _, _):
+        live = sequences.start(asked(sequences, "mine", attempt=5, tokens=4000), Outbox())
         for number in range(30):
-            rollouts.start(asked(rollouts, f"other {number}"), Outbox())
+            sequences.start(asked(sequences, f"other {number}"), Outbox())
         with pytest.raises(ServiceError) as caught:
-            rollouts.start(asked(rollouts, "mine", attempt=1), Outbox())
+            sequences.start(asked(sequences, "mine", attempt=1), Outbox())
         assert caught.value.reason is Reason.STALE_ATTEMPT
         assert live.sequence.end is None
 
 
 async def test_of_what_has_finished_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "MOST_KEPT", 3)
-    async with serving() as (rollouts, _, _), asyncio.timeout(30):
+    async with serving() as (sequences, _, _), asyncio.timeout(30):
         for number in range(6):
-            rollouts.start(asked(rollouts, f"request {number}", grace=60), Outbox())
-            await rollouts.idle()
+            sequences.start(asked(sequences, f"request {number}", grace=60), Outbox())
+            await sequences.idle()
         for number in (5, 4, 3):  # picked up
-            reader = rollouts.start(asked(rollouts, f"request {number}", grace=60), Outbox())
+            reader = sequences.start(asked(sequences, f"request {number}", grace=60), Outbox())
             assert reader.sequence.end is not None
-        anew = rollouts.start(asked(rollouts, "request 2", grace=60), Outbox())
+        anew = sequences.start(asked(sequences, "request 2", grace=60), Outbox())
         assert anew.sequence.end is None
 
 
 async def test_a_grace_is_no_longer_than_a_sequence() -> None:
-    async with serving() as (rollouts, _, _):
-        reader = rollouts.start(asked(rollouts, "a", grace=1e9), Outbox())
+    async with serving() as (sequences, _, _):
+        reader = sequences.start(asked(sequences, "a", grace=1e9), Outbox())
         assert reader.sequence.request.detach_grace == 60
 
 
@@ -61,16 +61,16 @@ async def test_a_grace_is_no_longer_than_a_sequence() -> None:
 async def test_a_step_with_ragged_columns_ends_the_server_and_no_token_is_told(
     monkeypatch: pytest.MonkeyPatch, column: str
 ) -> None:
-    async with serving() as (rollouts, _, _):
+    async with serving() as (sequences, _, _):
         died: list[BaseException] = []
-        monkeypatch.setattr(rollouts, "_engine_died", died.append)
+        monkeypatch.setattr(sequences, "_engine_died", died.append)
         readers = [
-            rollouts.start(asked(rollouts, name, tokens=4000), Outbox()) for name in ("a", "b")
+            sequences.start(asked(sequences, name, tokens=4000), Outbox()) for name in ("a", "b")
         ]
         keys = [reader.sequence.request.spec.key for reader in readers]
-        step = Step(rollouts.tag, keys, [7, 8], [-1.0, -2.0], [0, 0])
+        step = Step(sequences.tag, keys, [7, 8], [-1.0, -2.0], [0, 0])
         getattr(step, column).pop()
-        rollouts.on_step(step)
+        sequences.on_step(step)
         (error,) = died
         assert "a bug of the engine" in str(error)
         for reader in readers:
@@ -78,5 +78,5 @@ async def test_a_step_with_ragged_columns_ends_the_server_and_no_token_is_told(
             assert isinstance(end, Finish)
             assert (end.reason, end.output_tokens) == (FinishReason.INTERRUPTED, 0)
             assert "one step has " in end.message
-        rollouts.on_step(Step(rollouts.tag, keys, [7, 8], [-1.0, -2.0]))
+        sequences.on_step(Step(sequences.tag, keys, [7, 8], [-1.0, -2.0]))
         assert [len(reader.sequence.tokens) for reader in readers] == [0, 0]

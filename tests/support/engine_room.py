@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 import rollwire_transport as transport
-from rollwire_server.counters import Counts
+from rollwire_server.counters import ServerCounters
 from rollwire_server.engines.base import WeightTag
 from rollwire_server.engines.synthetic import SyntheticConfig, SyntheticEngine
 from rollwire_server.errors import Reason
-from rollwire_server.sequences.manager import Rollouts
+from rollwire_server.sequences.manager import Sequences
 from rollwire_server.sleep import Memory
-from rollwire_server.state import Event, Lifecycle
+from rollwire_server.state import ServerState, StateMachine
 from rollwire_server.weights.state import ServedWeights
 from rollwire_server.weights.updates import Updates
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 
 @contextlib.asynccontextmanager
-async def serving() -> AsyncIterator[tuple[Rollouts, Lifecycle, SyntheticEngine]]:
+async def serving() -> AsyncIterator[tuple[Sequences, StateMachine, SyntheticEngine]]:
     """All that lies between streams and an engine, in this process, with the synthetic engine."""
     engine = SyntheticEngine(SyntheticConfig("none", tokens_per_second=1000))
-    lifecycle = Lifecycle(default_pause_lease=0)
-    rollouts = Rollouts(
-        engine, lifecycle, Counts(), max_waiting=100, max_sequence_seconds=60,
+    state = StateMachine(default_pause_lease=0)
+    sequences = Sequences(
+        engine, state, ServerCounters(), max_waiting=100, max_sequence_seconds=60,
         engine_died=lambda error: pytest.fail(str(error)),
     )  # fmt: skip
-    rollouts.committed(await engine.start("server", rollouts))
-    lifecycle.happened(Event.LOADED)
+    sequences.committed(await engine.start("server", sequences))
+    state.enter(ServerState.SERVING, "loaded")
     try:
-        yield rollouts, lifecycle, engine
+        yield sequences, state, engine
     finally:
         await engine.stop()
 
@@ -44,10 +44,10 @@ async def serving() -> AsyncIterator[tuple[Rollouts, Lifecycle, SyntheticEngine]
 class Room:
     """A server of one tensor "weight"; ``manifest`` is that of a full update."""
 
-    rollouts: Rollouts
-    lifecycle: Lifecycle
+    sequences: Sequences
+    state: StateMachine
     engine: SyntheticEngine
-    counts: Counts
+    counters: ServerCounters
     updates: Updates
     memory: Memory
     manifest: transport.Manifest
@@ -56,19 +56,19 @@ class Room:
 @contextlib.asynccontextmanager
 async def updating() -> AsyncIterator[Room]:
     """A server that takes updates and sleeps, in this process, with the synthetic engine."""
-    async with serving() as (rollouts, lifecycle, engine), asyncio.TaskGroup() as tasks:
-        counts = Counts()
-        served = ServedWeights(engine, lifecycle, rollouts, counts)
+    async with serving() as (sequences, state, engine), asyncio.TaskGroup() as tasks:
+        counters = ServerCounters()
+        served = ServedWeights(engine, state, sequences, counters)
         digest = transport.sum_digests((await engine.digests()).values())
         await served.loaded(WeightTag(None, 0, "server", digest))
         updates = Updates(
-            engine, lifecycle, served, counts, tasks,
+            engine, state, served, counters, tasks,
             frozen=False, bucket_timeout=5, listening=transport.Listening("127.0.0.1"),
         )  # fmt: skip
-        memory = Memory(engine, lifecycle, rollouts, updates, tasks)
-        lifecycle.attach(engine)
-        holding = tasks.create_task(lifecycle.run())
+        memory = Memory(engine, state, sequences, updates, tasks)
+        state.attach(engine)
+        holding = tasks.create_task(state.run())
         manifest = transport.plan(engine.schema())
-        yield Room(rollouts, lifecycle, engine, counts, updates, memory, manifest)
+        yield Room(sequences, state, engine, counters, updates, memory, manifest)
         await updates.drop(Reason.DRAINING, "the test is over")
         holding.cancel()

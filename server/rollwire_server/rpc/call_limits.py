@@ -26,7 +26,7 @@ from rollwire_server.rpc.message_limits import LARGEST_BYTES, Parser
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
-    from rollwire_server.counters import Counts
+    from rollwire_server.counters import ServerCounters
 
     Context = grpc.aio.ServicerContext[Any, Any]
     Handler = grpc.RpcMethodHandler[Any, Any]
@@ -45,12 +45,12 @@ class Reception(grpc.aio.ServerInterceptor):
 
     Args:
         most_calls: Of one method by one client at once.
-        counts: Of refusals.
+        counters: Of refusals.
     """
 
-    def __init__(self, most_calls: int, counts: Counts) -> None:
+    def __init__(self, most_calls: int, counters: ServerCounters) -> None:
         self._most_calls = most_calls
-        self._counts = counts
+        self._counters = counters
         self._calls: Counter[tuple[str, str]] = Counter()  # under way, by client and method
         self._parsers: dict[str, Parser] = {}  # by method
         self._counting = asyncio.Lock()
@@ -90,7 +90,7 @@ class Reception(grpc.aio.ServerInterceptor):
                     async with turn:
                         await serve(await self._message(client, name, parser, context), context)
             except ServiceError as error:  # handlers answer theirs
-                self._counts.refusals[error.reason.name.lower()] += 1
+                self._counters.refusals[error.reason.name.lower()] += 1
                 log.info("refused", rpc=name, reason=error.reason.name, message=error.message)
                 await answer(context, error)
 

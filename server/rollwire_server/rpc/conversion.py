@@ -11,7 +11,7 @@ from rollwire.v1 import common_pb2, rollout_pb2, weights_pb2
 from rollwire_server.engines.base import KvPolicy, LogprobBasis
 from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.sequences.sequence import FinishReason
-from rollwire_server.state import State
+from rollwire_server.state import ServerState
 from rollwire_server.weights.update import Phase
 
 if TYPE_CHECKING:
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from rollwire_server.sequences.cursor import Chunk
     from rollwire_server.sequences.sequence import Finish
 
-STATES = {state: common_pb2.ServerState.Value(f"SERVER_STATE_{state.name}") for state in State}
+STATES = {
+    state: common_pb2.ServerState.Value(f"SERVER_STATE_{state.name}") for state in ServerState
+}
 FINISH_REASONS = {
     reason: rollout_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}")
     for reason in FinishReason

@@ -43,7 +43,7 @@ def answering(handler: Handler[Response]) -> Handler[Response]:
             return await handler(self, request, context)
         except (ServiceError, EngineError) as raised:
             error = raised if isinstance(raised, ServiceError) else of_engine(raised)
-            self.counts.refusals[error.reason.name.lower()] += 1
+            self.counters.refusals[error.reason.name.lower()] += 1
             log.info(
                 "refused", rpc=handler.__name__, reason=error.reason.name, message=error.message
             )

@@ -22,14 +22,14 @@ from rollwire_server.state import Rpc
 if TYPE_CHECKING:
     import grpc
 
-    from rollwire_server.counters import Counts
+    from rollwire_server.counters import ServerCounters
     from rollwire_server.engines.base import Engine
     from rollwire_server.rpc.server_info import ServerInfo
     from rollwire_server.security import Access
     from rollwire_server.sequences.cursor import Reader
-    from rollwire_server.sequences.manager import Rollouts
+    from rollwire_server.sequences.manager import Sequences
     from rollwire_server.sleep import Memory
-    from rollwire_server.state import Lifecycle
+    from rollwire_server.state import StateMachine
     from rollwire_server.weights.updates import Updates
 
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -50,20 +50,20 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     def __init__(
         self,
         engine: Engine,
-        lifecycle: Lifecycle,
-        rollouts: Rollouts,
+        state: StateMachine,
+        sequences: Sequences,
         updates: Updates,
         memory: Memory,
         info: ServerInfo,
-        counts: Counts,
+        counters: ServerCounters,
         access: Access,
         *,
         max_streams_per_client: int,
     ) -> None:
-        self.counts = counts
+        self.counters = counters
         self._engine = engine
-        self._lifecycle = lifecycle
-        self._rollouts = rollouts
+        self._state = state
+        self._sequences = sequences
         self._updates = updates
         self._memory = memory
         self._info = info
@@ -76,16 +76,16 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.GenerateRequest, context: Context
     ) -> None:
         """One sequence."""
-        self._lifecycle.check_started(Rpc.GENERATE)  # else see Rollouts.start
+        self._state.check_started(Rpc.GENERATE)  # else see Sequences.start
         outbox = Outbox()
-        checked = read_request(request, self._engine.describe(), self._rollouts.next_key())
+        checked = read_request(request, self._engine.describe(), self._sequences.next_key())
         bind(request_id=checked.request_id)  # which may be the server's own
-        reader = self._rollouts.start(checked, outbox)
+        reader = self._sequences.start(checked, outbox)
         try:
             await self._write(reader, outbox, context)
         finally:
             outbox.close()
-            self._rollouts.detach(reader)
+            self._sequences.detach(reader)
 
     async def _write(self, reader: Reader, outbox: Outbox, context: Context) -> None:
         request = reader.sequence.request
@@ -118,7 +118,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self._streams[client] += 1
         try:
             await RolloutStream(
-                self._engine, self._lifecycle, self._rollouts, self.counts, context
+                self._engine, self._state, self._sequences, self.counters, context
             ).run()
         finally:
             self._streams[client] -= 1
@@ -129,14 +129,14 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.AbortRequest, context: Context
     ) -> rollout_pb2.AbortResponse:
         """Ends sequences now."""
-        self._lifecycle.check(Rpc.ABORT)
+        self._state.check(Rpc.ABORT)
         if request.all:
             self._access.require(Scope.CONTROL, context.invocation_metadata() or ())
             if request.sequences:
                 raise ServiceError(
                     Reason.BAD_REQUEST, "`all` and `sequences` exclude each other", field="all"
                 )
-            return rollout_pb2.AbortResponse(aborted=await self._rollouts.abort_all())
+            return rollout_pb2.AbortResponse(aborted=await self._sequences.abort_all())
         if len(request.sequences) > SEQUENCES_AN_ABORT:
             raise ServiceError(
                 Reason.BAD_REQUEST,
@@ -145,7 +145,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             )
         for key in request.sequences:
             check_id("sequences.request_id", key.request_id)
-        aborted, not_found = await self._rollouts.abort(
+        aborted, not_found = await self._sequences.abort(
             (key.request_id, key.attempt if key.HasField("attempt") else None)
             for key in request.sequences
         )
@@ -156,25 +156,25 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.PauseRequest, _: Context
     ) -> rollout_pb2.PauseResponse:
         """Holds every sequence."""
-        self._lifecycle.check(Rpc.PAUSE)
+        self._state.check(Rpc.PAUSE)
         check_id("pause_id", request.pause_id)
         lease = read_duration(request, "lease")
-        pause_id = await self._lifecycle.pause(request.pause_id, lease)
-        return rollout_pb2.PauseResponse(pause_id=pause_id, held_sequences=self._rollouts.live)
+        pause_id = await self._state.pause(request.pause_id, lease)
+        return rollout_pb2.PauseResponse(pause_id=pause_id, held_sequences=self._sequences.live)
 
     @answering
     async def Resume(  # noqa: N802
         self, request: rollout_pb2.ResumeRequest, _: Context
     ) -> rollout_pb2.ResumeResponse:
         """Lifts one pause, or all."""
-        self._lifecycle.check(Rpc.RESUME)
+        self._state.check(Rpc.RESUME)
         check_id("pause_id", request.pause_id)
-        was_held = self._lifecycle.held
-        await self._lifecycle.resume(request.pause_id)
-        resumed = was_held and not self._lifecycle.held
+        was_held = self._state.held
+        await self._state.resume(request.pause_id)
+        resumed = was_held and not self._state.held
         return rollout_pb2.ResumeResponse(
-            resumed_sequences=self._rollouts.live if resumed else 0,
-            remaining_pauses=len(self._lifecycle.pauses),
+            resumed_sequences=self._sequences.live if resumed else 0,
+            remaining_pauses=len(self._state.pauses),
             weights=conversion.weight_tag(self._updates.weights),
         )
 
@@ -203,5 +203,5 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self, _request: rollout_pb2.GetServerInfoRequest, _context: Context
     ) -> rollout_pb2.GetServerInfoResponse:
         """What this server is, holds and is doing."""
-        self._lifecycle.check(Rpc.GET_SERVER_INFO)
+        self._state.check(Rpc.GET_SERVER_INFO)
         return self._info.read()

@@ -25,12 +25,12 @@ from rollwire_server.state import Rpc
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rollwire_server.counters import Counts
+    from rollwire_server.counters import ServerCounters
     from rollwire_server.engines.base import Engine, WeightTag
     from rollwire_server.sequences.cursor import Chunk, Reader
-    from rollwire_server.sequences.manager import Rollouts
+    from rollwire_server.sequences.manager import Sequences
     from rollwire_server.sequences.sequence import Run
-    from rollwire_server.state import Lifecycle
+    from rollwire_server.state import StateMachine
 
 log = structlog.get_logger()
 
@@ -103,15 +103,15 @@ class RolloutStream:
     def __init__(
         self,
         engine: Engine,
-        lifecycle: Lifecycle,
-        rollouts: Rollouts,
-        counts: Counts,
+        state: StateMachine,
+        sequences: Sequences,
+        counters: ServerCounters,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
         self._engine = engine
-        self._lifecycle = lifecycle
-        self._rollouts = rollouts
-        self._counts = counts
+        self._state = state
+        self._sequences = sequences
+        self._counters = counters
         self._context = context
         self._outbox = Outbox()
         self._readers: dict[int, Reader] = {}
@@ -134,7 +134,7 @@ class RolloutStream:
             await asyncio.gather(reading, return_exceptions=True)
             self._outbox.close()
             for reader in self._readers.values():
-                self._rollouts.detach(reader)
+                self._sequences.detach(reader)
 
     # What the client says.
 
@@ -161,7 +161,7 @@ class RolloutStream:
             case "abort":
                 reader = self._readers.get(handle)
                 if reader is not None and reader.sequence.reader is reader:  # not superseded
-                    self._rollouts.abort_now(reader.sequence)
+                    self._sequences.abort_now(reader.sequence)
             case _:
                 raise ServiceError(
                     Reason.BAD_REQUEST, "a message without a command: set start or abort",
@@ -170,12 +170,12 @@ class RolloutStream:
 
     def _start(self, handle: int, request: rollout_pb2.GenerateRequest) -> None:
         try:
-            self._lifecycle.check_started(Rpc.GENERATE)
+            self._state.check_started(Rpc.GENERATE)
             _check_named(request)
-            checked = read_request(request, self._engine.describe(), self._rollouts.next_key())
-            self._readers[handle] = self._rollouts.start(checked, self._outbox, handle)
+            checked = read_request(request, self._engine.describe(), self._sequences.next_key())
+            self._readers[handle] = self._sequences.start(checked, self._outbox, handle)
         except ServiceError as error:
-            self._counts.refusals[error.reason.name.lower()] += 1
+            self._counters.refusals[error.reason.name.lower()] += 1
             log.debug(
                 "refused", request_id=request.request_id[:MOST_CHARACTERS], attempt=request.attempt,
                 reason=error.reason.name, message=error.message,
@@ -210,7 +210,7 @@ class RolloutStream:
                 chunk, event, weights = None, None, run.weights
                 size = ROW_BYTES + TOKEN_BYTES
             elif (chunk := reader.next_chunk(TOKENS_A_CHUNK)) is not None:
-                weights = chunk.weights or self._rollouts.tag
+                weights = chunk.weights or self._sequences.tag
                 event = _event(reader.handle, chunk) if chunk.has_event else None
                 size = ROW_BYTES + TOKEN_BYTES * len(chunk.token_ids)
                 size += event.ByteSize() if event is not None else 0
@@ -235,7 +235,7 @@ class RolloutStream:
     def _finished(self, reader: Reader) -> None:
         if self._readers.get(reader.handle) is reader:
             del self._readers[reader.handle]
-        self._rollouts.detach(reader)
+        self._sequences.detach(reader)
 
 
 def _check_named(request: rollout_pb2.GenerateRequest) -> None:

@@ -9,13 +9,13 @@ from rollwire.v1 import rollout_pb2
 
 from rollwire_server import __version__
 from rollwire_server.rpc import conversion
-from rollwire_server.state import State
+from rollwire_server.state import ServerState
 
 if TYPE_CHECKING:
-    from rollwire_server.counters import Counts
+    from rollwire_server.counters import ServerCounters
     from rollwire_server.engines.base import Engine
-    from rollwire_server.sequences.manager import Rollouts
-    from rollwire_server.state import Lifecycle
+    from rollwire_server.sequences.manager import Sequences
+    from rollwire_server.state import StateMachine
     from rollwire_server.weights.updates import Updates
 
 
@@ -26,23 +26,23 @@ class ServerInfo:
         self,
         server_id: str,
         engine: Engine,
-        lifecycle: Lifecycle,
-        rollouts: Rollouts,
+        state: StateMachine,
+        sequences: Sequences,
         updates: Updates,
-        counts: Counts,
+        counters: ServerCounters,
     ) -> None:
         self._server_id = server_id
         self._engine = engine
-        self._lifecycle = lifecycle
-        self._rollouts = rollouts
+        self._state = state
+        self._sequences = sequences
         self._updates = updates
-        self._counts = counts
+        self._counters = counters
         backends = transport.available_backends(updates.listening)
         self._transports = [name for name, backend in backends.items() if backend.ok]
 
     def read(self) -> rollout_pb2.GetServerInfoResponse:
         """As it is now."""
-        state = self._lifecycle.state
+        state = self._state.current
         response = rollout_pb2.GetServerInfoResponse(
             server_id=self._server_id,
             state=conversion.STATES[state],
@@ -50,16 +50,16 @@ class ServerInfo:
             accepts_updates=not self._updates.frozen,
             transports=self._transports,
         )
-        for pause_id, left in self._lifecycle.leases.items():
+        for pause_id, left in self._state.pauses.items():
             pause = response.pauses.add(pause_id=pause_id)
             if left is not None:
                 pause.lease_left.FromMilliseconds(int(left * 1000))
-        if state is not State.STARTING:
+        if state is not ServerState.STARTING:
             self._describe_engine(response)
         return response
 
     def _describe_engine(self, response: rollout_pb2.GetServerInfoResponse) -> None:
-        engine, load, live = self._engine.describe(), self._engine.load(), self._rollouts.live
+        engine, load, live = self._engine.describe(), self._engine.load(), self._sequences.live
         running = min(load.running, live)
         response.weights.CopyFrom(conversion.weight_tag(self._updates.weights))
         if (highest := self._updates.served.highest_version) is not None:
@@ -73,11 +73,11 @@ class ServerInfo:
         response.logprob_bases.extend(sorted(bases))
         response.deterministic = engine.deterministic
         response.max_running_sequences = engine.max_running_sequences
-        if self._lifecycle.held:
+        if self._state.held:
             response.held_sequences = live
         else:
             response.running_sequences = running
             response.waiting_sequences = live - running
-        response.sampled_tokens = self._counts.sampled_tokens
+        response.sampled_tokens = self._counters.sampled_tokens
         response.kv_tokens_used = load.kv_tokens_used
         response.kv_tokens_total = load.kv_tokens_total

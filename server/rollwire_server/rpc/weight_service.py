@@ -18,9 +18,9 @@ from rollwire_server.weights.update import Announcement, Membership, Publisher
 if TYPE_CHECKING:
     import grpc
 
-    from rollwire_server.counters import Counts
+    from rollwire_server.counters import ServerCounters
     from rollwire_server.engines.base import Engine
-    from rollwire_server.state import Lifecycle
+    from rollwire_server.state import StateMachine
     from rollwire_server.weights.updates import Updates
 
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -34,11 +34,11 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
     """Takes weight updates; see weights.proto."""
 
     def __init__(
-        self, engine: Engine, lifecycle: Lifecycle, updates: Updates, counts: Counts
+        self, engine: Engine, state: StateMachine, updates: Updates, counters: ServerCounters
     ) -> None:
-        self.counts = counts
+        self.counters = counters
         self._engine = engine
-        self._lifecycle = lifecycle
+        self._state = state
         self._updates = updates
         self._announcements = 0
         self._one_manifest = asyncio.Lock()  # at a time: it takes a thread and much memory
@@ -48,7 +48,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         self, _request: weights_pb2.GetWeightSchemaRequest, _context: Context
     ) -> weights_pb2.GetWeightSchemaResponse:
         """The tensors that this server wants."""
-        self._lifecycle.check(Rpc.GET_WEIGHT_SCHEMA)
+        self._state.check(Rpc.GET_WEIGHT_SCHEMA)
         schema = self._engine.schema()
         # Beside the event loop: it may name a hundred thousand tensors.
         return await asyncio.to_thread(conversion.schema, schema)
@@ -180,12 +180,12 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         self, request: weights_pb2.GetWeightStatusRequest, _: Context
     ) -> weights_pb2.GetWeightStatusResponse:
         """What is committed and what is under way."""
-        self._lifecycle.check(Rpc.GET_WEIGHT_STATUS)
+        self._state.check(Rpc.GET_WEIGHT_STATUS)
         intact = await self._updates.intact() if request.verify else None
         updates = self._updates
         response = weights_pb2.GetWeightStatusResponse(
             weights=conversion.weight_tag(updates.weights),
-            state=conversion.STATES[self._lifecycle.state],
+            state=conversion.STATES[self._state.current],
             committed_update_id=updates.served.committed_update_id,
             intact=intact,
             history=[conversion.weight_tag(tag) for tag in updates.served.history],

@@ -24,23 +24,23 @@ from rollwire_server.weights.update import told_version
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from rollwire_server.counters import Counts
+    from rollwire_server.counters import ServerCounters
     from rollwire_server.engines.base import End, Engine, Step, WeightTag
     from rollwire_server.sequences.cursor import Outbox
     from rollwire_server.sequences.sequence import Finish, Request
-    from rollwire_server.state import Lifecycle
+    from rollwire_server.state import StateMachine
 
 log = structlog.get_logger()
 
 
-class Rollouts:
+class Sequences:
     """Every sequence of one server; the engine's Sink.
 
     Args:
         engine: Samples.
-        lifecycle: Is asked before a sequence starts.
+        state: Is asked before a sequence starts.
         max_waiting: Sequences beyond those that run at once; more are refused (QUEUE_FULL).
-        counts: Are kept up to date.
+        counters: Are kept up to date.
         max_sequence_seconds: From a sequence's arrival to its last token, at most.
         engine_died: Called when the engine is dead.
     """
@@ -48,16 +48,16 @@ class Rollouts:
     def __init__(
         self,
         engine: Engine,
-        lifecycle: Lifecycle,
-        counts: Counts,
+        state: StateMachine,
+        counters: ServerCounters,
         *,
         max_waiting: int,
         max_sequence_seconds: float,
         engine_died: Callable[[BaseException], None],
     ) -> None:
         self._engine = engine
-        self._lifecycle = lifecycle
-        self._counts = counts
+        self._state = state
+        self._counters = counters
         self._max_waiting = max_waiting
         self._max_sequence_seconds = max_sequence_seconds
         self._engine_died = engine_died
@@ -100,7 +100,7 @@ class Rollouts:
         record = self._records.find(request)
         if record is not None and record.request.attempt == request.attempt:
             return self._pick_up(record, request, outbox, handle)
-        self._lifecycle.check(Rpc.GENERATE)
+        self._state.check(Rpc.GENERATE)
         self._refuse_unread()
         sequence = new_sequence(request)
         complete = sequence.complete()
@@ -230,7 +230,7 @@ class Rollouts:
             self.on_failure(ragged)
             return
         sampling, weights, rows = self._sampling, step.weights, len(step.keys)
-        self._counts.sampled_tokens += rows
+        self._counters.sampled_tokens += rows
         oldest = step.oldest_kv_revisions or itertools.repeat(weights.revision, rows)
         for key, extras in step.extras.items():
             if (sequence := sampling.get(key)) is not None:
@@ -341,7 +341,7 @@ class Rollouts:
             self._drops.set()
         self._awaiting_version.pop(sequence, None)
         sequence.disarm("timeout")
-        self._counts.ended_sequences[end.reason.name.lower()] += 1
+        self._counters.ended_sequences[end.reason.name.lower()] += 1
         request = sequence.request
         log.debug(
             "sequence ended", request_id=request.request_id, attempt=request.attempt,

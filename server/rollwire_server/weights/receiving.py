@@ -16,7 +16,7 @@ from rollwire_server.weights.update import Phase, told
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rollwire_server.counters import Counts
+    from rollwire_server.counters import ServerCounters
     from rollwire_server.engines.base import Engine
     from rollwire_server.weights.state import ServedWeights
     from rollwire_server.weights.update import Membership, Update
@@ -30,7 +30,7 @@ class Receiving:
     Args:
         engine: Says on which device.
         served: What serves meanwhile.
-        counts: Are kept up to date.
+        counters: Are kept up to date.
         tasks: Owns receiving.
         bucket_timeout: Seconds that a member waits for the next bucket.
         listening: Where transfers may listen.
@@ -42,7 +42,7 @@ class Receiving:
         self,
         engine: Engine,
         served: ServedWeights,
-        counts: Counts,
+        counters: ServerCounters,
         tasks: asyncio.TaskGroup,
         *,
         bucket_timeout: float,
@@ -52,7 +52,7 @@ class Receiving:
     ) -> None:
         self._engine = engine
         self._served = served
-        self._counts = counts
+        self._counters = counters
         self._tasks = tasks
         self._bucket_timeout = bucket_timeout
         self._listening = listening
@@ -137,9 +137,9 @@ class Receiving:
             self._move(update, Phase.STAGED, "")
         finally:
             update.receive_ns += time.monotonic_ns() - began
-            self._counts.received_bytes += update.receiver.received_bytes - had
+            self._counters.received_bytes += update.receiver.received_bytes - had
             let_go = await asyncio.to_thread(link.close)
-            self._counts.forwarded_bytes += link.forwarded_bytes
+            self._counters.forwarded_bytes += link.forwarded_bytes
             if not (let_go or update.receiver.complete):
                 self._give_up(update, "its former group may still write into what is staged")
 

@@ -18,14 +18,14 @@ from rollwire_server.engines.base import (
     WeightTag,
 )
 from rollwire_server.errors import Reason, ServiceError, of_engine
-from rollwire_server.state import Event, State
+from rollwire_server.state import ServerState
 from rollwire_server.weights.update import Commit, named, told
 
 if TYPE_CHECKING:
-    from rollwire_server.counters import Counts
+    from rollwire_server.counters import ServerCounters
     from rollwire_server.engines.base import Applied, Engine
-    from rollwire_server.sequences.manager import Rollouts
-    from rollwire_server.state import Lifecycle
+    from rollwire_server.sequences.manager import Sequences
+    from rollwire_server.state import StateMachine
     from rollwire_server.weights.update import Announcement, Update
 
 log = structlog.get_logger()
@@ -40,9 +40,9 @@ class ServedWeights:
 
     Args:
         engine: Holds them.
-        lifecycle: Holds for a commit.
-        rollouts: Learn of each.
-        counts: Tells who watches.
+        state: Holds for a commit.
+        sequences: Learn of each.
+        counters: Tells who watches.
 
     Attributes:
         history: What served, newest first.
@@ -52,12 +52,12 @@ class ServedWeights:
     """
 
     def __init__(
-        self, engine: Engine, lifecycle: Lifecycle, rollouts: Rollouts, counts: Counts
+        self, engine: Engine, state: StateMachine, sequences: Sequences, counters: ServerCounters
     ) -> None:
         self._engine = engine
-        self._lifecycle = lifecycle
-        self._rollouts = rollouts
-        self._counts = counts
+        self._state = state
+        self._sequences = sequences
+        self._counters = counters
         self.history: deque[WeightTag] = deque(maxlen=TAGS_REMEMBERED)
         self.committed_update_id = ""
         self.committed_at: float | None = None
@@ -74,19 +74,19 @@ class ServedWeights:
         """Learns the initial checkpoint."""
         self.history.appendleft(weights)
         self._digests = await self._engine.digests()
-        self._rollouts.committed(weights)
+        self._sequences.committed(weights)
 
     async def reloaded(self) -> None:
         """The engine holds its first checkpoint again: the same content under a new revision."""
         digests = await self._engine.digests()
         digest = transport.sum_digests(digests.values())
         weights = WeightTag(None, self.weights.revision + 1, self.weights.server_id, digest)
-        async with self._lifecycle.committing():
+        async with self._state.held_for_commit():
             await self._engine.commit(StagedUpdate({}, {}), weights, KvPolicy.RECOMPUTE)
             self._digests = digests
             self.committed_update_id, self.committed_at = "", None
             self.history.appendleft(weights)
-            self._rollouts.committed(weights)
+            self._sequences.committed(weights)
 
     async def intact(self) -> bool:
         """Whether the memory still holds what was committed; raises ServiceError when the engine
@@ -131,7 +131,7 @@ class ServedWeights:
             _say_failed(update, error)
             raise
         same = announcement.version == now.version and digest == now.digest
-        if same and self._lifecycle.state in (State.SERVING, State.PAUSED):
+        if same and self._state.current in (ServerState.SERVING, ServerState.PAUSED):
             commit = Commit(now, receive_ns=update.receive_ns, already_current=True)
             log.info(
                 "already current", **named(update), revision=now.revision, digest=f"{digest:016x}"
@@ -157,19 +157,19 @@ class ServedWeights:
     async def _apply(self, update: Update, digests: dict[str, int], policy: KvPolicy) -> Commit:
         version, digest = update.announcement.version, transport.sum_digests(digests.values())
         weights = WeightTag(version, self.weights.revision + 1, self.weights.server_id, digest)
-        async with self._lifecycle.committing():
+        async with self._state.held_for_commit():
             held_at = time.monotonic_ns()
-            held = self._rollouts.live
-            await self._rollouts.keep_bounds(version)
+            held = self._sequences.live
+            await self._sequences.keep_bounds(version)
             applied = await self._put_in_place(update, weights, policy)
             self._digests = digests
             if version is not None:
                 self._last = weights
                 self.highest_version = max(version, self.highest_version or 0)
             self.history.appendleft(weights)
-            self._lifecycle.happened(Event.COMMITTED)
-            self._rollouts.committed(weights)
-            await self._rollouts.keep_bounds(version)
+            self._state.enter(ServerState.SERVING, "commit")
+            self._sequences.committed(weights)
+            await self._sequences.keep_bounds(version)
         paused_ns = time.monotonic_ns() - held_at
         log.info(
             "committed",
@@ -190,7 +190,7 @@ class ServedWeights:
             held_sequences=held,
             kv_tokens_to_recompute=applied.kv_tokens_to_recompute,
         )
-        for told_of in self._counts.on_commit:
+        for told_of in self._counters.on_commit:
             told_of(commit)
         return commit
 
@@ -218,8 +218,8 @@ class ServedWeights:
             "is committed",
         )
         _say_failed(update, failure)
-        self._lifecycle.happened(Event.TORN)
-        await self._rollouts.interrupt_all(f"a commit failed half way: {error}")
+        self._state.enter(ServerState.QUARANTINED, "commit failed half way")
+        await self._sequences.interrupt_all(f"a commit failed half way: {error}")
         return failure
 
 

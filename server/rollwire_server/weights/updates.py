@@ -34,9 +34,9 @@ from rollwire_server.weights.validation import (
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from rollwire_server.counters import Counts
+    from rollwire_server.counters import ServerCounters
     from rollwire_server.engines.base import Engine, KvPolicy, WeightTag
-    from rollwire_server.state import Lifecycle
+    from rollwire_server.state import StateMachine
     from rollwire_server.weights.state import ServedWeights
     from rollwire_server.weights.update import Announcement, Membership, Progress, Publisher
 
@@ -53,9 +53,9 @@ class Updates:
 
     Args:
         engine: Gives the memory for an update.
-        lifecycle: Is asked before each step.
+        state: Is asked before each step.
         served: What a commit changes.
-        counts: Are kept up to date.
+        counters: Are kept up to date.
         tasks: Owns receiving and committing.
         frozen: Takes no updates.
         bucket_timeout: Seconds that a member waits for the next bucket.
@@ -65,9 +65,9 @@ class Updates:
     def __init__(
         self,
         engine: Engine,
-        lifecycle: Lifecycle,
+        state: StateMachine,
         served: ServedWeights,
-        counts: Counts,
+        counters: ServerCounters,
         tasks: asyncio.TaskGroup,
         *,
         frozen: bool,
@@ -75,13 +75,13 @@ class Updates:
         listening: transport.Listening,
     ) -> None:
         self._engine = engine
-        self._lifecycle = lifecycle
+        self._state = state
         self.served = served
-        self._counts = counts
+        self._counters = counters
         self._tasks = tasks
         self.listening = listening
         self._receiving = Receiving(
-            engine, served, counts, tasks,
+            engine, served, counters, tasks,
             bucket_timeout=bucket_timeout, listening=listening,
             move=self._move, give_up=self._give_up,
         )  # fmt: skip
@@ -117,7 +117,7 @@ class Updates:
 
         Raises ServiceError when the server sleeps, or the engine cannot tell.
         """
-        self._lifecycle.check(Rpc.VERIFY)
+        self._state.check(Rpc.VERIFY)
         if self._verifying is None or self._verifying.done():
             self._verifying = self._tasks.create_task(outcome(self.served.intact()), name="verify")
         return await result(self._verifying)
@@ -205,7 +205,7 @@ class Updates:
     # Checks: nothing is touched by them.
 
     def _check(self, rpc: Rpc) -> None:
-        self._lifecycle.check(rpc)
+        self._state.check(rpc)
         if self.frozen:
             raise ServiceError(
                 Reason.FROZEN,
@@ -217,7 +217,7 @@ class Updates:
         check_publisher(publisher, self.publisher)
 
     def _check_announcement(self, announcement: Announcement) -> None:
-        check_kind(announcement.manifest, self._lifecycle.state)
+        check_kind(announcement.manifest, self._state.current)
         self.served.check_version(announcement)
 
     def _expect(self, update_id: str) -> Update:
@@ -303,7 +303,7 @@ class Updates:
             commit = await self.served.commit(update, policy)
             ended = Outcome.ALREADY_CURRENT if commit.already_current else Outcome.COMMITTED
         finally:
-            self._counts.updates[ended] += 1
+            self._counters.updates[ended] += 1
             self.update = None
             update.let_go()
         self._commits[update.announcement.update_id] = commit
@@ -322,7 +322,7 @@ class Updates:
         """
         if self.update is update:
             self.update = None
-            self._counts.updates[Outcome.DISCARDED] += 1
+            self._counters.updates[Outcome.DISCARDED] += 1
             log.info("update discarded", **named(update), why=why)
         update.end_lease()
         if update.failure is None:

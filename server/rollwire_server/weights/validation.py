@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import rollwire_transport as transport
 
 from rollwire_server.errors import Reason, ServiceError
-from rollwire_server.state import State
+from rollwire_server.state import ServerState
 from rollwire_server.weights.update import Phase, told
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def check_publisher(publisher: Publisher, known: Publisher | None) -> None:
     )
 
 
-def check_kind(manifest: transport.Manifest, state: State) -> None:
+def check_kind(manifest: transport.Manifest, state: ServerState) -> None:
     """Raises ServiceError when a server in this state has no use for such an update."""
     if manifest.encoding is not transport.Encoding.FULL:
         raise ServiceError(
@@ -38,7 +38,7 @@ def check_kind(manifest: transport.Manifest, state: State) -> None:
             "deltas are not supported: publish a full update",
             field="manifest.encoding",
         )
-    if manifest.partial and state in (State.QUARANTINED, State.AWAITING_WEIGHTS):
+    if manifest.partial and state in (ServerState.QUARANTINED, ServerState.AWAITING_WEIGHTS):
         raise ServiceError(
             Reason.BASE_MISMATCH,
             f"a partial update cannot stand on what a server holds that is {state.value}: publish "

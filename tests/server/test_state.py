@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from rollwire_server.errors import ServiceError
-from rollwire_server.state import COMMIT, MODES, Event, Lifecycle, Rpc, State
+from rollwire_server.state import COMMIT, Rpc, ServerState, StateMachine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -31,13 +31,13 @@ DiscardUpdate         x            .            .       .          .          .
 GetWeightStatus       x            .            .       .          .          .
 GetWeightStatus_with_verify  x     .            .       x          .          .
 """
-PATHS: dict[State, list[Event]] = {
-    State.STARTING: [],
-    State.AWAITING_WEIGHTS: [Event.LOADED_AWAITING],
-    State.SERVING: [Event.LOADED],
-    State.SLEEPING: [Event.LOADED, Event.SLEPT],
-    State.QUARANTINED: [Event.LOADED, Event.TORN],
-    State.DRAINING: [Event.LOADED, Event.DRAIN],
+PATHS: dict[ServerState, list[ServerState]] = {
+    ServerState.STARTING: [],
+    ServerState.AWAITING_WEIGHTS: [ServerState.AWAITING_WEIGHTS],
+    ServerState.SERVING: [ServerState.SERVING],
+    ServerState.SLEEPING: [ServerState.SERVING, ServerState.SLEEPING],
+    ServerState.QUARANTINED: [ServerState.SERVING, ServerState.QUARANTINED],
+    ServerState.DRAINING: [ServerState.SERVING, ServerState.DRAINING],
 }
 
 
@@ -66,13 +66,13 @@ class Gate:
 
 
 @contextlib.asynccontextmanager
-async def serving(lease: float = 0.0) -> AsyncIterator[tuple[Lifecycle, Gate]]:
-    gate, lifecycle = Gate(), Lifecycle(default_pause_lease=lease)
-    task = asyncio.create_task(lifecycle.run())
-    lifecycle.attach(gate)  # type: ignore[arg-type]
-    lifecycle.happened(Event.LOADED)
+async def serving(lease: float = 0.0) -> AsyncIterator[tuple[StateMachine, Gate]]:
+    gate, state = Gate(), StateMachine(default_pause_lease=lease)
+    task = asyncio.create_task(state.run())
+    state.attach(gate)  # type: ignore[arg-type]
+    state.enter(ServerState.SERVING, "loaded")
     try:
-        yield lifecycle, gate
+        yield state, gate
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -89,18 +89,18 @@ def _cells() -> list[tuple[str, str, bool]]:
     ]
 
 
-@pytest.mark.parametrize(("rpc", "state", "refused"), _cells())
-def test_every_rpc_in_every_state(rpc: str, state: str, refused: bool) -> None:
-    lifecycle = Lifecycle(default_pause_lease=1)
-    for event in PATHS[State(state)]:
-        lifecycle.happened(event)
-    assert lifecycle.state.value == state
+@pytest.mark.parametrize(("rpc", "name", "refused"), _cells())
+def test_every_rpc_in_every_state(rpc: str, name: str, refused: bool) -> None:
+    state = StateMachine(default_pause_lease=1)
+    for step in PATHS[ServerState(name)]:
+        state.enter(step, "the test")
+    assert state.current.value == name
     if not refused:
-        lifecycle.check(Rpc(rpc))
+        state.check(Rpc(rpc))
         return
     with pytest.raises(ServiceError) as caught:
-        lifecycle.check(Rpc(rpc))
-    assert caught.value.reason.name == state.upper()
+        state.check(Rpc(rpc))
+    assert caught.value.reason.name == name.upper()
     assert rpc in caught.value.message
 
 
@@ -109,58 +109,68 @@ def test_grid_covers_every_rpc() -> None:
 
 
 def test_nothing_leaves_draining() -> None:
-    leaving = {after for (before, _), after in MODES.items() if before is State.DRAINING}
-    assert leaving == {State.DRAINING}
+    state = StateMachine(default_pause_lease=1)
+    state.enter(ServerState.DRAINING, "drain")
+    for other in ServerState:
+        state.enter(other, "late")
+        assert state.current is ServerState.DRAINING
+
+
+def test_a_step_that_the_diagram_does_not_have_is_a_bug() -> None:
+    state = StateMachine(default_pause_lease=1)
+    with pytest.raises(RuntimeError, match="SLEEPING cannot follow STARTING"):
+        state.enter(ServerState.SLEEPING, "sleep")
+    assert state.current is ServerState.STARTING
 
 
 async def test_pause_holds_until_its_own_resume() -> None:
-    async with serving() as (lifecycle, gate):
-        await lifecycle.pause("a", None)
-        await lifecycle.pause("b", None)
+    async with serving() as (state, gate):
+        await state.pause("a", None)
+        await state.pause("b", None)
         assert gate.held
-        assert lifecycle.state is State.PAUSED
-        await lifecycle.resume("a")
+        assert state.current is ServerState.PAUSED
+        await state.resume("a")
         assert gate.held
-        await lifecycle.resume("unknown")
+        await state.resume("unknown")
         assert gate.held
-        await lifecycle.resume("b")
+        await state.resume("b")
         assert not gate.held
-        assert lifecycle.state is State.SERVING
+        assert state.current is ServerState.SERVING
         assert gate.calls == ["hold", "release"]
 
 
 async def test_resume_without_an_id_lifts_every_pause_but_not_a_commit() -> None:
-    async with serving() as (lifecycle, gate):
-        await lifecycle.pause("a", None)
-        async with lifecycle.committing():
-            await lifecycle.resume("")
+    async with serving() as (state, gate):
+        await state.pause("a", None)
+        async with state.held_for_commit():
+            await state.resume("")
             assert gate.held
-            assert lifecycle.state is State.SERVING
+            assert state.current is ServerState.SERVING
         assert not gate.held
 
 
 async def test_a_commit_inside_a_pause_stays_paused() -> None:
-    async with serving() as (lifecycle, gate):
-        await lifecycle.pause("a", None)
-        async with lifecycle.committing():
+    async with serving() as (state, gate):
+        await state.pause("a", None)
+        async with state.held_for_commit():
             pass
         assert gate.held
-        assert lifecycle.pauses == ["a"]
+        assert list(state.pauses) == ["a"]
 
 
 async def test_a_failed_commit_goes_on() -> None:
-    async with serving() as (lifecycle, gate):
+    async with serving() as (state, gate):
         with pytest.raises(RuntimeError):
-            async with lifecycle.committing():
+            async with state.held_for_commit():
                 raise RuntimeError
         assert not gate.held
 
 
 async def test_lease_lifts_a_forgotten_pause() -> None:
-    async with serving() as (lifecycle, gate):
-        await lifecycle.pause("a", 0.01)
+    async with serving() as (state, gate):
+        await state.pause("a", 0.01)
         resumed = asyncio.Event()
-        lifecycle.observe(lambda state: resumed.set() if state is State.SERVING else None)
+        state.observe(lambda state: resumed.set() if state is ServerState.SERVING else None)
         async with asyncio.timeout(20):
             await resumed.wait()
             await gate.released.wait()
@@ -168,52 +178,52 @@ async def test_lease_lifts_a_forgotten_pause() -> None:
 
 
 async def test_pausing_again_renews_the_lease() -> None:
-    async with serving() as (lifecycle, gate):
-        await lifecycle.pause("a", 0.01)
-        await lifecycle.pause("a", 0)
+    async with serving() as (state, gate):
+        await state.pause("a", 0.01)
+        await state.pause("a", 0)
         await asyncio.sleep(0.03)
         assert gate.held
 
 
 async def test_a_cancelled_pause_leaves_nothing_half_done() -> None:
-    async with serving() as (lifecycle, gate):
+    async with serving() as (state, gate):
         gate.blocked.clear()
-        pausing = asyncio.create_task(lifecycle.pause("a", None))
+        pausing = asyncio.create_task(state.pause("a", None))
         await gate.called.wait()
         pausing.cancel()
         gate.blocked.set()
-        await lifecycle.resume("a")
+        await state.resume("a")
         assert not gate.held
 
 
 async def test_a_lease_that_is_over_at_once() -> None:
-    async with serving() as (lifecycle, gate), asyncio.timeout(20):
-        assert await lifecycle.pause("a", 1e-9) == "a"
-        await lifecycle.pause("b", None)
+    async with serving() as (state, gate), asyncio.timeout(20):
+        assert await state.pause("a", 1e-9) == "a"
+        await state.pause("b", None)
         assert gate.held
-        assert lifecycle.pauses == ["b"]
+        assert list(state.pauses) == ["b"]
 
 
 async def test_a_resume_beside_another_pause_returns() -> None:
-    async with serving() as (lifecycle, gate), asyncio.timeout(20):
-        await lifecycle.pause("a", None)
-        resuming = asyncio.create_task(lifecycle.resume("a"))
-        pausing = asyncio.create_task(lifecycle.pause("b", None))
+    async with serving() as (state, gate), asyncio.timeout(20):
+        await state.pause("a", None)
+        resuming = asyncio.create_task(state.resume("a"))
+        pausing = asyncio.create_task(state.pause("b", None))
         await asyncio.gather(resuming, pausing)
         assert gate.held
 
 
 async def test_a_commit_ends_though_a_pause_comes_as_it_lifts_its_hold() -> None:
-    async with serving() as (lifecycle, gate), asyncio.timeout(20):
+    async with serving() as (state, gate), asyncio.timeout(20):
 
         async def commit() -> None:
-            async with lifecycle.committing():
+            async with state.held_for_commit():
                 asyncio.get_running_loop().call_soon(pause)
 
         pausing: list[asyncio.Task[str]] = []
 
         def pause() -> None:
-            pausing.append(asyncio.create_task(lifecycle.pause("a", None)))
+            pausing.append(asyncio.create_task(state.pause("a", None)))
 
         await commit()
         await asyncio.gather(*pausing)
@@ -221,13 +231,13 @@ async def test_a_commit_ends_though_a_pause_comes_as_it_lifts_its_hold() -> None
 
 
 async def test_a_hold_during_a_release_waits_for_the_engine() -> None:
-    async with serving() as (lifecycle, gate), asyncio.timeout(20):
-        await lifecycle.pause("a", None)
+    async with serving() as (state, gate), asyncio.timeout(20):
+        await state.pause("a", None)
         gate.blocked.clear()
-        resuming = asyncio.create_task(lifecycle.resume("a"))
+        resuming = asyncio.create_task(state.resume("a"))
         while gate.calls[-1] != "release":  # noqa: ASYNC110  tells nobody
             await asyncio.sleep(0)
-        pausing = asyncio.create_task(lifecycle.pause("b", None))
+        pausing = asyncio.create_task(state.pause("b", None))
         for _ in range(10):
             await asyncio.sleep(0)
         assert not pausing.done(), "the engine may be sampling"
@@ -240,16 +250,16 @@ async def test_a_hold_during_a_release_waits_for_the_engine() -> None:
 @pytest.mark.parametrize("seed", range(20))
 async def test_holds_in_any_interleaving_all_return(seed: int) -> None:
     choose = random.Random(seed)
-    async with serving() as (lifecycle, gate), asyncio.timeout(20):
+    async with serving() as (state, gate), asyncio.timeout(20):
 
         async def pause() -> None:
-            await lifecycle.pause(choose.choice("abc"), choose.choice([None, 1e-9, 0.002]))
+            await state.pause(choose.choice("abc"), choose.choice([None, 1e-9, 0.002]))
 
         async def resume() -> None:
-            await lifecycle.resume(choose.choice(["a", "b", "c", ""]))
+            await state.resume(choose.choice(["a", "b", "c", ""]))
 
         async def commit() -> None:
-            async with lifecycle.committing():
+            async with state.held_for_commit():
                 assert gate.held
                 for _ in range(choose.randrange(4)):
                     await asyncio.sleep(0)
@@ -265,36 +275,36 @@ async def test_holds_in_any_interleaving_all_return(seed: int) -> None:
                 await kind()
 
         await asyncio.gather(*(one() for _ in range(200)))
-        await lifecycle.resume("")
+        await state.resume("")
         assert not gate.held
 
 
 async def test_who_waits_when_it_all_ends_is_let_go() -> None:
-    async with serving() as (lifecycle, gate), asyncio.timeout(20):
+    async with serving() as (state, gate), asyncio.timeout(20):
         gate.blocked.clear()
-        pausing = asyncio.create_task(lifecycle.pause("a", None))
+        pausing = asyncio.create_task(state.pause("a", None))
         await gate.called.wait()
     await asyncio.wait_for(pausing, 20)
 
 
 async def test_pauses_have_a_limit() -> None:
-    async with serving() as (lifecycle, _), asyncio.timeout(20):
+    async with serving() as (state, _), asyncio.timeout(20):
         for number in range(1000):
-            await lifecycle.pause(str(number), None)
+            await state.pause(str(number), None)
         with pytest.raises(ServiceError, match="1000 pauses"):
-            await lifecycle.pause("one more", None)
-        await lifecycle.pause("7", None)
+            await state.pause("one more", None)
+        await state.pause("7", None)
 
 
 async def test_a_pause_may_not_be_named_as_the_commit() -> None:
-    async with serving() as (lifecycle, _):
+    async with serving() as (state, _):
         with pytest.raises(ServiceError, match="pause_id"):
-            await lifecycle.pause(COMMIT, None)
+            await state.pause(COMMIT, None)
 
 
 def test_what_is_refused_while_the_engine_loads_is_called_what_it_is() -> None:
-    lifecycle = Lifecycle(default_pause_lease=0.0)
+    state = StateMachine(default_pause_lease=0.0)
     with pytest.raises(ServiceError, match=r"^Generate is refused while the server is starting"):
-        lifecycle.check_started(Rpc.GENERATE)
-    lifecycle.happened(Event.LOADED_AWAITING)
-    lifecycle.check_started(Rpc.GENERATE)  # else nothing could be picked up
+        state.check_started(Rpc.GENERATE)
+    state.enter(ServerState.AWAITING_WEIGHTS, "loaded")
+    state.check_started(Rpc.GENERATE)  # else nothing could be picked up
