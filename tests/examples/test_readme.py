@@ -1,4 +1,4 @@
-"""The README's Python runs as it is pasted."""
+"""The Python of the README and of the guide for trainers runs as it is pasted."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from support.programs import ran
 if TYPE_CHECKING:
     from support.servers import StartServer
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "training.md")
 
 
 def blocks(addresses: list[str]) -> list[str]:
-    """The README's Python, with the addresses of real servers."""
-    found = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    """The Python of both pages, with the addresses of real servers."""
+    text = "".join(page.read_text() for page in PAGES)
+    found = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     for told, real in zip(("127.0.0.1:50051", "127.0.0.1:50052"), addresses, strict=True):
         assert [code.count(told) for code in found] == [1] * len(found)
         found = [code.replace(told, real) for code in found]
