@@ -36,7 +36,7 @@ from unittest import mock
 import sse
 from common import ended, machine, print_table
 from rollwire_client import Fleet, RolloutClient, Sampling
-from rollwire_client._rpc.rollout_stream import Link
+from rollwire_client._rpc.rollout_stream import Stream
 from rollwire_server.engines.base import SamplingParams, SequenceSpec, Step
 from rollwire_server.engines.synthetic import SyntheticConfig, SyntheticEngine
 
@@ -254,13 +254,13 @@ def figures(costs: Costs) -> list[str]:
 def counted() -> Iterator[list[int]]:
     """Messages that come meanwhile."""
     count = [0]
-    deliver: Callable[[Link, Any], None] = vars(Link)["_deliver"]
+    deliver: Callable[[Stream, Any], None] = vars(Stream)["_deliver"]
 
-    def counting(self: Link, message: Any) -> None:
+    def counting(self: Stream, message: Any) -> None:
         count[0] += 1
         deliver(self, message)
 
-    with mock.patch.object(Link, "_deliver", counting):
+    with mock.patch.object(Stream, "_deliver", counting):
         yield count
 
 

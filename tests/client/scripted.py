@@ -289,8 +289,8 @@ async def scripted(count: int = 1):
 
 def was_published(fleet: Fleet, weights: WeightTag, *, rollback: bool = False) -> None:
     """A publish ended with these weights, at a server that is none of the fleet's."""
-    with fleet.committing(weights.version, weights.digest, rollback=rollback):
-        fleet.learn("127.0.0.1:1", weights)
+    with fleet._pool.policy.committing(weights.version, weights.digest, rollback=rollback):
+        fleet._pool.committed("127.0.0.1:1", weights)
 
 
 async def until(condition: Callable[[], bool]) -> None:

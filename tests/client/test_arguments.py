@@ -19,7 +19,7 @@ from rollwire_client import (
     PublishTimeouts,
     Timeouts,
 )
-from rollwire_client._arguments import integer, number, version
+from rollwire_client._arguments import checked_version, integer, number
 from rollwire_client._cli.app import run
 from rollwire_client.sync import SyncFleet
 from rollwire_client.testing import FakeServer
@@ -129,6 +129,6 @@ async def test_what_is_no_version_is_refused_before_anything_is_sent(wrong: Any)
 
 @pytest.mark.parametrize("right", [0, (1 << 63) - 1, np.int8(5), torch.tensor(7), None])
 def test_versions_may_be_of_any_type(right: Any) -> None:
-    checked = version("version", right)
+    checked = checked_version("version", right)
     assert checked == right
     assert type(checked) in {int, type(None)}

@@ -36,7 +36,7 @@ async def test_only_the_one_that_is_behind_is_caught_up() -> None:
         assert holds(servers[0])
         assert [s.announced - n for s, n in zip(servers, announced, strict=True)] == [1, 0, 0]
         assert [len(server.commits) for server in servers] == [1, 1, 1]
-        await until(lambda: all(member.problem is None for member in fleet.members))
+        await until(lambda: all(member.problem is None for member in fleet._pool.servers))
 
 
 @pytest.mark.parametrize("version", [None, 0])

@@ -186,7 +186,9 @@ async def test_a_source_that_changes_what_it_gave_is_noticed_when_it_is_caught_u
                     tensor.neg_()
                     tensor.neg_()  # which the digest does not show
 
-        assert [member.address for member in await fleet.behind()] == [servers[0].address]
+        assert [member.address for member in await fleet._pool.outdated_servers()] == [
+            servers[0].address
+        ]
         with pytest.raises(TensorsChangedError):
             await publisher.catch_up(source)
         assert servers[0].commits == []

@@ -69,7 +69,7 @@ async def test_a_turn_that_is_cancelled_has_what_the_server_had_not_sent_yet() -
         server.scripts.append(hold_back)
         session = fleet.session(PROMPT)
         turn = asyncio.create_task(session.generate(Sampling(max_new_tokens=20)))
-        await until(lambda: fleet.members[0].outstanding_tokens == 17)
+        await until(lambda: fleet._pool.servers[0].outstanding_tokens == 17)
         turn.cancel()
         with pytest.raises(asyncio.CancelledError):
             await turn
@@ -85,7 +85,7 @@ async def test_a_batcher_that_is_closed_saves_what_servers_had_not_sent_yet(
         server.scripts += [hold_back, hold_back]
         async with Batcher(fleet, seed=1, group_size=2, sampling=sampling) as batcher:
             collecting = asyncio.create_task(batcher.collect([Prompt("1", PROMPT)], 1))
-            await until(lambda: fleet.members[0].outstanding_tokens == 2 * 17)
+            await until(lambda: fleet._pool.servers[0].outstanding_tokens == 2 * 17)
             collecting.cancel()
             await asyncio.wait([collecting])
         batcher.save(tmp_path / "buffer")
@@ -100,7 +100,7 @@ async def test_a_server_that_does_not_answer_an_abort_is_waited_for_no_longer_th
     async with scripted() as (server,), Fleet([server.address], timeouts=timeouts) as fleet:
         server.scripts.append(hold_back)
         rollout = asyncio.create_task(fleet.generate(PROMPT, Sampling(max_new_tokens=20)))
-        await until(lambda: fleet.members[0].outstanding_tokens == 17)
+        await until(lambda: fleet._pool.servers[0].outstanding_tokens == 17)
         server.mute = True
         began = time.monotonic()
         rollout.cancel()

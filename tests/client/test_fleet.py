@@ -218,7 +218,7 @@ async def test_servers_behind_the_policy_get_nothing(pair: list[ScriptedServer])
         await asyncio.gather(*(fleet.generate(PROMPT) for _ in range(4)))
         assert [len(s.requests) for s in pair] == [0, 4]
         pair[0].weights.version, pair[0].weights.digest = 2, 22
-        await until(lambda: fleet.members[0].problem is None)
+        await until(lambda: fleet._pool.servers[0].problem is None)
         await asyncio.gather(*(fleet.generate(PROMPT) for _ in range(4)))
         assert [len(s.requests) for s in pair] == [2, 6]
 
@@ -230,7 +230,7 @@ async def test_a_dead_server_costs_only_itself(pair: list[ScriptedServer]) -> No
         running = [
             tasks.create_task(fleet.generate(PROMPT, Sampling(max_new_tokens=10))) for _ in range(6)
         ]
-        await until(lambda: [m.outstanding_tokens for m in fleet.members] == [21, 21])
+        await until(lambda: [m.outstanding_tokens for m in fleet._pool.servers] == [21, 21])
         pair[1].default = Sequence.rest
         await pair[0].stop()
         await until(lambda: sum(task.done() for task in running) == 3)
@@ -275,7 +275,7 @@ async def test_a_refusal_is_not_tried_again(
     async with fleet_of(*pair) as fleet:
         with pytest.raises(kind) as caught:
             await fleet.generate(PROMPT)
-        assert fleet.members[0].problem is None
+        assert fleet._pool.servers[0].problem is None
     assert caught.value.trajectory.token_ids == tokens(2)
     assert sum(len(s.requests) for s in pair) == 1
 
@@ -306,7 +306,7 @@ async def test_a_step_that_failed_is_tried_on_one_other_server(pair: list[Script
         pair[1].default = step_fails
         with pytest.raises(StepFailedError) as caught:
             await fleet.generate(PROMPT, Sampling(max_new_tokens=9))
-        assert [member.problem for member in fleet.members] == [None, None]
+        assert [member.problem for member in fleet._pool.servers] == [None, None]
     assert caught.value.trajectory is not None
     assert caught.value.trajectory.token_ids == tokens(4)
     assert [len(server.requests) for server in pair] == [2, 2]
@@ -351,7 +351,7 @@ async def test_the_time_that_a_sequence_ran_is_no_time_without_a_server(
         server.scripts = [script]
         task = asyncio.create_task(fleet.generate(PROMPT, Sampling(max_new_tokens=1000)))
         await until(lambda: server.state == common_pb2.SERVER_STATE_SLEEPING)
-        await until(lambda: "is sleeping" in str(fleet.members[0].problem))
+        await until(lambda: "is sleeping" in str(fleet._pool.servers[0].problem))
         assert not task.done()
         server.state = common_pb2.SERVER_STATE_SERVING
         assert (await task).token_ids == tokens(1000)
@@ -393,7 +393,7 @@ async def test_leaving_a_rollout_aborts_it(server: ScriptedServer) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert await server.aborted.get() == "cancelled"
-        await until(lambda: fleet.members[0].outstanding_tokens == 0)
+        await until(lambda: fleet._pool.servers[0].outstanding_tokens == 0)
 
 
 async def test_closing_ends_what_is_under_way(pair: list[ScriptedServer]) -> None:
@@ -404,7 +404,7 @@ async def test_closing_ends_what_is_under_way(pair: list[ScriptedServer]) -> Non
         await until(lambda: any(s.requests for s in pair))
         for server in pair:
             server.state = common_pb2.SERVER_STATE_SLEEPING
-        for member in fleet.members:
+        for member in fleet._pool.servers:
             await member.probe()
         waiting = asyncio.create_task(fleet.generate(PROMPT))
         await asyncio.sleep(0)
@@ -440,7 +440,7 @@ async def test_a_fleet_waits_for_servers_that_still_start(
     await until(lambda: "waiting up to 60 s for a server" in caplog.text)
     server.state = common_pb2.SERVER_STATE_STARTING
     await server.start(server.address)
-    await until(lambda: fleet.members[0].info is not None)
+    await until(lambda: fleet._pool.servers[0].info is not None)
     assert not opening.done()
     server.state = common_pb2.SERVER_STATE_AWAITING_WEIGHTS  # an update is what it waits for
     await opening

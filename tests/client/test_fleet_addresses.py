@@ -55,7 +55,7 @@ def gate(then: asyncio.Event):
 async def ready(fleet: Fleet, *servers: ScriptedServer) -> None:
     """Returns once these, and no others, are members that take sequences."""
     want = [server.address for server in servers]
-    await until(lambda: [m.address for m in fleet.members if m.life is Life.READY] == want)
+    await until(lambda: [m.address for m in fleet._pool.servers if m.life is Life.READY] == want)
 
 
 async def test_a_new_server_is_used(pair: list[ScriptedServer]) -> None:
@@ -80,8 +80,8 @@ async def test_one_that_left_keeps_its_sequences_and_gets_no_more(
     pair[0].default = pair[1].default = gate(go)
     async with following(listed) as fleet:
         running = [asyncio.create_task(fleet.generate(PROMPT, SAMPLING)) for _ in range(2)]
-        await until(lambda: [m.outstanding_tokens for m in fleet.members] == [5, 5])
-        left = fleet.members[0]
+        await until(lambda: [m.outstanding_tokens for m in fleet._pool.servers] == [5, 5])
+        left = fleet._pool.servers[0]
         del listed[0]
         await ready(fleet, pair[1])
         assert left.life is Life.LEAVING
@@ -104,8 +104,8 @@ async def test_a_sequence_whose_leaving_server_dies_goes_on_elsewhere(
     pair[0].default = gate(asyncio.Event())
     async with following(listed) as fleet:
         running = asyncio.create_task(fleet.generate(PROMPT, SAMPLING))
-        await until(lambda: fleet.members[0].outstanding_tokens == 5)
-        left = fleet.members[0]
+        await until(lambda: fleet._pool.servers[0].outstanding_tokens == 5)
+        left = fleet._pool.servers[0]
         del listed[0]
         await ready(fleet, pair[1])
         await pair[0].stop()
@@ -118,13 +118,13 @@ async def test_one_that_comes_back_while_it_leaves_stays(pair: list[ScriptedServ
     pair[0].default = gate(go)
     async with following(listed) as fleet:
         running = asyncio.create_task(fleet.generate(PROMPT, SAMPLING))
-        await until(lambda: fleet.members[0].outstanding_tokens == 5)
-        member = fleet.members[0]
+        await until(lambda: fleet._pool.servers[0].outstanding_tokens == 5)
+        member = fleet._pool.servers[0]
         listed.pop(0)
         await ready(fleet, pair[1])
         listed.insert(0, pair[0])
         await ready(fleet, *pair)
-        assert fleet.members[0] is member
+        assert fleet._pool.servers[0] is member
         go.set()
         assert (await running).token_ids == TOKENS
 
@@ -132,12 +132,12 @@ async def test_one_that_comes_back_while_it_leaves_stays(pair: list[ScriptedServ
 async def test_one_that_comes_back_later_begins_again(pair: list[ScriptedServer]) -> None:
     listed = list(pair)
     async with following(listed) as fleet:
-        first = fleet.members[0]
+        first = fleet._pool.servers[0]
         listed.pop(0)
         await until(lambda: first.life is Life.GONE)
         listed.insert(0, pair[0])
         await ready(fleet, *pair)
-        assert fleet.members[0] is not first
+        assert fleet._pool.servers[0] is not first
         assert (await fleet.generate(PROMPT, SAMPLING)).servers == (pair[0].address,)
 
 
@@ -148,12 +148,12 @@ async def test_another_process_at_the_same_address_is_another_peer(
     pair[0].default = gate(asyncio.Event())
     async with following(pair, timeouts=silent) as fleet:
         running = asyncio.create_task(fleet.generate(PROMPT, SAMPLING))
-        await until(lambda: fleet.members[0].outstanding_tokens == 5)
+        await until(lambda: fleet._pool.servers[0].outstanding_tokens == 5)
         # The old stream hangs; whoever answers at the address now never heard of it.
         pair[0].default = Sequence.rest
         pair[0].weights.server_id = uuid.uuid4().hex
         assert (await running).token_ids == TOKENS
-        await until(lambda: fleet.members[0].server_id == pair[0].weights.server_id)
+        await until(lambda: fleet._pool.servers[0].server_id == pair[0].weights.server_id)
 
 
 @pytest.mark.parametrize("trouble", ["nothing", "an error", "no address"])
@@ -172,7 +172,7 @@ async def test_a_list_that_cannot_be_had_changes_nothing(
 
     async with Fleet(addresses, resolve_interval=0.01) as fleet:
         await until(lambda: asked > 4)
-        assert [m.address for m in fleet.members] == [server.address for server in pair]
+        assert [m.address for m in fleet._pool.servers] == [server.address for server in pair]
         assert (await fleet.generate(PROMPT, SAMPLING)).token_ids == TOKENS
     assert caplog.text.count("the fleet keeps its 2 servers") == 1
 
@@ -229,9 +229,12 @@ async def test_a_name_is_resolved_again_and_again(monkeypatch: pytest.MonkeyPatc
     async with scripted() as (server,):
         port = server.address.rpartition(":")[2]
         async with Fleet(f"dns:///rollouts.example:{port}", resolve_interval=0.01) as fleet:
-            assert [m.address for m in fleet.members] == [f"127.0.0.1:{port}", f"127.0.0.2:{port}"]
+            assert [m.address for m in fleet._pool.servers] == [
+                f"127.0.0.1:{port}",
+                f"127.0.0.2:{port}",
+            ]
             del found[0]
-            await until(lambda: [m.address for m in fleet.members] == [f"127.0.0.1:{port}"])
+            await until(lambda: [m.address for m in fleet._pool.servers] == [f"127.0.0.1:{port}"])
             found.clear()
             await until(lambda: len(failed) > 2)
             assert (await fleet.generate(PROMPT, SAMPLING)).token_ids == TOKENS
@@ -259,7 +262,7 @@ async def test_publishes_reach_the_servers_of_the_moment() -> None:
             publisher = Publisher(fleet, term=7, bucket_bytes=BUCKET_BYTES)
             await publish(publisher)
             listed[:] = servers[1:]
-            await until(lambda: [m.life for m in fleet.members] == [Life.READY, Life.BEHIND])
+            await until(lambda: [m.life for m in fleet._pool.servers] == [Life.READY, Life.BEHIND])
             report = await publisher.catch_up(policy())
             assert [told.address for told in report.servers] == [servers[2].address]
             report = await publish(publisher, 2, seed=2)
@@ -283,7 +286,7 @@ async def test_a_server_that_leaves_during_a_publish_still_commits_it() -> None:
 
             schema = await publisher.schema()
             handle = await publisher.publish(1, tensors)
-            left = fleet.members[0]
+            left = fleet._pool.servers[0]
             del listed[0]
             await until(lambda: left.life is Life.LEAVING)
             go.set()
@@ -307,7 +310,7 @@ async def test_two_addresses_of_one_server_are_one_server(
     addresses = [one.address, other_name(one), two.address]
     try:
         async with Fleet(addresses, probe_interval=0.02, timeouts=Timeouts(close=0.2)) as fleet:
-            assert [member.address for member in fleet.members] == [one.address, two.address]
+            assert [member.address for member in fleet._pool.servers] == [one.address, two.address]
             assert (await fleet.info()).keys() == set(addresses)
             report = await publish(Publisher(fleet, bucket_bytes=BUCKET_BYTES))
             assert [(s.address, s.error) for s in report.servers] == [
@@ -339,14 +342,14 @@ async def test_another_address_of_a_server_that_comes_later_changes_nothing() ->
         ) as fleet:  # fmt: skip
             publisher = Publisher(fleet, bucket_bytes=BUCKET_BYTES)
             addresses.append(other_name(server))
-            await until(lambda: len(fleet.listed) == 2)
+            await until(lambda: len(fleet._pool.listed) == 2)
             report = await publish(publisher)  # perhaps before it has said who it is
             assert [s.address for s in report.servers] == [server.address]
             assert report.failed == ()
             # Without the first address it is reached under the second.
-            await until(lambda: fleet.listed[1].info is not None)
+            await until(lambda: fleet._pool.listed[1].info is not None)
             addresses.pop(0)
-            await until(lambda: [m.address for m in fleet.members] == [other_name(server)])
+            await until(lambda: [m.address for m in fleet._pool.servers] == [other_name(server)])
             assert (await fleet.generate(PROMPT, SAMPLING)).token_ids == TOKENS
             assert (await publish(publisher, 2)).failed == ()
     finally:
@@ -358,14 +361,14 @@ async def test_a_server_is_reached_under_the_address_that_answers(server: Script
     async with Fleet(
         [server.address, other_name(server)], probe_interval=0.02, timeouts=Timeouts(close=0.2)
     ) as fleet:
-        first, second = fleet.listed
-        assert fleet.members == (first,)
+        first, second = fleet._pool.listed
+        assert fleet._pool.servers == (first,)
 
         async def cut(**_: object) -> None:
             raise ServerUnreachableError("cut", server=first.address)
 
         first.client.info = cut
-        await until(lambda: fleet.members == (second,))
+        await until(lambda: fleet._pool.servers == (second,))
         assert (await fleet.generate(PROMPT, SAMPLING)).servers == (second.address,)
         del first.client.info
-        await until(lambda: fleet.members == (first,))
+        await until(lambda: fleet._pool.servers == (first,))

@@ -15,7 +15,7 @@ from rollwire_client import (
     Sampling,
     Timeouts,
 )
-from rollwire_client._trajectory import Draft
+from rollwire_client._trajectory import TrajectoryBuilder
 
 PROMPT = [1, 2, 3]
 AS_SAMPLED, LAST_PASS = RoutingReplay.AS_SAMPLED, RoutingReplay.LAST_PASS
@@ -194,8 +194,10 @@ async def test_a_rollout_goes_on_from_the_routing_of_its_prefix(
     async with fleet_of(server) as fleet:
         sampling = Sampling(max_new_tokens=6)
         before = await fleet.generate(PROMPT, sampling, routed_experts=replay)
-        assert Draft.of(before).trajectory() == before
-        draft, rollout = fleet.begin(PROMPT, sampling, {"routed_experts": replay}, prefix=before)
+        assert TrajectoryBuilder.of(before).trajectory() == before
+        draft, rollout = fleet._pool.begin(
+            PROMPT, sampling, {"routed_experts": replay}, prefix=before
+        )
         assert draft.trajectory().routing == before.routing
         async for _ in rollout.chunks(whole=True):
             pass

@@ -77,11 +77,11 @@ async def missed_by_the_second():
 
 async def test_who_missed_a_rollback_gets_no_rollouts() -> None:
     async with missed_by_the_second() as (servers, fleet, _):
-        await until(lambda: fleet.members[1].problem is not None)
+        await until(lambda: fleet._pool.servers[1].problem is not None)
         trajectories = await asyncio.gather(*(fleet.generate(PROMPT, TURN) for _ in range(4)))
         assert {version for t in trajectories for version in t.versions} == {50}
         assert servers[1].requests == []
-        assert "serves version 57, not version 50" in str(fleet.members[1].problem)
+        assert "serves version 57, not version 50" in str(fleet._pool.servers[1].problem)
 
 
 def allowed(server: PublishableServer) -> bool:
@@ -96,7 +96,7 @@ async def test_who_missed_a_rollback_is_caught_up() -> None:
         assert [told.address for told in report.servers] == [servers[1].address]
         assert allowed(servers[1])
         assert holds(servers[1], 50)
-        await until(lambda: all(member.problem is None for member in fleet.members))
+        await until(lambda: all(member.problem is None for member in fleet._pool.servers))
         await publish(publisher, 51, seed=51)
         assert [allowed(server) for server in servers] == [False, False]
 
@@ -107,14 +107,14 @@ async def test_who_missed_a_rollback_takes_the_next_publish(version: int | None)
         report = await publish(publisher, version, seed=51)
         assert report.failed == ()
         assert [allowed(server) for server in servers] == [False, True]
-        await until(lambda: all(member.problem is None for member in fleet.members))
+        await until(lambda: all(member.problem is None for member in fleet._pool.servers))
 
 
 async def test_a_higher_version_of_somebody_else_is_not_lowered_unasked() -> None:
     async with publishing(2) as (servers, fleet, publisher):
         await publish(publisher, 5)
         serve(servers[1], 900, 9)
-        await until(lambda: "a publish above version 900" in str(fleet.members[1].problem))
+        await until(lambda: "a publish above version 900" in str(fleet._pool.servers[1].problem))
         await publish(publisher, 6)
         assert not allowed(servers[1])  # so that the server refuses it
 
@@ -128,12 +128,12 @@ async def test_a_trainer_that_starts_after_a_rollback_catches_up_who_missed_it()
             await publish(publisher, 51, seed=51)
             assert not allowed(servers[1])
             servers[1].refuse_update = None
-            await until(lambda: "catch_up() brings it there" in str(fleet.members[1].problem))
+            await until(lambda: "catch_up() brings it there" in str(fleet._pool.servers[1].problem))
             report = await publisher.catch_up(policy(51))
             assert [told.error for told in report.servers] == [None]
             assert allowed(servers[1])
             assert holds(servers[1], 51)
-            await until(lambda: all(member.problem is None for member in fleet.members))
+            await until(lambda: all(member.problem is None for member in fleet._pool.servers))
 
 
 async def test_a_partial_update_passes_over_who_missed_a_publish() -> None:
@@ -149,9 +149,9 @@ async def test_a_partial_update_passes_over_who_missed_a_publish() -> None:
         assert [server.address for server in report.failed] == [servers[0].address]
         assert "a partial update would mix the two" in str(report.failed[0].error)
         assert servers[0].announced == announced
-        assert [member.problem is None for member in fleet.members] == [False, True]
+        assert [member.problem is None for member in fleet._pool.servers] == [False, True]
         await publish(publisher, 4, seed=4)
-        await until(lambda: all(member.problem is None for member in fleet.members))
+        await until(lambda: all(member.problem is None for member in fleet._pool.servers))
 
 
 async def test_a_commit_whose_answers_are_lost_is_the_policy_once_a_server_shows_it() -> None:
@@ -165,11 +165,11 @@ async def test_a_commit_whose_answers_are_lost_is_the_policy_once_a_server_shows
             await handle.committed
         for server in servers:
             server.mute = server.mute_once_committed = False
-        assert await fleet.behind() == []
+        assert await fleet._pool.outdated_servers() == []
         assert fleet.policy is not None
         assert fleet.policy.version == 6
-        assert await fleet.behind() == []
-        assert all(member.problem is None for member in fleet.members)
+        assert await fleet._pool.outdated_servers() == []
+        assert all(member.problem is None for member in fleet._pool.servers)
 
 
 async def test_while_servers_commit_those_that_have_not_yet_get_rollouts(
@@ -179,11 +179,11 @@ async def test_while_servers_commit_those_that_have_not_yet_get_rollouts(
         for server in pair:
             serve(server, 1, 11)
         was_published(fleet, WeightTag(1, 1, "any", 11))
-        await until(lambda: all(m.version == 1 and not m.problem for m in fleet.members))
-        with fleet.committing(2, 22, rollback=False):
-            fleet.learn("127.0.0.1:1", WeightTag(2, 2, "any", 22))
-            assert all(member.problem is None for member in fleet.members)
-        assert all(member.problem is not None for member in fleet.members)
+        await until(lambda: all(m.version == 1 and not m.problem for m in fleet._pool.servers))
+        with fleet._pool.policy.committing(2, 22, rollback=False):
+            fleet._pool.committed("127.0.0.1:1", WeightTag(2, 2, "any", 22))
+            assert all(member.problem is None for member in fleet._pool.servers)
+        assert all(member.problem is not None for member in fleet._pool.servers)
 
 
 @pytest.mark.parametrize("publishes", [True, False], ids=["the policy tells", "the server tells"])
@@ -293,9 +293,9 @@ async def test_a_server_that_was_too_new_takes_sequences_after_a_rollback(
     async with fleet_of(server) as fleet:
         with pytest.raises(WeightVersionError, match="none will, unless the policy is rolled back"):
             await fleet.generate(PROMPT, TURN, max_weight_version=7)
-        await until(lambda: fleet.members[0].version == 10)
+        await until(lambda: fleet._pool.servers[0].version == 10)
         serve(server, 5, 50)
-        await until(lambda: fleet.members[0].version == 5)
+        await until(lambda: fleet._pool.servers[0].version == 5)
         assert (await fleet.generate(PROMPT, TURN, max_weight_version=7)).complete
 
 
@@ -304,7 +304,7 @@ async def test_weights_without_a_version_are_told_as_such() -> None:
         await publish(publisher, 5)
         serve(servers[1], None, 9)
         told = "serves weights without a version, not version 5, which was published last"
-        await until(lambda: told in str(fleet.members[1].problem))
+        await until(lambda: told in str(fleet._pool.servers[1].problem))
         for server in servers:
             server.refuse_update = ("STAGING_FAILED", {})
         with pytest.raises(

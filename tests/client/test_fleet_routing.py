@@ -91,7 +91,7 @@ async def test_a_session_does_not_wait_for_a_server_that_is_not_ready(
         (home,) = (await fleet.generate(PROMPT, SHORT, session_id="mine")).servers
         (gone,) = (s for s in pair if s.address == home)
         await gone.stop()
-        await until(lambda: any(m.problem is not None for m in fleet.members))
+        await until(lambda: any(m.problem is not None for m in fleet._pool.servers))
         assert (await fleet.generate(PROMPT, SHORT, session_id="mine")).servers != (home,)
 
 
@@ -102,7 +102,7 @@ async def test_a_session_owes_nothing_to_a_new_process(pair: list[ScriptedServer
             for server in pair:
                 server.weights.server_id = uuid.uuid4().hex
             ids = {server.weights.server_id for server in pair}
-            await until(lambda: {member.server_id for member in fleet.members} == ids)
+            await until(lambda: {member.server_id for member in fleet._pool.servers} == ids)
             assert (await fleet.generate(PROMPT, SHORT, session_id="mine")).servers != (home,)
 
 
@@ -111,7 +111,7 @@ async def test_bounds_choose_the_server_whose_version_fits() -> None:
         for version, server in enumerate(servers, start=4):
             server.weights.version = version
         async with fleet_of(servers) as fleet:
-            await until(lambda: all(m.problem is None for m in fleet.members))
+            await until(lambda: all(m.problem is None for m in fleet._pool.servers))
 
             async def ran(least: int | None, most: int | None) -> list[int]:
                 """Versions of the servers that four sequences ran on."""
@@ -134,7 +134,7 @@ async def test_bounds_choose_the_server_whose_version_fits() -> None:
             with pytest.raises(WeightVersionError, match=r"serves version 4; .* version 6"):
                 await ran(None, 3)
             servers[1].weights.version = 4
-            await until(lambda: fleet.members[1].version == 4)
+            await until(lambda: fleet._pool.servers[1].version == 4)
             assert set(await ran(5, 5)) == {4}  # may come to it; the one beyond it cannot
 
 
@@ -171,13 +171,13 @@ async def test_a_sequence_that_is_too_old_for_some_servers_goes_to_another() -> 
         fits = servers[7]
         fits.default = Sequence.rest
         async with asked_once(servers) as fleet:
-            await until(lambda: all(m.problem is None for m in fleet.members))
+            await until(lambda: all(m.problem is None for m in fleet._pool.servers))
             for _ in range(2):
                 trajectory = await fleet.generate(PROMPT, SHORT, max_weight_version=5)
                 assert trajectory.servers == (fits.address,)
             # The others are no worse for it, and are not asked again.
             assert [len(s.requests) for s in servers if s is not fits] == [1] * 7 + [0] * 4
-            assert all(m.problem is None for m in fleet.members)
+            assert all(m.problem is None for m in fleet._pool.servers)
 
 
 async def test_a_sequence_that_a_commit_ends_goes_on_under_older_weights(
@@ -223,7 +223,7 @@ async def test_a_server_that_fits_and_is_not_ready_is_waited_for(
         older.state = common_pb2.SERVER_STATE_SERVING
         assert (await waiting).servers == (older.address,)
         older.state = common_pb2.SERVER_STATE_SLEEPING
-        await until(lambda: fleet.members[1].problem is not None)
+        await until(lambda: fleet._pool.servers[1].problem is not None)
         waiting = asyncio.create_task(fleet.generate(PROMPT, SHORT, max_weight_version=5))
         await asyncio.sleep(0)
         older.weights.version = 8
@@ -238,7 +238,7 @@ async def test_who_waits_learns_of_what_was_published(pair: list[ScriptedServer]
         server.state = common_pb2.SERVER_STATE_SLEEPING
     async with asked_once(pair) as fleet:
         waiting = asyncio.create_task(fleet.generate(PROMPT, SHORT, max_weight_version=5))
-        await until(lambda: all("sleeping" in str(m.problem) for m in fleet.members))
+        await until(lambda: all("sleeping" in str(m.problem) for m in fleet._pool.servers))
         assert not waiting.done()
         was_published(fleet, WeightTag(7, 1, "any", 77))
         with pytest.raises(WeightVersionError, match="is sleeping"):
@@ -262,7 +262,7 @@ async def test_a_server_that_will_come_back_with_newer_weights_is_not(
     async with fleet_of(pair) as fleet:
         if published:
             was_published(fleet, WeightTag(7, 1, "any", 77))
-        await until(lambda: fleet.members[1].info is not None)
+        await until(lambda: fleet._pool.servers[1].info is not None)
         with pytest.raises(WeightVersionError):
             await fleet.generate(PROMPT, SHORT, max_weight_version=5)
     assert newer.requests == older.requests == []
@@ -282,5 +282,5 @@ async def test_a_process_that_refused_says_nothing_of_the_next(server: ScriptedS
         with pytest.raises(WeightVersionError, match="serves a newer one"):
             await fleet.generate(PROMPT, SHORT, max_weight_version=5)
         server.weights.server_id = uuid.uuid4().hex
-        await until(lambda: fleet.members[0].server_id == server.weights.server_id)
+        await until(lambda: fleet._pool.servers[0].server_id == server.weights.server_id)
         assert (await fleet.generate(PROMPT, SHORT, max_weight_version=5)).complete

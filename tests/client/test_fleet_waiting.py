@@ -44,9 +44,9 @@ async def test_a_server_that_is_lost_is_news_and_so_is_its_return(
     pair: list[ScriptedServer], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Fleet([server.address for server in pair], probe_interval=0.02) as fleet:
-        await until(lambda: all(member.problem is None for member in fleet.members))
+        await until(lambda: all(member.problem is None for member in fleet._pool.servers))
         error = ServerUnreachableError("gone", server=pair[0].address)
-        fleet.members[0].doubt(error)
+        fleet._pool.servers[0].suspect(error)
         await until(lambda: len(warnings(caplog)) == 2)
     assert warnings(caplog) == [
         f"{pair[0].address}: suspect, was ready: gone",
@@ -68,11 +68,13 @@ async def test_rollouts_that_wait_are_warned_of_once(
         left = re.search(r"the first is given up in (\d+) s", told)
         assert left is not None
         assert 60 < int(left[1]) < 120  # of the 120 s that are the default
-        assert fleet.hindrance() == "; ".join(f"{server.address}: is sleeping" for server in pair)
+        assert fleet.unavailable_reason() == "; ".join(
+            f"{server.address}: is sleeping" for server in pair
+        )
         pair[1].state = SERVING
         assert all(trajectory.complete for trajectory in await asyncio.gather(*rollouts))
         await until(lambda: len(warnings(caplog)) > 1)
-        assert fleet.hindrance() is None
+        assert fleet.unavailable_reason() is None
     assert "no rollout waits for a server any more" in warnings(caplog)[1]
     assert len(warnings(caplog)) == 2
 
@@ -80,9 +82,9 @@ async def test_rollouts_that_wait_are_warned_of_once(
 async def test_a_paused_fleet_hinders(server: ScriptedServer) -> None:
     server.state = common_pb2.SERVER_STATE_PAUSED
     async with Fleet([server.address], probe_interval=0.02) as fleet:
-        assert fleet.hindrance() == f"{server.address}: is paused"
+        assert fleet.unavailable_reason() == f"{server.address}: is paused"
         server.state = SERVING
-        await until(lambda: fleet.hindrance() is None)
+        await until(lambda: fleet.unavailable_reason() is None)
 
 
 async def test_rollouts_at_a_paused_server_are_warned_of_by_the_pauses_that_hold_it(
@@ -136,7 +138,7 @@ async def test_rollouts_at_a_paused_server_that_drains_are_warned_of(
     server.default = held
     async with Fleet([server.address], probe_interval=0.02) as fleet:
         rollout = asyncio.create_task(fleet.generate(PROMPT))
-        await until(lambda: fleet.members[0].attempts == 1)
+        await until(lambda: fleet._pool.servers[0].attempts == 1)
         server.pauses = [rollout_pb2.ActivePause(pause_id="debug")]
         server.state = common_pb2.SERVER_STATE_DRAINING
         why = f"at paused servers (1): {server.address}: is paused by 'debug'"
@@ -159,7 +161,7 @@ async def test_a_queue_that_stays_full_is_warned_of_and_given_up(
         (warned,) = warnings(caplog)
         assert "rollouts wait (1), as no server has room for them" in warned
         assert f"{server.address}: its queue is full; the first is given up in" in warned
-        assert "its queue is full" in (fleet.hindrance() or "")
+        assert "its queue is full" in (fleet.unavailable_reason() or "")
 
 
 async def test_a_new_token_gives_a_rollout_its_whole_time_again(server: ScriptedServer) -> None:
@@ -218,7 +220,7 @@ async def test_what_a_server_said_of_its_end_is_kept(
         await until(lambda: server.state != SERVING)
         if gone:
             await server.stop()
-        await until(lambda: re.search(reason, fleet.hindrance() or "") is not None)
+        await until(lambda: re.search(reason, fleet.unavailable_reason() or "") is not None)
     with pytest.raises(ClosedError):
         await rollout
 
@@ -227,9 +229,9 @@ async def test_what_a_server_said_is_forgotten_once_it_serves(server: ScriptedSe
     server.scripts = [is_quarantined]
     async with Fleet([server.address], probe_interval=0.02) as fleet:
         rollout = asyncio.create_task(fleet.generate(PROMPT))
-        await until(lambda: "half way" in str(fleet.members[0].problem))
+        await until(lambda: "half way" in str(fleet._pool.servers[0].problem))
         server.state = SERVING
         assert (await rollout).complete
         server.state = SLEEPING
-        await until(lambda: fleet.members[0].problem is not None)
-        assert str(fleet.members[0].problem) == f"{server.address}: is sleeping"
+        await until(lambda: fleet._pool.servers[0].problem is not None)
+        assert str(fleet._pool.servers[0].problem) == f"{server.address}: is sleeping"

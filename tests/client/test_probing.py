@@ -48,7 +48,7 @@ async def test_a_server_that_is_not_ready_is_asked_as_often_in_a_large_fleet(
             await until(lambda: late.asked > 4)
             assert ready.asked <= 2
             late.state = common_pb2.SERVER_STATE_SERVING
-            await until(lambda: fleet.members[1].problem is None)
+            await until(lambda: fleet._pool.servers[1].problem is None)
 
 
 async def test_a_server_that_froze_unnoticed_is_asked_when_a_sequence_starts_there(
@@ -60,7 +60,7 @@ async def test_a_server_that_froze_unnoticed_is_asked_when_a_sequence_starts_the
         scripted() as (server,),
         Fleet([server.address], probe_interval=INTERVAL, timeouts=timeouts) as fleet,
     ):
-        (member,) = fleet.members
+        (member,) = fleet._pool.servers
         await fleet.generate(PROMPT, SHORT)
         server.mute, server.default = True, hang
         await asyncio.sleep(2 * INTERVAL)  # nothing is heard of it

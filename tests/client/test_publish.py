@@ -59,7 +59,7 @@ async def test_every_server_commits_what_was_published() -> None:
         assert (told.paused_seconds, told.held_sequences) == (0.002, 3)
         assert server.discards == []
     assert report.failed == ()
-    assert all(member.problem is None for member in fleet.members)
+    assert all(member.problem is None for member in fleet._pool.servers)
 
 
 async def test_a_publish_follows_another() -> None:
@@ -238,7 +238,7 @@ async def test_a_server_that_refuses_is_left_out() -> None:
         assert isinstance(error, UpdateRefusedError)
         assert error.reason == "VERSION_NOT_NEWER"
         # It is behind now, and gets no sequences.
-        assert [member.problem is None for member in fleet.members] == [False, True, True]
+        assert [member.problem is None for member in fleet._pool.servers] == [False, True, True]
         await fleet.generate([1])
         assert servers[0].requests == []
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollwire_client import Routing, RoutingReplay, WeightTag
-from rollwire_client._routing_replay import RoutingDraft, Rows, joined
+from rollwire_client._routing_replay import RoutingBuilder, Rows, joined
 
 AS_SAMPLED, LAST_PASS = RoutingReplay.AS_SAMPLED, RoutingReplay.LAST_PASS
 SHAPE = (1, 2, 2)
@@ -48,7 +48,7 @@ class Play:
     """What happened to one sequence, as the library gets to know it."""
 
     prompt: int
-    draft: RoutingDraft
+    draft: RoutingBuilder
     tokens: list[Token] = field(default_factory=list)
     came: dict[int, list[int]] = field(default_factory=dict)  # rows of each pass, by its number
     weights: dict[tuple[int, int], WeightTag] = field(default_factory=dict)
@@ -115,7 +115,7 @@ def attempt(draw, play: Play, server: int, numbers) -> None:
 @st.composite
 def plays(draw, replay: RoutingReplay) -> Play:
     prompt = draw(st.integers(1, 5))
-    play, numbers = Play(prompt, RoutingDraft(replay, prompt)), count(1)
+    play, numbers = Play(prompt, RoutingBuilder(replay, prompt)), count(1)
     for server in range(draw(st.integers(1, 4))):
         if server:
             play.begin_attempt()
@@ -196,7 +196,7 @@ def test_last_pass_is_the_newest_that_has_all(play: Play) -> None:
 
 @pytest.mark.parametrize("replay", RoutingReplay)
 def test_no_more_is_kept_than_the_sequence_and_the_pass_of_now(replay: RoutingReplay) -> None:
-    draft = RoutingDraft(replay, 100)
+    draft = RoutingBuilder(replay, 100)
     for number in range(50):
         draft.add(rows(0, 60, number))
         draft.add(rows(60, 100, number))
@@ -207,12 +207,12 @@ def test_no_more_is_kept_than_the_sequence_and_the_pass_of_now(replay: RoutingRe
 
 
 def test_it_goes_on_from_what_an_earlier_rollout_had() -> None:
-    first = RoutingDraft(AS_SAMPLED, 3)
+    first = RoutingBuilder(AS_SAMPLED, 3)
     first.add(rows(0, 5, 1, tag(1)))
     before = first.routing([(6, tag(1))])
     assert before is not None
     for replay, want in ((AS_SAMPLED, [1] * 5 + [2] * 2), (LAST_PASS, [2] * 7)):
-        draft = RoutingDraft(replay, 3)
+        draft = RoutingBuilder(replay, 3)
         draft.go_on_from(before)
         assert draft.routing([(6, tag(1))]).experts == before.experts
         draft.add(rows(0, 3, 2, tag(2)))
@@ -229,12 +229,12 @@ def test_segments_carry_the_oldest_keys_of_their_rows() -> None:
     def part(start: int, end: int, revision: int, oldest: int) -> Rows:
         return replace(rows(start, end, weights=tag(0, revision)), oldest_kv_revision=oldest)
 
-    draft = RoutingDraft(AS_SAMPLED, 6)
+    draft = RoutingBuilder(AS_SAMPLED, 6)
     for one in (part(0, 2, 1, 1), part(2, 3, 2, 1), part(3, 5, 2, 2), part(5, 7, 2, 2)):
         draft.add(one)
     told = draft.routing([(8, tag(0, 2))])
     assert told is not None
-    later = RoutingDraft(AS_SAMPLED, 6)
+    later = RoutingBuilder(AS_SAMPLED, 6)
     later.go_on_from(told)
     for routing in (told, later.routing([(8, tag(0, 2))]), joined([told])):
         assert routing is not None
@@ -244,7 +244,7 @@ def test_segments_carry_the_oldest_keys_of_their_rows() -> None:
 
 def test_turns_make_a_conversation() -> None:
     def turn(replay: RoutingReplay, prompt: int, end: int, number: int) -> Routing:
-        draft = RoutingDraft(replay, prompt)
+        draft = RoutingBuilder(replay, prompt)
         draft.add(rows(0, end - 1, number, tag(number)))
         return draft.routing([(end, tag(number))])
 
@@ -270,7 +270,7 @@ def test_turns_make_a_conversation() -> None:
     ],
 )
 def test_rows_that_do_not_fit_those_before(parts: list[Rows], said: str) -> None:
-    draft = RoutingDraft(AS_SAMPLED, 3)
+    draft = RoutingBuilder(AS_SAMPLED, 3)
     for part in parts[:-1]:
         draft.add(part)
     with pytest.raises(ValueError, match=said):

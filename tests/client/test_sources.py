@@ -81,7 +81,7 @@ async def test_a_source_that_hangs_ends_the_publish(hanging: Hanging) -> None:
             await handle.committed
         assert [server.commits for server in servers] == [[], []]
         await until(lambda: all(handle.update_id in s.discards for s in servers))
-        assert all(member.problem is None for member in fleet.members)
+        assert all(member.problem is None for member in fleet._pool.servers)
         await publish(publisher)  # the next one is not hindered
         hanging.end()
         assert hanging.taken == ["embed.weight"]  # what comes too late goes nowhere

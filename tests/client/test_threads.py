@@ -10,13 +10,13 @@ import threading
 
 import pytest
 from client.scripted import until
-from rollwire_client._concurrency.threads import WorkerThread, in_thread
+from rollwire_client._concurrency.threads import WorkerThread, run_in_thread
 
 
 async def test_what_work_returns_or_raises() -> None:
-    assert await in_thread(lambda: 5) == 5
+    assert await run_in_thread(lambda: 5) == 5
     with pytest.raises(ZeroDivisionError):
-        await in_thread(lambda: 1 // 0)
+        await run_in_thread(lambda: 1 // 0)
 
 
 @pytest.mark.parametrize("raised", [SystemExit(1), KeyboardInterrupt(), StopIteration(2)])
@@ -25,7 +25,7 @@ async def test_what_would_end_the_event_loop_is_an_error_of_the_work(raised: Bas
         raise raised
 
     worker = WorkerThread("worker")
-    for result in (in_thread(work), worker.submit(work).result):
+    for result in (run_in_thread(work), worker.submit(work).result):
         async with asyncio.timeout(30):
             with pytest.raises(RuntimeError, match="it raised") as told:
                 await result
@@ -34,7 +34,7 @@ async def test_what_would_end_the_event_loop_is_an_error_of_the_work(raised: Bas
 
 
 async def test_one_that_is_given_up_tells_nobody() -> None:
-    given_up = in_thread(lambda: 1 // 0)
+    given_up = run_in_thread(lambda: 1 // 0)
     given_up.cancel()
     with pytest.raises(asyncio.CancelledError):
         await given_up
@@ -43,11 +43,11 @@ async def test_one_that_is_given_up_tells_nobody() -> None:
 def test_the_interpreter_does_not_wait_for_one_that_hangs() -> None:
     code = (
         "import asyncio, threading\n"
-        "from rollwire_client._concurrency.threads import in_thread\n"
+        "from rollwire_client._concurrency.threads import run_in_thread\n"
         "async def main():\n"
         "    begun = threading.Event()\n"
-        "    future = in_thread(lambda: (begun.set(), threading.Event().wait()))\n"
-        "    await in_thread(begun.wait)\n"
+        "    future = run_in_thread(lambda: (begun.set(), threading.Event().wait()))\n"
+        "    await run_in_thread(begun.wait)\n"
         "    future.cancel()\n"
         "asyncio.run(main())\n"
         "print('over')"

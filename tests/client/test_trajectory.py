@@ -18,7 +18,7 @@ from rollwire_client import (
     WeightTag,
 )
 from rollwire_client._routing_replay import Rows
-from rollwire_client._trajectory import Draft
+from rollwire_client._trajectory import TrajectoryBuilder
 
 
 def tag(version: int | None, server: str = "a") -> WeightTag:
@@ -38,7 +38,7 @@ def test_a_tag_shows_its_digest_as_the_command_does() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from([None, 1, 2]), st.sampled_from("ab"))))
 def test_segments_cover_the_output_and_agree_with_the_chunks(pieces: list) -> None:
-    draft = Draft("id", [7])
+    draft = TrajectoryBuilder("id", [7])
     versions, offset = [], 0
     for count, version, server in pieces:
         draft.add(chunk(offset, count, tag(version, server)), server)
@@ -56,14 +56,14 @@ def test_segments_cover_the_output_and_agree_with_the_chunks(pieces: list) -> No
 
 
 def test_a_segment_keeps_its_oldest_revision() -> None:
-    draft = Draft("id", [7])
+    draft = TrajectoryBuilder("id", [7])
     draft.add(chunk(0, 2, tag(3), oldest=1), "x")
     draft.add(chunk(2, 2, tag(3), oldest=2), "x")
     assert draft.trajectory().segments == (Segment(0, 4, tag(3), 1),)
 
 
 def test_tensors_are_what_a_loss_needs() -> None:
-    draft = Draft("id", [7, 8])
+    draft = TrajectoryBuilder("id", [7, 8])
     draft.add(chunk(0, 1, tag(None)), "x")
     draft.add(chunk(1, 2, tag(4), finish=Finish(FinishReason.STOP)), "x")
     trajectory = draft.trajectory()
@@ -82,7 +82,7 @@ def test_tensors_have_the_experts_of_every_token_that_was_an_input(width: int) -
     if width == 2:
         experts[1][0] = [256, 65535]
     flat = [e for row in experts for layer in row for e in layer]
-    draft = Draft("id", [7, 8], RoutingReplay.AS_SAMPLED)
+    draft = TrajectoryBuilder("id", [7, 8], RoutingReplay.AS_SAMPLED)
     packed = b"".join(e.to_bytes(width, "little") for e in flat)
     draft.routing.add(Rows(0, 3, (2, 2, width), packed, tag(4)))
     draft.add(chunk(0, 3, tag(4)), "x")
@@ -95,13 +95,13 @@ def test_tensors_have_the_experts_of_every_token_that_was_an_input(width: int) -
 
 
 def test_tensors_without_routing() -> None:
-    assert Draft("id", [7]).trajectory().to_tensors().routing is None
-    draft = Draft("id", [7], RoutingReplay.LAST_PASS)
+    assert TrajectoryBuilder("id", [7]).trajectory().to_tensors().routing is None
+    draft = TrajectoryBuilder("id", [7], RoutingReplay.LAST_PASS)
     assert draft.trajectory().to_tensors().routing is None
 
 
 def test_tensors_of_no_tokens() -> None:
-    tensors = Draft("id", [7]).trajectory().to_tensors()
+    tensors = TrajectoryBuilder("id", [7]).trajectory().to_tensors()
     assert tensors.token_ids.tolist() == [7]
     assert tensors.mask.tolist() == [False]
 
@@ -109,4 +109,4 @@ def test_tensors_of_no_tokens() -> None:
 def test_tensors_without_torch_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'rollwire\[transport\]'"):
-        Draft("id", [7]).trajectory().to_tensors()
+        TrajectoryBuilder("id", [7]).trajectory().to_tensors()

@@ -115,7 +115,7 @@ async def samples(fleet: Fleet, address: str) -> None:
     async def so() -> bool:
         return any(
             m.address == address and m.life is Life.READY and m.outstanding_tokens > most
-            for m in fleet.members
+            for m in fleet._pool.servers
         )
 
     await until(so, SECONDS)
@@ -164,7 +164,7 @@ async def test_a_rolling_update_under_load_loses_no_rollout(
                 await samples(fleet, new.address("api"))
             assert committed(await trainer.publish()) == service.addresses
             await load.end()
-            assert {member.address for member in fleet.members} == service.addresses
+            assert {member.address for member in fleet._pool.servers} == service.addresses
     assert not before & service.addresses
     assert len(load.done) == load.begun
     for seed, trajectory in load.done.items():

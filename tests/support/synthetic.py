@@ -58,14 +58,14 @@ def _token(seed: int, position: int, digest: int) -> int:
 async def sampled(fleet: Fleet, tokens: int) -> None:
     """Returns once the rollouts that were just started have so many tokens together."""
     await asyncio.sleep(0)
-    begun = sum(member.outstanding_tokens for member in fleet.members)
-    await until(lambda: sum(m.outstanding_tokens for m in fleet.members) <= begun - tokens)
+    begun = sum(member.outstanding_tokens for member in fleet._pool.servers)
+    await until(lambda: sum(m.outstanding_tokens for m in fleet._pool.servers) <= begun - tokens)
 
 
 async def each_sampled(fleet: Fleet, tokens: int) -> None:
     """Returns once each server has so many tokens of the rollouts that were just started."""
     await asyncio.sleep(0)
-    left = {member: member.outstanding_tokens - tokens for member in fleet.members}
+    left = {member: member.outstanding_tokens - tokens for member in fleet._pool.servers}
     await until(lambda: all(member.outstanding_tokens <= n for member, n in left.items()))
 
 

@@ -55,7 +55,7 @@ def integer(name: str, value: object, *, least: int = 0, most: int | None = None
     return whole
 
 
-def version(name: str, value: object) -> int | None:
+def checked_version(name: str, value: object) -> int | None:
     """``value`` as a version of weights, the trainer's step: any integer of 63 bits, or None."""
     if value is None:
         return None

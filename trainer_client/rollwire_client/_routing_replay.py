@@ -109,7 +109,7 @@ Tokens: TypeAlias = "Sequence[tuple[int, WeightTag]]"
 """The output in runs of equal weights: where each ends in prompt + output, and the weights."""
 
 
-class RoutingDraft:
+class RoutingBuilder:
     """The routing of a sequence that is still being sampled.
 
     It holds every row once, and with LAST_PASS twice while a pass computes them again.

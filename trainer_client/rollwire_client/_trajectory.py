@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rollwire_client._data import Chunk, Finish, FinishReason, WeightTag
 from rollwire_client._errors import MissingDependencyError
-from rollwire_client._routing_replay import RoutingDraft
+from rollwire_client._routing_replay import RoutingBuilder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -162,7 +162,7 @@ class _Run:
     oldest_kv_revision: int
 
 
-class Draft:
+class TrajectoryBuilder:
     """A trajectory that is still being sampled.
 
     Attributes:
@@ -185,10 +185,10 @@ class Draft:
         self._runs: list[_Run] = []
         self._servers: list[str] = []
         self._finish: Finish | None = None
-        self.routing = RoutingDraft(replay, len(self.prompt_ids)) if replay is not None else None
+        self.routing = RoutingBuilder(replay, len(self.prompt_ids)) if replay is not None else None
 
     @classmethod
-    def of(cls, trajectory: Trajectory) -> Draft:
+    def of(cls, trajectory: Trajectory) -> TrajectoryBuilder:
         """One that has all of that."""
         routing = trajectory.routing
         draft = cls.after(
@@ -198,7 +198,9 @@ class Draft:
         return draft
 
     @classmethod
-    def after(cls, prefix: Trajectory, request_id: str, replay: RoutingReplay | None) -> Draft:
+    def after(
+        cls, prefix: Trajectory, request_id: str, replay: RoutingReplay | None
+    ) -> TrajectoryBuilder:
         """One that goes on, under another name, from what was sampled before."""
         draft = cls(request_id, prefix.prompt_ids, replay)
         draft.token_ids += prefix.token_ids

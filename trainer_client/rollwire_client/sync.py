@@ -18,7 +18,7 @@ import functools
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from rollwire_client._batches import Batcher
-from rollwire_client._concurrency.loop_thread import Background
+from rollwire_client._concurrency.loop_thread import LoopThread
 from rollwire_client._errors import ClosedError
 from rollwire_client._fleet.fleet import Fleet
 from rollwire_client._fleet.session import Session
@@ -44,7 +44,7 @@ P = ParamSpec("P")
 class _Facade(Generic[A]):
     """What is used from outside the loop, and the loop."""
 
-    def __init__(self, inner: A, background: Background) -> None:
+    def __init__(self, inner: A, background: LoopThread) -> None:
         self._inner = inner
         self._background = background
 
@@ -95,7 +95,7 @@ def _iterates(
     return call
 
 
-def _each(background: Background, items: AsyncGenerator[R, None]) -> Iterator[R]:
+def _each(background: LoopThread, items: AsyncGenerator[R, None]) -> Iterator[R]:
     over: Any = object()
 
     async def take() -> R:
@@ -144,7 +144,7 @@ class SyncFleet(_Facade[Fleet]):
 
     @_takes(Fleet.__init__)
     def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(Fleet(*args, **named), Background())
+        super().__init__(Fleet(*args, **named), LoopThread())
 
     def __enter__(self) -> Self:
         self._background.__enter__()

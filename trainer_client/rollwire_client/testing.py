@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, Self
 import grpc
 from rollwire.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
 
-from rollwire_client._arguments import version as checked_version
-from rollwire_client._concurrency.owner import use_grpc
-from rollwire_client._concurrency.tasks import end
+from rollwire_client._arguments import checked_version
+from rollwire_client._concurrency.affinity import use_grpc
+from rollwire_client._concurrency.tasks import cancel_all
 from rollwire_client._data import FinishReason, ServerState
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
             await asyncio.gather(*tasks)
         finally:
             self._streams.discard(cut)
-            await end([reading, cutting, *tasks])
+            await cancel_all([reading, cutting, *tasks])
 
     async def _read(
         self,

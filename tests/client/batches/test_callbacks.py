@@ -75,7 +75,7 @@ async def test_a_plain_reward_does_not_block_the_event_loop() -> None:
     async with batching(reward=reward) as batcher:
         collecting = asyncio.create_task(batcher.collect(prompts(), 4))
         await until(begun.is_set)
-        await batcher._fleet.info()  # it answers meanwhile
+        await batcher._pool.listed[0].client.info()  # it answers meanwhile
         go_on.set()
         batch = await collecting
     assert batch.finished.rewards == (1.0,) * 4

@@ -384,7 +384,7 @@ async def test_a_version_that_comes_to_nothing_is_told() -> None:
         fleet_of(server, retries=Retries(seconds=0.5), probe_interval=0.05) as fleet,
         batcher_of(fleet, max_lag=1, refills=0) as batcher,
     ):
-        assert fleet.members[0].version == 5
+        assert fleet._pool.servers[0].version == 5
         server.state = ServerState.PAUSED
         collecting = asyncio.create_task(batcher.collect(prompts(), 1, version=5))
         await until(lambda: server.running == 2)
@@ -483,7 +483,7 @@ async def test_servers_that_somebody_else_rolled_back_let_the_version_fall() -> 
         source = prompts()
         await batcher.collect(source, 1, version=10, over_sample=2.0, tail=Carry())
         server.commit(5)
-        await until(lambda: fleet.members[0].version == 5)
+        await until(lambda: fleet._pool.servers[0].version == 5)
         with pytest.raises(ValueError, match="unless servers are rolled back"):
             await batcher.collect(source, 1, version=4)
         server.let_go |= {1}

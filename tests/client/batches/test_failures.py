@@ -19,7 +19,6 @@ from rollwire_client import (
     ClosedError,
     DropReason,
     ErrorScope,
-    Fleet,
     InvalidRequestError,
     NotFiniteError,
     Prompt,
@@ -31,6 +30,7 @@ from rollwire_client import (
     TimedOutError,
     Trajectory,
 )
+from rollwire_client._fleet.server_pool import ServerPool
 from rollwire_client._fleet.waiting import Want
 from rollwire_client.testing import FakeServer
 
@@ -148,7 +148,7 @@ async def test_a_step_that_fails_at_a_prompt_everywhere_drops_its_group(
         async with fleet_of(*servers) as fleet, batcher_of(fleet, sampling=SHORT) as batcher:
             batch = await batcher.collect(prompts(), 3)
             batcher.save(tmp_path / "buffer")
-            ready = [member.problem for member in fleet.members]
+            ready = [member.problem for member in fleet._pool.servers]
         async with fleet_of(*servers) as fleet, batcher_of(fleet, sampling=SHORT) as again:
             again.load(tmp_path / "buffer")
             counted = again.taken, again.handed_out, again.dropped
@@ -206,7 +206,7 @@ async def test_a_fleet_without_a_server_is_told_and_nothing_is_lost() -> None:
             assert caught.value.scope is ErrorScope.SERVER
             server.default = Sequence.rest
             server.state = common_pb2.SERVER_STATE_SERVING
-            await until(lambda: fleet.members[0].problem is None)
+            await until(lambda: fleet._pool.servers[0].problem is None)
             batch = await batcher.collect(source, 1)
     assert outputs(batch) == [whole()]
     assert not batch.dropped.groups
@@ -242,14 +242,14 @@ async def test_a_batch_that_waits_for_room_says_so_and_lets_others_work(
     """However short the rollouts are that find none."""
     monkeypatch.setattr(Want.ROOM, "grace", 0.5)
     rollouts = 0
-    begin = Fleet.begin
+    begin = ServerPool.begin
 
     def counted(*arguments: object, **options: object) -> object:
         nonlocal rollouts
         rollouts += 1
         return begin(*arguments, **options)
 
-    monkeypatch.setattr(Fleet, "begin", counted)
+    monkeypatch.setattr(ServerPool, "begin", counted)
 
     async def full(sequence: Sequence) -> None:
         code = grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -30,7 +30,7 @@ from rollwire_client import (
 from rollwire_client._batches.checkpoint import Counters, read, write
 from rollwire_client._batches.group import LiveGroup, Member, Recipe
 from rollwire_client._batches.training_steps import Step
-from rollwire_client._trajectory import Draft
+from rollwire_client._trajectory import TrajectoryBuilder
 from rollwire_client.testing import FakeServer
 
 if TYPE_CHECKING:
@@ -181,7 +181,10 @@ def test_what_a_sample_has_comes_back_as_it_was(tmp_path: Path) -> None:
         Finish(FinishReason.STOP, 9, "done", 2, 3, 1), ("x:1", "y:2"), routing,
     )  # fmt: skip
     recipe = Recipe(None, 1, 2, Sampling(), {}, None, 0)
-    members = [Member(0, Draft.of(trajectory), 0.25, 3), Member(1, Draft("", (5, 6)))]
+    members = [
+        Member(0, TrajectoryBuilder.of(trajectory), 0.25, 3),
+        Member(1, TrajectoryBuilder("", (5, 6))),
+    ]
     group = LiveGroup(1, Prompt("p", (5, 6), 4, info=["x", None]), members)
     counters = Counters(None, 7, 8)
     steps = [Step(3, None, 7), Step(4, 9, None), Step(8, 13, 2**64 - 1)]

@@ -78,7 +78,7 @@ async def restarted(
 ) -> ServerProcess:
     """A new process where a dead one was, once the fleet uses it."""
     new = await asyncio.to_thread(start_synthetic, start, RATE, "--listen", old.address, *flags)
-    (member,) = (m for m in fleet.members if m.address == old.address)
+    (member,) = (m for m in fleet._pool.servers if m.address == old.address)
     await until(lambda: member.server_id == new.server_id and member.problem is None)
     return new
 
@@ -145,7 +145,7 @@ async def test_a_rolling_restart_under_load_costs_no_token(start_server: StartSe
         await sampled(fleet, 300)
         for number, server in enumerate(servers):
             # Fifty tokens more for each: one at least outlasts the drain.
-            member = fleet.members[number]
+            member = fleet._pool.servers[number]
             await until(lambda member=member: member.outstanding_tokens > 50 * 30)
             server.process.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(server.ended) == 0
@@ -173,7 +173,7 @@ async def test_kill_9_costs_who_takes_sequences_whole_a_moments_tokens_on_that_s
         first.kill()
         assert isinstance(info, ServerInfo)
         undelivered = info.sampled_tokens - sum(
-            tokens * rollouts - member.outstanding_tokens for member in fleet.members
+            tokens * rollouts - member.outstanding_tokens for member in fleet._pool.servers
         )
         assert undelivered <= rollouts * rate * 0.5  # seconds: the interval, and a busy machine
         assert second.stop() == 0
@@ -201,7 +201,7 @@ async def test_rollouts_outlive_every_server(start_server: StartServer) -> None:
         await each_sampled(fleet, rollouts)  # three of each sequence there
         for server in servers:
             server.kill()
-        await until(lambda: all(member.problem is not None for member in fleet.members))
+        await until(lambda: all(member.problem is not None for member in fleet._pool.servers))
         assert not any(task.done() for task in tasks)
         for server in servers:
             await restarted(start_server, fleet, server)

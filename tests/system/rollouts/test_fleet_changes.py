@@ -12,19 +12,19 @@ from rollwire_client._fleet.server_lifecycle import Life
 from support.synthetic import PROMPT, each_sampled, sampling, start_synthetic, undisturbed, until
 
 if TYPE_CHECKING:
-    from rollwire_client._fleet.server_handle import Member
+    from rollwire_client._fleet.server_handle import ServerHandle
     from support.servers import ServerProcess, StartServer
 
 
-def member(fleet: Fleet, server: ServerProcess) -> Member:
-    (found,) = (m for m in fleet.members if m.address == server.address)
+def member(fleet: Fleet, server: ServerProcess) -> ServerHandle:
+    (found,) = (m for m in fleet._pool.servers if m.address == server.address)
     return found
 
 
 async def ready(fleet: Fleet, *servers: ServerProcess) -> None:
     """Returns once these processes, and no others, take sequences."""
     want = {server.server_id for server in servers}
-    await until(lambda: {m.server_id for m in fleet.members if m.life is Life.READY} == want)
+    await until(lambda: {m.server_id for m in fleet._pool.servers if m.life is Life.READY} == want)
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ async def test_processes_behind_a_name_change_and_are_all_gone_for_a_while(
 
         async def ready(*servers: ServerProcess) -> None:
             want = {server.server_id for server in servers}
-            await until(lambda: {m.server_id for m in fleet.members if not m.problem} == want)
+            await until(lambda: {m.server_id for m in fleet._pool.servers if not m.problem} == want)
 
         async with asyncio.TaskGroup() as tasks:
 
@@ -85,7 +85,7 @@ async def test_processes_behind_a_name_change_and_are_all_gone_for_a_while(
             for server in (b, c):
                 server.kill()
             records.of()
-            await until(lambda: all(m.problem for m in fleet.members))
+            await until(lambda: all(m.problem for m in fleet._pool.servers))
             d = await pod(5)
             records.of(d)
             await ready(d)

@@ -107,7 +107,7 @@ async def test_what_is_left_is_aborted_on_the_server(both: list[ServerProcess]) 
         await sampled(fleet, 10)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        for member in fleet.members:
+        for member in fleet._pool.servers:
             await idle(member.client)
 
 
@@ -274,7 +274,7 @@ async def test_a_frozen_server_delays_a_publish_and_loses_its_sequences(
         assert [s.weights is None for s in report.servers] == [True, False]
         assert isinstance(report.servers[0].error, ServerUnreachableError)
         # Back again, it is behind and gets nothing, until the next publish brings it up.
-        frozen = fleet.members[0]
+        frozen = fleet._pool.servers[0]
         await until(lambda: "the next publish brings it up" in str(frozen.problem))
         assert (await fleet.generate(PROMPT, sampling(1, 4))).servers == (both[1].address,)
         await published(publisher, 6)

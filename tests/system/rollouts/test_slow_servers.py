@@ -49,9 +49,9 @@ async def stumbling(server: ServerProcess) -> AsyncIterator[None]:
 async def fleet_of(servers: list[ServerProcess]) -> AsyncIterator[Fleet]:
     """All of them ready, at the end too."""
     async with Fleet([server.address for server in servers], probe_interval=0.2) as fleet:
-        await until(lambda: all(member.problem is None for member in fleet.members))
+        await until(lambda: all(member.problem is None for member in fleet._pool.servers))
         yield fleet
-        await until(lambda: all(member.problem is None for member in fleet.members))
+        await until(lambda: all(member.problem is None for member in fleet._pool.servers))
 
 
 async def shares(fleet: Fleet, want: list[tuple[int, ...]]) -> Counter[str]:

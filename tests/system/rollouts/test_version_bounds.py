@@ -56,7 +56,7 @@ async def test_they_go_on_where_it_is_served_and_end_when_it_is_nowhere(
         last = asyncio.create_task(
             fleet.generate(PROMPT, sampling(9, 10_000), max_weight_version=1, timeout=100)
         )
-        await until(lambda: 0 < fleet.members[1].outstanding_tokens < 9_990)
+        await until(lambda: 0 < fleet._pool.servers[1].outstanding_tokens < 9_990)
         await publish(2, other)
         async with asyncio.timeout(60):  # it does not wait for its time to be up
             with pytest.raises(WeightVersionError, match="serves version 2") as caught:

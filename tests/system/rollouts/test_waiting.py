@@ -28,7 +28,7 @@ async def test_a_paused_server_that_is_full(
         retries = Retries(seconds=1.5)
         async with Fleet([server.address], retries=retries, probe_interval=0.1) as fleet:
             held = [asyncio.create_task(fleet.generate(PROMPT, sampling(n, 5))) for n in range(3)]
-            await until(lambda: fleet.members[0].attempts == 3)
+            await until(lambda: fleet._pool.servers[0].attempts == 3)
             began = time.monotonic()
             with pytest.raises(RolloutFailedError) as told:
                 await fleet.generate(PROMPT, sampling(3, 5))

@@ -62,7 +62,7 @@ async def test_a_restarted_server_is_caught_up_and_the_other_is_not_disturbed(
 
         # The one that came back serves again, equal to the other.
         assert await state() is ServerState.SERVING
-        await until(lambda: asyncio.sleep(0, not any(m.problem for m in fleet.members)), 30)
+        await until(lambda: asyncio.sleep(0, not any(m.problem for m in fleet._pool.servers)), 30)
         assert (await publisher.catch_up(tensors)).servers == ()
 
 

@@ -98,7 +98,7 @@ async def is_not_taken_for_current(server: ServerProcess, fleet: Fleet, old: int
         told = await status(api, verify=True)
     assert told.intact
     assert told.weights.version in (old, new)
-    (member,) = [m for m in fleet.members if m.address == server.address]
+    (member,) = [m for m in fleet._pool.servers if m.address == server.address]
 
     async def known() -> bool:
         return "the next publish brings it up" in str(member.problem) or (

@@ -61,7 +61,7 @@ async def test_a_server_that_missed_a_rollback_serves_again_once_it_has_it(
     steady, victim = start_synthetic(start_server, 0), start_synthetic(start_server, 0)
     async with Fleet([steady.address, victim.address], timeouts=QUICK, probe_interval=0.1) as fleet:
         publisher = Publisher(fleet, timeouts=TIMEOUTS)
-        other = fleet.members[1]
+        other = fleet._pool.servers[1]
 
         async def miss(version: int) -> None:
             """The victim serves a higher version when it is there again."""
@@ -87,7 +87,9 @@ async def test_a_server_that_missed_a_rollback_serves_again_once_it_has_it(
         report = await (await publisher.publish(41, tensors(-41))).committed
         assert report.failed == ()
         await until(lambda: other.problem is None)
-        assert len({member.info.weights.digest for member in fleet.members if member.info}) == 1
+        assert (
+            len({member.info.weights.digest for member in fleet._pool.servers if member.info}) == 1
+        )
 
 
 @pytest.mark.parametrize("publishes", [True, False])
@@ -109,7 +111,7 @@ async def test_a_rollout_goes_on_under_the_policy_that_was_rolled_back_to(
         ]
         await each_sampled(fleet, 5)
         await roll_back(publisher, 5)
-        await until(lambda: all(member.version == 5 for member in fleet.members))
+        await until(lambda: all(member.version == 5 for member in fleet._pool.servers))
         victim.kill()
         trajectories = await asyncio.gather(*tasks)
         for seed, trajectory in enumerate(trajectories):

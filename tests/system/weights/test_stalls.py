@@ -52,7 +52,7 @@ async def test_a_trainer_that_computes_does_not_blame_its_servers(
                 compute()
         report = await handle.committed
         assert report.failed == ()
-        assert [member.problem for member in fleet.members] == [None] * 3
+        assert [member.problem for member in fleet._pool.servers] == [None] * 3
 
 
 @contextlib.contextmanager

@@ -17,8 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from rollwire_client._arguments import integer, seconds
-from rollwire_client._arguments import version as checked_version
+from rollwire_client._arguments import checked_version, integer, seconds
 from rollwire_client._batches import checkpoint
 from rollwire_client._batches.batch import Drop, Tail
 from rollwire_client._batches.batch_collector import Collecting, Stock
@@ -110,9 +109,9 @@ class Batcher:
         self.version: int | None = None
         self.handed_out = 0
         self.dropped = 0
-        self._fleet = fleet
+        self._pool = fleet._pool  # noqa: SLF001 - the library's own
         scorer = Scorer(reward, callback_timeout, refills) if reward is not None else None
-        recipe = Recipe(fleet, seed, group_size, sampling, options, scorer, refills)
+        recipe = Recipe(self._pool, seed, group_size, sampling, options, scorer, refills)
         self._stock = Stock(recipe)
         self._reader = Caller("rollwire-prompts", callback_timeout)
         self._hooks = Caller("rollwire-hooks", callback_timeout)
@@ -130,7 +129,7 @@ class Batcher:
 
     async def close(self) -> None:
         """Ends what is under way, on the servers too; it can still be saved. Idempotent."""
-        if self._fleet.forked:  # what is under way is the parent's
+        if self._pool.forked:  # what is under way is the parent's
             return
         await self._stock.pool.close()
         callers = self._reader, self._hooks, self._stock.recipe.scorer
@@ -204,7 +203,7 @@ class Batcher:
         plan = self._plan(
             Plan(target, over_sample, prefetch, tail, self._version(version), self._max_lag)
         )
-        self._fleet.check_open()
+        self._pool.check_open()
         if self._collecting:
             raise RuntimeError("a batch is being collected: one at a time")
         self._collecting = True
@@ -252,8 +251,8 @@ class Batcher:
         if sampling is not None:
             _check_unseeded(sampling)
         version = checked_version("version", version)
-        self._fleet.check_open()
-        policy = self._fleet.policy
+        self._pool.check_open()
+        policy = self._pool.policy.current
         if version is None and policy is not None:
             version = policy.version
         recipe = replace(
@@ -301,7 +300,7 @@ class Batcher:
         """The trainer's step."""
         version = checked_version("version", version)
         if version is None:
-            policy = self._fleet.policy
+            policy = self._pool.policy.current
             version = policy.version if policy is not None else None
         if self.version is not None and version is None:
             raise ValueError(
@@ -313,13 +312,13 @@ class Batcher:
     def _plan(self, plan: Plan) -> Plan:
         """The plan with what it means for the steps of the run."""
         steps = self._stock.steps
-        published, self._published = self._fleet.published_since(self._published)
+        published, self._published = self._pool.policy.published_since(self._published)
         for weights in published:
             steps.published(weights)
         if plan.version is None:
             return plan
         if steps.version is not None and plan.version < steps.version:
-            steps.follow_back([m.info for m in self._fleet.members if m.info is not None])
+            steps.follow_back([m.info for m in self._pool.servers if m.info is not None])
         steps.reach(plan.version)
         if plan.max_lag is None:
             return plan
@@ -333,7 +332,7 @@ class Batcher:
         clock = asyncio.get_running_loop().time
         give_up = clock() + self._weights_timeout
         while True:
-            served = [m.info.weights for m in self._fleet.members if m.info is not None]
+            served = [m.info.weights for m in self._pool.servers if m.info is not None]
             if any(not plan.is_stale(steps.lag(weights)) for weights in served):
                 return
             if clock() >= give_up:

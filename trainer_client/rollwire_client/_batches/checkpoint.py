@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from google.protobuf.message import DecodeError
 from rollwire.v1 import buffer_pb2
 
-from rollwire_client._arguments import version as checked_version
+from rollwire_client._arguments import checked_version
 from rollwire_client._batches.batch import Prompt
 from rollwire_client._batches.group import LiveGroup, Member
 from rollwire_client._batches.pool import checked
@@ -25,7 +25,7 @@ from rollwire_client._errors import BufferFileError, RollwireError
 from rollwire_client._routing_replay import Routing, RoutingReplay, RoutingSegment
 from rollwire_client._rpc import conversion
 from rollwire_client._rpc.request import sampling_message
-from rollwire_client._trajectory import Draft, Segment, Trajectory
+from rollwire_client._trajectory import Segment, Trajectory, TrajectoryBuilder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -234,7 +234,7 @@ def _member(index: int, prompt_ids: Sequence[int], message: buffer_pb2.SavedSamp
         routing=routing,
     )
     reward = message.reward if message.HasField("reward") else None
-    return Member(index, Draft.of(trajectory), reward, message.refills)
+    return Member(index, TrajectoryBuilder.of(trajectory), reward, message.refills)
 
 
 def _routing(message: buffer_pb2.SavedRouting) -> Routing:

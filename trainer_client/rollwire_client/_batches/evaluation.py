@@ -11,7 +11,7 @@ from rollwire_client._batches.batch import DropReason, Evaluation, Group, Part
 from rollwire_client._batches.group import is_final, reason_of, sample_group
 from rollwire_client._batches.pool import Pool
 from rollwire_client._batches.progress_bar import Bar
-from rollwire_client._concurrency.tasks import end
+from rollwire_client._concurrency.tasks import cancel_all
 from rollwire_client._errors import CallbackError, InvalidRequestError, WeightVersionError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ async def evaluate(
                     raise error  # as it would of all the others
                 shown.show(done)
         finally:
-            await end(tasks)
+            await cancel_all(tasks)
     outcomes = [task.result() for task in tasks]
     samples = Part(tuple(group for group in outcomes if group.dropped is None))
     left_out = Part(tuple(group for group in outcomes if group.dropped is not None))

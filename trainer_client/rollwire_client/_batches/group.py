@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rollwire_client._batches.batch import DropReason, Group, Prompt, Sample
 from rollwire_client._batches.seeds import seed_of
-from rollwire_client._concurrency.tasks import end
+from rollwire_client._concurrency.tasks import cancel_all
 from rollwire_client._errors import (
     CallbackError,
     ClosedError,
@@ -23,14 +23,14 @@ from rollwire_client._errors import (
     ServerFailedError,
     TimedOutError,
 )
-from rollwire_client._trajectory import Draft
+from rollwire_client._trajectory import TrajectoryBuilder
 
 if TYPE_CHECKING:
     from rollwire_client._batches.callbacks import Scorer
     from rollwire_client._batches.training_steps import Steps
     from rollwire_client._data import Sampling, WeightTag
-    from rollwire_client._fleet.fleet import Fleet
     from rollwire_client._fleet.rollout import Rollout
+    from rollwire_client._fleet.server_pool import ServerPool
     from rollwire_client._rpc.request import RolloutOptions
     from rollwire_client._trajectory import Trajectory
 
@@ -45,7 +45,7 @@ class Recipe:
     """How groups are sampled.
 
     Attributes:
-        fleet: Samples.
+        pool: The servers that sample.
         run: The trainer's seed.
         size: Samples of each prompt.
         sampling: Without a seed.
@@ -54,7 +54,7 @@ class Recipe:
         refills: How often in a row a sample that failed is begun again.
     """
 
-    fleet: Fleet
+    pool: ServerPool
     run: int
     size: int
     sampling: Sampling
@@ -75,7 +75,7 @@ class Member:
     """
 
     index: int
-    draft: Draft
+    draft: TrajectoryBuilder
     reward: float | None = None
     refills: int = 0
     _rollout: Rollout | None = None
@@ -90,7 +90,7 @@ class Member:
         self._flush()
         return self.draft.weights
 
-    def follow(self, rollout: Rollout, draft: Draft) -> None:
+    def follow(self, rollout: Rollout, draft: TrajectoryBuilder) -> None:
         """It is sampled by ``rollout`` from now on."""
         self._rollout, self.draft = rollout, draft
 
@@ -103,7 +103,7 @@ class Member:
         """Forgets what was sampled; the next draws are others."""
         self.refills += 1
         self._rollout = None
-        self.draft = Draft(self.draft.request_id, self.draft.prompt_ids)
+        self.draft = TrajectoryBuilder(self.draft.request_id, self.draft.prompt_ids)
 
     def _flush(self) -> None:
         if self._rollout is not None:
@@ -199,7 +199,7 @@ async def sample_group(group: LiveGroup, recipe: Recipe) -> None:
             outcomes = [_outcome(task, group) for task in tasks if task in done]
             errors += [error for error in outcomes if error is not None]
     finally:
-        await end(tasks)
+        await cancel_all(tasks)
     for error in sorted(errors, key=is_final, reverse=True):
         raise error
 
@@ -257,7 +257,7 @@ async def _attempt(group: LiveGroup, member: Member, recipe: Recipe) -> None:
     options: RolloutOptions = {**recipe.options, "session_id": group.session_id}
     if group.oldest_version is not None:
         options["min_weight_version"] = group.oldest_version
-    draft, rollout = recipe.fleet.begin(
+    draft, rollout = recipe.pool.begin(
         prompt.token_ids,
         replace(prompt.sampling or recipe.sampling, seed=seed),
         options,

@@ -18,7 +18,7 @@ import enum
 import math
 from dataclasses import dataclass
 
-from rollwire_client._arguments import version as checked_version
+from rollwire_client._arguments import checked_version
 from rollwire_client._batches.batch import Carry, Drop, Tail
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from rollwire_client._batches.batch import Prompt
 from rollwire_client._batches.group import LiveGroup, Member, sample_group
-from rollwire_client._concurrency.tasks import end
+from rollwire_client._concurrency.tasks import cancel_all
 from rollwire_client._rpc.request import checked_token_ids
-from rollwire_client._trajectory import Draft
+from rollwire_client._trajectory import TrajectoryBuilder
 
 if TYPE_CHECKING:
     from rollwire_client._batches.group import Recipe
@@ -58,7 +58,9 @@ class Pool:
             )
         if members is None:
             size = self._recipe.size
-            members = [Member(index, Draft("", prompt.token_ids)) for index in range(size)]
+            members = [
+                Member(index, TrajectoryBuilder("", prompt.token_ids)) for index in range(size)
+            ]
         group = LiveGroup(next(self._numbers), prompt, members)
         self.groups[group.number] = self._not_begun[group.number] = group
         self._keys.add(key)
@@ -100,7 +102,7 @@ class Pool:
         self.closed = True
         self.changed.set()
         tasks = [group.task for group in self.groups.values() if group.task is not None]
-        await end([*tasks, *self._ending])
+        await cancel_all([*tasks, *self._ending])
 
     async def _sample(self, group: LiveGroup) -> None:
         try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rich.console import Console
 from rich.text import Text
 
-from rollwire_client._concurrency.tasks import end
+from rollwire_client._concurrency.tasks import cancel_all
 from rollwire_client._data import FinishReason, WeightTag
 from rollwire_client._fleet.fleet import Fleet
 from rollwire_client._fleet.rollout import Retries
@@ -55,7 +55,7 @@ async def generate_tokens(
                 view.show(chunk)
                 finish = chunk.finish
     finally:
-        await end([waiting])
+        await cancel_all([waiting])
         view.end(finish)
     complete = finish is not None and finish.reason in {FinishReason.STOP, FinishReason.LENGTH}
     return 0 if complete else 1
@@ -66,7 +66,7 @@ async def _tell_waits(fleet: Fleet, view: _View) -> None:
     told: str | None = None
     while True:
         await asyncio.sleep(1)
-        if (why := fleet.hindrance()) is not None and why != told:
+        if (why := fleet.unavailable_reason()) is not None and why != told:
             view.wait(why)
         told = why
 

@@ -9,7 +9,7 @@ import functools
 import threading
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from rollwire_client._concurrency.owner import Owner
+from rollwire_client._concurrency.affinity import LoopAffinity
 from rollwire_client._errors import ClosedError, NotOpenHereError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ T = TypeVar("T")
 _SECONDS = 30.0  # for the thread to start, and for what was cancelled to end
 
 
-class Background:
+class LoopThread:
     """The loop; a context manager, whose end cancels what still runs. Any thread may call."""
 
     def __init__(self) -> None:
@@ -28,13 +28,13 @@ class Background:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._thread = threading.Thread()
-        self._owner: Owner | None = None
+        self._affinity: LoopAffinity | None = None
 
     def __enter__(self) -> Self:
-        if self._owner is not None:
-            self._owner.check_process()
+        if self._affinity is not None:
+            self._affinity.check_process()
             raise RuntimeError("this SyncFleet is open already")
-        self._owner = Owner("SyncFleet")
+        self._affinity = LoopAffinity("SyncFleet")
         up: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
         self._stop = asyncio.Event()
         self._thread = threading.Thread(
@@ -45,7 +45,7 @@ class Background:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._owner is None or self._owner.forked:
+        if self._affinity is None or self._affinity.forked:
             return
         with self._lock:
             loop, self._loop = self._loop, None
@@ -53,12 +53,12 @@ class Background:
                 loop.call_soon_threadsafe(self._stop.set)  # after all that was called before
         if loop is not None:
             self._thread.join(_SECONDS)
-        self._owner = None
+        self._affinity = None
 
     def check(self) -> None:
         """Raises NotOpenHereError in a forked child, where the loop's thread is not."""
-        if self._owner is not None:
-            self._owner.check_process()
+        if self._affinity is not None:
+            self._affinity.check_process()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """What ``work`` returns or raises, run in the loop.

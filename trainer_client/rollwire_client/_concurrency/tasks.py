@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-async def end(tasks: Iterable[asyncio.Task[Any]]) -> None:
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancels what still runs, and waits for it; what it raises is not of interest any more.
 
     A task is cancelled here once: it may need a while to clean up, in which nobody disturbs it.
@@ -23,7 +23,7 @@ async def end(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await _ended(tasks)
 
 
-async def through(work: Coroutine[Any, Any, T]) -> T:
+async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     """Does what has to be done to its end, in bounded time: whoever cancels is heard after it."""
     task = asyncio.create_task(work)
     await _ended([task])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+def run_in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     """Runs ``work`` in a thread of its own; the future has what it returns or raises.
 
     A thread cannot be killed. Cancelling the future gives this one up: it goes on until ``work``

@@ -8,7 +8,7 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from rollwire_client._concurrency.threads import in_thread
+from rollwire_client._concurrency.threads import run_in_thread
 from rollwire_client._rpc.host_address import server_address
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class _Resolved:
         return self.name
 
     async def now(self) -> tuple[str, ...]:
-        found = await in_thread(
+        found = await run_in_thread(
             lambda: socket.getaddrinfo(self.name, self.port, type=socket.SOCK_STREAM)
         )
         hosts = sorted({str(address[0]) for *_, address in found})  # resolvers shuffle them
@@ -110,7 +110,7 @@ class _Asked:
 
     async def now(self) -> tuple[str, ...]:
         ask: Callable[[], Any] = self.ask
-        told = ask() if inspect.iscoroutinefunction(ask) else await in_thread(ask)
+        told = ask() if inspect.iscoroutinefunction(ask) else await run_in_thread(ask)
         return _each_once(await told if inspect.isawaitable(told) else told)
 
     def __str__(self) -> str:

@@ -96,6 +96,19 @@ class Policy:
         if expected is not None and expected.digest is not None and expected.is_same(weights):
             self.committed(weights)
 
+    def published_since(self, count: int) -> tuple[list[WeightTag], int]:
+        """What was published after the first ``count`` publishes, in order, and how many there
+        were; of very many the latest.
+        """
+        new = max(self.count - count, 0)
+        return list(self.published)[max(len(self.published) - new, 0) :], self.count
+
+    def missed_rollback(self, weights: WeightTag) -> bool:
+        """Whether a server with these weights may be brought to a lower version, as the others
+        were.
+        """
+        return self.rolled_back and not self.accepts(weights)
+
     def accepts(self, weights: WeightTag) -> bool:
         """Whether a server with these weights may get sequences."""
         if self.current is None or _same(weights, self.current):

@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Self, Unpack
 from rollwire_client._data import ServerInfo
 from rollwire_client._errors import RollwireError, UnavailableError
 from rollwire_client._fleet.rollout import Retries
-from rollwire_client._fleet.server_pool import Members
+from rollwire_client._fleet.server_pool import ServerPool
 from rollwire_client._fleet.session import Session
 from rollwire_client._rpc.request import DEFAULT_SAMPLING, RolloutOptions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from rollwire_client._data import Chunk, Sampling
+    from rollwire_client._data import Chunk, Sampling, WeightTag
     from rollwire_client._fleet.addresses import Addresses
-    from rollwire_client._fleet.server_handle import Member
+    from rollwire_client._fleet.server_handle import ServerHandle
     from rollwire_client._rpc.channels import Credentials
     from rollwire_client._rpc.client import Timeouts
     from rollwire_client._trajectory import Trajectory
 
 
-class Fleet(Members):
+class Fleet:
     """Rollout servers that serve the same policy; an async context manager.
 
     A sequence goes to the server with the fewest outstanding tokens among those that are ready. If
@@ -41,11 +41,6 @@ class Fleet(Members):
             than 20 ready servers asks 20 of those in that time, and each of them when a sequence
             starts there after a silence.
         resolve_interval: Seconds between two questions to the name or function.
-
-    Attributes:
-        members: The servers of the moment, in the order of their addresses; empty before the fleet
-            is open. A server that answers at several of the addresses is there once.
-        policy: What was published last, as one of them serves it.
 
     Raises:
         TypeError, ValueError: An argument is none of these.
@@ -65,7 +60,7 @@ class Fleet(Members):
             raise TypeError(
                 f"retries is {retries!r}: say Retries(attempts={retries!r}), or another"
             )
-        super().__init__(
+        self._pool = ServerPool(
             addresses,
             retries=retries,
             timeouts=timeouts,
@@ -80,7 +75,7 @@ class Fleet(Members):
         Raises:
             UnavailableError: None has within ``timeouts.start`` seconds; the message names each.
         """
-        await self._open()
+        await self._pool.open()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -88,7 +83,16 @@ class Fleet(Members):
 
     async def close(self) -> None:
         """Aborts what is under way and closes the channels. Idempotent."""
-        await self._close()
+        await self._pool.close()
+
+    @property
+    def policy(self) -> WeightTag | None:
+        """The weights that were published last through this fleet; None before that."""
+        return self._pool.policy.current
+
+    def unavailable_reason(self) -> str | None:
+        """Why no server samples now, with the reason of each; None while one does."""
+        return self._pool.unavailable_reason()
 
     def stream(
         self,
@@ -113,7 +117,7 @@ class Fleet(Members):
             RolloutFailedError: It was given up, see ``Retries``.
             RollwireError: Any of these has what was sampled in ``.trajectory``.
         """
-        return self.begin(prompt_ids, sampling, options)[1].chunks(whole=False)
+        return self._pool.begin(prompt_ids, sampling, options)[1].chunks(whole=False)
 
     async def generate(
         self,
@@ -122,7 +126,7 @@ class Fleet(Members):
         **options: Unpack[RolloutOptions],
     ) -> Trajectory:
         """Samples one sequence to its end; see ``stream``."""
-        draft, rollout = self.begin(prompt_ids, sampling, options)
+        draft, rollout = self._pool.begin(prompt_ids, sampling, options)
         async for _ in rollout.chunks(whole=True):
             pass
         return draft.trajectory()
@@ -133,8 +137,8 @@ class Fleet(Members):
         Raises:
             InvalidRequestError: They are no token ids.
         """
-        self.check_process()
-        return Session(prompt_ids, self.start)
+        self._pool.check_process()
+        return Session(prompt_ids, self._pool.start)
 
     async def info(self) -> dict[str, ServerInfo | RollwireError]:
         """What each server is and does, or why it does not say so, by address.
@@ -142,15 +146,15 @@ class Fleet(Members):
         Raises:
             ClosedError: The fleet is not open.
         """
-        self.check_open()
+        self._pool.check_open()
 
-        async def ask(member: Member) -> ServerInfo | RollwireError:
+        async def ask(member: ServerHandle) -> ServerInfo | RollwireError:
             try:
                 return await member.client.info()
             except RollwireError as error:
                 return error
 
-        members = self.listed
+        members = self._pool.listed
         answers = await asyncio.gather(*(ask(member) for member in members))
         return {member.address: a for member, a in zip(members, answers, strict=True)}
 

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from rollwire.v1 import rollout_pb2
 
     from rollwire_client._data import WeightTag
-    from rollwire_client._fleet.server_handle import Member
+    from rollwire_client._fleet.server_handle import ServerHandle
     from rollwire_client._fleet.waiting import Waits
     from rollwire_client._rpc.attempt import Attempt
-    from rollwire_client._trajectory import Draft
+    from rollwire_client._trajectory import TrajectoryBuilder
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +80,9 @@ class Pick(Protocol):
         after: WeightTag | None,
         *,
         timeout: float,
-        other_than: Member | None,
+        other_than: ServerHandle | None,
         waiter: object,
-    ) -> Member:
+    ) -> ServerHandle:
         """Waits for a server, preferably one whose weights the sequence takes now.
 
         Args:
@@ -109,7 +109,7 @@ class Rollout:
     def __init__(
         self,
         request: rollout_pb2.GenerateRequest,
-        draft: Draft,
+        draft: TrajectoryBuilder,
         *,
         pick: Pick,
         retries: Retries,
@@ -129,10 +129,10 @@ class Rollout:
         self._retries = retries
         self._waits = waits
         self._waiter = self if waiter is None else waiter
-        self._visited: tuple[Member, Attempt] | None = None
+        self._visited: tuple[ServerHandle, Attempt] | None = None
         self._failures: list[RollwireError] = []
         self._unplaced = 0.0  # seconds since the last new token
-        self._step_failed_at: Member | None = None
+        self._step_failed_at: ServerHandle | None = None
         self._clock = asyncio.get_running_loop().time
         self._deadline = float("inf")
         if request.HasField("timeout"):
@@ -207,7 +207,7 @@ class Rollout:
             for chunk in attempt.rest():
                 self._add(chunk, member)
 
-    async def _next(self, member: Member, attempt: Attempt, whole: bool) -> Chunk | None:  # noqa: FBT001
+    async def _next(self, member: ServerHandle, attempt: Attempt, whole: bool) -> Chunk | None:  # noqa: FBT001
         """The next chunk; for weights that the server does not have it waits no longer than for a
         server.
         """
@@ -229,7 +229,7 @@ class Rollout:
             self._waits.end(self._waiter)
         return await attempt.next(whole=whole)
 
-    def _await_weights(self, member: Member, cause: Exception) -> None:
+    def _await_weights(self, member: ServerHandle, cause: Exception) -> None:
         """A server was looked at that has not the weights yet.
 
         Raises:
@@ -264,16 +264,16 @@ class Rollout:
         begun = attempt.next_offset > len(request.output_token_ids)
         return request.HasField("min_weight_version") and not begun
 
-    def _is_behind(self, member: Member) -> bool:
+    def _is_behind(self, member: ServerHandle) -> bool:
         """Whether the server's weights are, as far as is known, older than the request takes."""
         return member.version is None or member.version < self._request.min_weight_version
 
-    def _may_go_back(self, member: Member) -> bool:
+    def _may_go_back(self, member: ServerHandle) -> bool:
         """Whether the sequence takes older weights by now than the attempt was told."""
         bound = self._bound(member)
         return bound is None or bound < self._request.min_weight_version
 
-    def _never_came(self, member: Member) -> UnavailableError:
+    def _never_came(self, member: ServerHandle) -> UnavailableError:
         least, seconds = self._request.min_weight_version, self._retries.seconds
         return UnavailableError(
             f"{member.address}: serves {version_text(member.version)}, and did not come to serve "
@@ -281,13 +281,13 @@ class Rollout:
             server=member.address,
         )
 
-    def _add(self, chunk: Chunk, member: Member) -> None:
+    def _add(self, chunk: Chunk, member: ServerHandle) -> None:
         self._draft.add(chunk, member.address)
         if chunk.token_ids:
             self._failures.clear()
             self._unplaced = 0.0
 
-    async def _choose(self) -> Member:
+    async def _choose(self) -> ServerHandle:
         """Where to go on."""
         began = self._clock()
         try:
@@ -305,7 +305,7 @@ class Rollout:
         finally:
             self._unplaced += self._clock() - began
 
-    async def _recover(self, member: Member, failure: RollwireError) -> None:
+    async def _recover(self, member: ServerHandle, failure: RollwireError) -> None:
         """Makes ready for the next attempt.
 
         Raises:
@@ -324,7 +324,7 @@ class Rollout:
         elif isinstance(failure, QueueFullError):
             member.full_until = self._clock() + (failure.retry_after or 1.0)
         else:
-            member.doubt(failure)
+            member.suspect(failure)
             self._failures.append(failure)
             if len(self._failures) >= self._retries.attempts:
                 raise self._given_up(failure) from failure
@@ -357,12 +357,12 @@ class Rollout:
         """What sampled the token before the next one."""
         return self._draft.newest or self._given_after
 
-    def _bound(self, member: Member) -> int | None:
+    def _bound(self, member: ServerHandle) -> int | None:
         """The oldest version under which the sequence may go on at a server."""
         bounds = (self._least, member.least_version(self._after))
         return max((bound for bound in bounds if bound is not None), default=None)
 
-    def _put_bound(self, member: Member) -> None:
+    def _put_bound(self, member: ServerHandle) -> None:
         if (bound := self._bound(member)) is not None:
             self._request.min_weight_version = bound
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from rollwire.v1 import rollout_pb2
 
-    from rollwire_client._fleet.server_handle import Member
+    from rollwire_client._fleet.server_handle import ServerHandle
 
 STICK_TOKENS = 4096
 """A session leaves its server once that has more outstanding tokens than twice those of the least
@@ -27,9 +27,11 @@ class Router:
     """
 
     def __init__(self) -> None:
-        self._homes: OrderedDict[str, tuple[Member, str]] = OrderedDict()
+        self._homes: OrderedDict[str, tuple[ServerHandle, str]] = OrderedDict()
 
-    def choose(self, servers: Sequence[Member], request: rollout_pb2.GenerateRequest) -> Member:
+    def choose(
+        self, servers: Sequence[ServerHandle], request: rollout_pb2.GenerateRequest
+    ) -> ServerHandle:
         """One of ``servers``: at least one, all with weights that the request takes, if any has."""
         least = min(servers, key=lambda member: member.outstanding_tokens)
         if not (session := request.session_id):

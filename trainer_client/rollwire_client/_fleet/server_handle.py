@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rollwire.v1 import rollout_pb2
 
     from rollwire_client._fleet.committed_policy import Policy
-    from rollwire_client._routing_replay import RoutingDraft
+    from rollwire_client._routing_replay import RoutingBuilder
     from rollwire_client._rpc.attempt import Attempt
     from rollwire_client._rpc.client import RolloutClient
 
@@ -32,7 +32,7 @@ _WORKS = {Life.READY, Life.BEHIND}
 _CURABLE = {ServerState.AWAITING_WEIGHTS, ServerState.QUARANTINED}  # by a full update
 
 
-class Member:
+class ServerHandle:
     """A server of a fleet, asked every so often how it is.
 
     It takes sequences while ``problem`` is None. A failed sequence casts doubt on it: it gets
@@ -149,7 +149,7 @@ class Member:
         return self.client.outstanding_tokens + self._starting_tokens
 
     def attempt(
-        self, request: rollout_pb2.GenerateRequest, routing: RoutingDraft | None
+        self, request: rollout_pb2.GenerateRequest, routing: RoutingBuilder | None
     ) -> AbstractAsyncContextManager[Attempt]:
         """An attempt here, which counts as outstanding once it is entered; leaving it aborts it.
 
@@ -161,7 +161,7 @@ class Member:
         return _Visit(self, request, routing)
 
     async def start(
-        self, request: rollout_pb2.GenerateRequest, routing: RoutingDraft | None
+        self, request: rollout_pb2.GenerateRequest, routing: RoutingBuilder | None
     ) -> Attempt:
         """Starts an attempt; beneath ``attempt``, which ends it.
 
@@ -188,7 +188,7 @@ class Member:
         self._attempts -= 1
         self._poke_if_unused()
 
-    def doubt(self, error: RollwireError) -> None:
+    def suspect(self, error: RollwireError) -> None:
         """A sequence failed here: ask the server before it gets another."""
         if not (self._last_words or isinstance(error, ServerUnreachableError)):
             self._last_words = str(error).removeprefix(f"{self.address}: ")
@@ -201,7 +201,7 @@ class Member:
         """
         self._beyond = (self._weights, most)
 
-    def learn(self, weights: WeightTag) -> None:
+    def committed(self, weights: WeightTag) -> None:
         """The server has committed these weights."""
         if self.info is not None and self.info.server_id == weights.server_id:
             self.info = replace(self.info, weights=weights)
@@ -227,7 +227,7 @@ class Member:
             work.add_done_callback(self._work_ended)
         self._poked.set()
 
-    async def tend(self, pause: Callable[[], float]) -> None:
+    async def run(self, pause: Callable[[], float]) -> None:
         """Asks the server every ``pause()`` seconds, and whenever it is in doubt, until it has
         left; then its channel is closed.
         """
@@ -337,9 +337,9 @@ class _Visit:
 
     def __init__(
         self,
-        member: Member,
+        member: ServerHandle,
         request: rollout_pb2.GenerateRequest,
-        routing: RoutingDraft | None,
+        routing: RoutingBuilder | None,
     ) -> None:
         self._member = member
         self._request = request

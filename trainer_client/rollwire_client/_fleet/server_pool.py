@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollwire_client._arguments import seconds
-from rollwire_client._concurrency.owner import Owner
-from rollwire_client._concurrency.tasks import end
+from rollwire_client._concurrency.affinity import LoopAffinity
+from rollwire_client._concurrency.tasks import cancel_all
 from rollwire_client._data import ServerState
 from rollwire_client._errors import (
     ClosedError,
@@ -24,18 +24,17 @@ from rollwire_client._fleet import addresses as sources
 from rollwire_client._fleet.committed_policy import Policy
 from rollwire_client._fleet.rollout import Retries, Rollout
 from rollwire_client._fleet.router import Router
-from rollwire_client._fleet.server_handle import Member
+from rollwire_client._fleet.server_handle import ServerHandle
 from rollwire_client._fleet.server_lifecycle import Life
 from rollwire_client._fleet.waiting import LOOK, Waits, Want
 from rollwire_client._rpc.channels import Credentials, CredentialsError
 from rollwire_client._rpc.client import RolloutClient, Timeouts
 from rollwire_client._rpc.request import generate_request
-from rollwire_client._trajectory import Draft
+from rollwire_client._trajectory import TrajectoryBuilder
 from rollwire_client._wording import servers_text
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
-    from contextlib import AbstractContextManager
 
     from rollwire.v1 import rollout_pb2
 
@@ -58,7 +57,7 @@ _READY_PROBES = 20
 _OTHER_PROBES = 200
 
 
-class Members:
+class ServerPool:
     """What rollouts and publishes share of a fleet; its methods are the library's own.
 
     Args:
@@ -85,7 +84,7 @@ class Members:
                 f"timeouts is {timeouts!r}: say Timeouts(call={timeouts!r}), or another"
             )
         self._source = sources.address_source(addresses)
-        self._policy = Policy(self._policy_changed)
+        self.policy = Policy(self._policy_changed)
         self._retries = retries or Retries()
         self._timeouts = timeouts or Timeouts()
         self._credentials = credentials or Credentials()
@@ -94,41 +93,29 @@ class Members:
             self._credentials = replace(self._credentials, server_name=name)
         self._probe_interval = seconds("probe_interval", probe_interval, least=_SHORTEST)
         self._resolve_interval = seconds("resolve_interval", resolve_interval, least=_SHORTEST)
-        self._all: dict[str, Member] = {}  # those that are leaving too
-        self._listed: tuple[Member, ...] = ()
-        self._servers: tuple[Member, ...] = ()
+        self._all: dict[str, ServerHandle] = {}  # those that are leaving too
+        self.listed: tuple[ServerHandle, ...] = ()
+        self.servers: tuple[ServerHandle, ...] = ()
         self._told_duplicates: set[tuple[str, str]] = set()
         self._router = Router()
         self._change = asyncio.Event()
         self._waits = Waits()
         self._works: set[asyncio.Task[Any]] = set()
-        self._tending: set[asyncio.Task[Any]] = set()
+        self._running: set[asyncio.Task[Any]] = set()
         self._closed = True
-        self._owner: Owner | None = None  # from when it begins to open until it is closed
+        self._affinity: LoopAffinity | None = None  # from when it begins to open until it is closed
 
-    @property
-    def members(self) -> tuple[Member, ...]:
-        """The servers of the moment, in the order of their addresses; empty before it is open. One
-        that has several addresses is there once.
-        """
-        return self._servers
-
-    @property
-    def policy(self) -> WeightTag | None:
-        """What was published last, as one of the servers serves it; None before that."""
-        return self._policy.current
-
-    def hindrance(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         """Why no server samples now, the reason of each; None while one does, as far as is known.
 
-        What a rollout that brings nothing waits for.
+        What a rollout that gets no tokens waits for.
         """
         now = asyncio.get_running_loop().time()
-        if any(m.problem is None and not m.paused and m.full_until <= now for m in self.members):
+        if any(m.problem is None and not m.paused and m.full_until <= now for m in self.servers):
             return None
         return self._problems() or None
 
-    def own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def create_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Runs ``work`` as a task that ends with the fleet at the latest.
 
         Raises:
@@ -149,7 +136,7 @@ class Members:
         *,
         prefix: Trajectory | None = None,
         waiter: object | None = None,
-    ) -> tuple[Draft, Rollout]:
+    ) -> tuple[TrajectoryBuilder, Rollout]:
         """A rollout, and where what it brings will be.
 
         Args:
@@ -162,15 +149,15 @@ class Members:
         request = generate_request(prompt_ids, sampling, options)
         replay = options.get("routed_experts")
         if prefix is None:
-            draft = Draft(request.request_id, request.prompt_token_ids, replay)
+            draft = TrajectoryBuilder(request.request_id, request.prompt_token_ids, replay)
         else:
-            draft = Draft.after(prefix, request.request_id, replay)
+            draft = TrajectoryBuilder.after(prefix, request.request_id, replay)
         return draft, self.start(request, draft, waiter=waiter)
 
     def start(
         self,
         request: rollout_pb2.GenerateRequest,
-        draft: Draft,
+        draft: TrajectoryBuilder,
         after: WeightTag | None = None,
         waiter: object | None = None,
     ) -> Rollout:
@@ -187,76 +174,46 @@ class Members:
             waiter=waiter,
         )
 
-    def committing(
-        self, version: int | None, digest: int | None, *, rollback: bool
-    ) -> AbstractContextManager[None]:
-        """While servers are told to commit, see ``Policy``."""
-        return self._policy.committing(version, digest, rollback=rollback)
-
-    def learn(self, address: str, weights: WeightTag) -> None:
+    def committed(self, address: str, weights: WeightTag) -> None:
         """The server at ``address`` has committed these weights, as it was told to."""
         if (member := self._all.get(address)) is not None:
-            member.learn(weights)
-        self._policy.committed(weights)
-
-    def published_since(self, count: int) -> tuple[list[WeightTag], int]:
-        """What was published here after the first ``count``, in order, and how many there are; of
-        very many the latest.
-        """
-        published, now = self._policy.published, self._policy.count
-        return list(published)[max(len(published) - (now - count), 0) :], now
-
-    def missed_publish(self, weights: WeightTag) -> bool:
-        """Whether a server with these weights does not have what was published last."""
-        return not self._policy.accepts(weights)
-
-    def missed_rollback(self, weights: WeightTag) -> bool:
-        """Whether a server with these weights may be brought to a lower version, as the others
-        were.
-        """
-        return self._policy.rolled_back and self.missed_publish(weights)
+            member.committed(weights)
+        self.policy.committed(weights)
 
     def _policy_changed(self) -> None:
         for member in self._all.values():
             member.policy_changed()
         self._on_change()
 
-    async def behind(self) -> list[Member]:
+    async def outdated_servers(self) -> list[ServerHandle]:
         """Asks all servers; those that could serve the policy published last, and do not."""
-        listed = self._listed
+        listed = self.listed
         infos = await asyncio.gather(*(member.probe() for member in listed))
-        servers = self.members
+        servers = self.servers
         return [
             member
             for member, info in zip(listed, infos, strict=True)
             if info is not None and member in servers and member.is_behind(info)
         ]
 
-    async def recipients(self) -> tuple[Member, ...]:
+    async def identified_servers(self) -> tuple[ServerHandle, ...]:
         """The servers of the moment; those that joined just now are asked first who they are."""
-        joining = [member for member in self._listed if member.life is Life.JOINING]
+        joining = [member for member in self.listed if member.life is Life.JOINING]
         await asyncio.gather(*(member.probe() for member in joining))
-        return self.members
-
-    @property
-    def listed(self) -> tuple[Member, ...]:
-        """One for each address of the moment."""
-        return self._listed
+        return self.servers
 
     def _tell_apart(self) -> None:
         """Finds out which of the addresses are of the same server: it counts once, under the first
         at which it answers.
         """
-        chosen: dict[str, Member] = {}
-        for member in self._listed:
+        chosen: dict[str, ServerHandle] = {}
+        for member in self.listed:
             first = chosen.setdefault(member.server_id, member)
             if member.answers and not first.answers:
                 chosen[member.server_id] = member
-        self._servers = tuple(
-            m for m in self._listed if not m.server_id or chosen[m.server_id] is m
-        )
-        for member in self._listed:
-            if member in self._servers:
+        self.servers = tuple(m for m in self.listed if not m.server_id or chosen[m.server_id] is m)
+        for member in self.listed:
+            if member in self.servers:
                 continue
             first = chosen[member.server_id]
             one, other = sorted((first.address, member.address))
@@ -270,36 +227,36 @@ class Members:
                     member.server_id,
                 )
 
-    async def _open(self) -> None:
-        self._check_owner()
-        if self._owner is not None:
+    async def open(self) -> None:
+        self._check_affinity()
+        if self._affinity is not None:
             raise RuntimeError("this Fleet is open already")
-        self._owner = Owner("Fleet")
-        self._all, self._listed, self._servers = {}, (), ()
+        self._affinity = LoopAffinity("Fleet")
+        self._all, self.listed, self.servers = {}, (), ()
         try:
             await self._find_a_server()
         except BaseException:
             await self._close_clients()
-            self._owner = None
+            self._affinity = None
             raise
         self._closed = False
         for member in self._all.values():
-            self._tend(member)
-        _keep(self._tell_waits(), self._tending)
+            self._run(member)
+        _keep(self._tell_waits(), self._running)
         if not self._source.fixed:
-            _keep(self._follow(), self._tending)
+            _keep(self._follow(), self._running)
 
-    async def _close(self) -> None:
+    async def close(self) -> None:
         if self.forked:
             return
-        self._check_owner()
+        self._check_affinity()
         self._closed = True
         self._on_change()
         try:
-            await end([*self._works, *self._tending])
+            await cancel_all([*self._works, *self._running])
         finally:
             await self._close_clients()
-            self._owner = None
+            self._affinity = None
 
     async def _close_clients(self) -> None:
         await asyncio.gather(*(member.client.close() for member in self._all.values()))
@@ -311,7 +268,7 @@ class Members:
         told = False
         while True:
             problem = await self._resolve()
-            infos = await asyncio.gather(*(member.probe() for member in self._listed))
+            infos = await asyncio.gather(*(member.probe() for member in self.listed))
             if any(info is not None and info.state is not ServerState.STARTING for info in infos):
                 return
             problem = problem or self._problems()
@@ -345,7 +302,7 @@ class Members:
                 problem = str(error)
             if problem is not None and problem != before:
                 logger.warning(
-                    "%s; the fleet keeps its %s", problem, servers_text(len(self.members))
+                    "%s; the fleet keeps its %s", problem, servers_text(len(self.servers))
                 )
             before = problem
 
@@ -367,10 +324,10 @@ class Members:
                 await self._join(address)
             elif member.life is Life.LEAVING:
                 member.rejoin()
-        for member in self._listed:
+        for member in self.listed:
             if member.address not in addresses:
                 member.leave(self._works)
-        self._listed = tuple(self._all[address] for address in addresses)
+        self.listed = tuple(self._all[address] for address in addresses)
         self._tell_apart()
         self._all = {a: m for a, m in self._all.items() if m.life is not Life.GONE}
         self._on_change()
@@ -378,24 +335,24 @@ class Members:
     async def _join(self, address: str) -> None:
         client = RolloutClient(address, timeouts=self._timeouts, credentials=self._credentials)
         await client.__aenter__()
-        member = Member(
+        member = ServerHandle(
             client,
             changed=self._on_change,
             identified=self._tell_apart,
-            policy=self._policy,
+            policy=self.policy,
             fresh_seconds=self._probe_interval,
         )
         self._all[address] = member
         if not self._closed:
-            self._tend(member)
+            self._run(member)
 
-    def _tend(self, member: Member) -> None:
-        _keep(member.tend(functools.partial(self._until_probe, member)), self._tending)
+    def _run(self, member: ServerHandle) -> None:
+        _keep(member.run(functools.partial(self._until_probe, member)), self._running)
 
-    def _until_probe(self, member: Member) -> float:
+    def _until_probe(self, member: ServerHandle) -> float:
         """Seconds until a server is asked again how it is."""
         ready = member.problem is None
-        alike = sum((other.problem is None) is ready for other in self.members)
+        alike = sum((other.problem is None) is ready for other in self.servers)
         times = alike / (_READY_PROBES if ready else _OTHER_PROBES)
         if times <= 1:
             return self._probe_interval
@@ -408,12 +365,12 @@ class Members:
         after: WeightTag | None,
         *,
         timeout: float,
-        other_than: Member | None,
+        other_than: ServerHandle | None,
         waiter: object,
-    ) -> Member:
+    ) -> ServerHandle:
         """One of the servers that are ready, as ``rollout.Pick`` has it."""
         if after is not None:
-            self._policy.seen(after)
+            self.policy.seen(after)
         least = request.min_weight_version if request.HasField("min_weight_version") else None
         most = request.max_weight_version if request.HasField("max_weight_version") else None
         clock = asyncio.get_running_loop().time
@@ -422,7 +379,7 @@ class Members:
             while True:
                 self.check_open()
                 now = clock()
-                ready = [m for m in self.members if m.problem is None and not _is_ahead(m, most)]
+                ready = [m for m in self.servers if m.problem is None and not _is_ahead(m, most)]
                 if free := [m for m in ready if m.full_until <= now]:
                     others = [m for m in free if m is not other_than] or free
                     fitting = [m for m in others if _fits(m, least, after)]
@@ -446,10 +403,10 @@ class Members:
 
     def _check_bound(self, most: int) -> None:
         """Raises WeightVersionError if no server may sample under version ``most`` any more."""
-        members = self.members
+        members = self.servers
         if any(m.may_serve(most) for m in members):
             return
-        newest = self.policy.version if self.policy is not None else None
+        newest = self.policy.current.version if self.policy.current is not None else None
         if (newest is not None and newest > most) or any(m.is_ahead(most) for m in members):
             raise WeightVersionError(
                 f"no server serves version {most} or an older one any more, and none will, unless "
@@ -460,36 +417,36 @@ class Members:
     @property
     def forked(self) -> bool:
         """Whether it was opened in another process, of which this one is a fork."""
-        return self._owner is not None and self._owner.forked
+        return self._affinity is not None and self._affinity.forked
 
     def check_process(self) -> None:
         """Raises NotOpenHereError in a forked child of the process in which the fleet is open."""
-        if self._owner is not None:
-            self._owner.check_process()
+        if self._affinity is not None:
+            self._affinity.check_process()
 
     def check_open(self) -> None:
         """Raises ClosedError if the fleet is not open; NotOpenHereError if it is open elsewhere."""
-        self._check_owner()
+        self._check_affinity()
         if self._closed:
             raise ClosedError("the fleet is not open: use it within `async with`")
 
-    def _check_owner(self) -> None:
-        if self._owner is not None:
-            self._owner.check()
+    def _check_affinity(self) -> None:
+        if self._affinity is not None:
+            self._affinity.check()
 
     def _on_change(self) -> None:
         self._change.set()
         self._change = asyncio.Event()
 
     def _problems(self, most: int | None = None) -> str:
-        return "; ".join(_problem(member, most) for member in self.members)
+        return "; ".join(_problem(member, most) for member in self.servers)
 
 
-def _pause_of(member: Member) -> str:
+def _pause_of(member: ServerHandle) -> str:
     return f"{member.address}: {member.told_pause()}"
 
 
-def _problem(member: Member, most: int | None) -> str:
+def _problem(member: ServerHandle, most: int | None) -> str:
     """Why a server does not take a sequence now."""
     if most is not None and member.is_ahead(most):
         version = member.version
@@ -503,13 +460,13 @@ def _problem(member: Member, most: int | None) -> str:
     return f"{member.address}: {', and '.join(why)}"
 
 
-def _fits(member: Member, least: int | None, after: WeightTag | None) -> bool:
+def _fits(member: ServerHandle, least: int | None, after: WeightTag | None) -> bool:
     """Whether the server has weights under which the sequence need not wait."""
     bounds = [b for b in (least, member.least_version(after)) if b is not None]
     return not bounds or (member.version is not None and member.version >= max(bounds))
 
 
-def _is_ahead(member: Member, most: int | None) -> bool:
+def _is_ahead(member: ServerHandle, most: int | None) -> bool:
     return most is not None and member.is_ahead(most)
 
 

@@ -23,7 +23,7 @@ from rollwire_client._rpc.request import (
     checked_token_ids,
     generate_request,
 )
-from rollwire_client._trajectory import Draft, Trajectory, TrajectoryTensors, tensors
+from rollwire_client._trajectory import Trajectory, TrajectoryBuilder, TrajectoryTensors, tensors
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from rollwire_client._fleet.rollout import Rollout
     from rollwire_client._routing_replay import Routing
 
-    StartRollout = Callable[[rollout_pb2.GenerateRequest, Draft, WeightTag | None], Rollout]
+    StartRollout = Callable[
+        [rollout_pb2.GenerateRequest, TrajectoryBuilder, WeightTag | None], Rollout
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,19 +165,21 @@ class Session:
             turns=tuple(self._turns),
         )
 
-    def _turn(self, sampling: Sampling, options: RolloutOptions) -> tuple[Draft, Rollout]:
+    def _turn(
+        self, sampling: Sampling, options: RolloutOptions
+    ) -> tuple[TrajectoryBuilder, Rollout]:
         self._check_idle()
         if "session_id" in options:
             raise TypeError("session_id is the session's own: leave it out")
         own: RolloutOptions = {**options, "session_id": self.id}
         request = generate_request(self._token_ids, sampling, own)
-        draft = Draft(request.request_id, self._token_ids, own.get("routed_experts"))
+        draft = TrajectoryBuilder(request.request_id, self._token_ids, own.get("routed_experts"))
         sampled = [turn.segments[-1] for turn in self._turns if turn.segments]
         after = sampled[-1].weights if sampled else None
         return draft, self._start(request, draft, after)
 
     @contextlib.contextmanager
-    def _sampling(self, draft: Draft) -> Iterator[None]:
+    def _sampling(self, draft: TrajectoryBuilder) -> Iterator[None]:
         self._busy = True
         try:
             yield

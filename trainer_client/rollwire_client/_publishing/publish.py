@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import rollwire_transport as transport
 from rollwire.v1 import weights_pb2
 
-from rollwire_client._concurrency.tasks import end, through
+from rollwire_client._concurrency.tasks import cancel_all, run_to_end
 from rollwire_client._errors import (
     ClosedError,
     DigestMismatchError,
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     import torch
 
     from rollwire_client._data import KvPolicy
-    from rollwire_client._fleet.fleet import Fleet
-    from rollwire_client._fleet.server_handle import Member
+    from rollwire_client._fleet.server_handle import ServerHandle
+    from rollwire_client._fleet.server_pool import ServerPool
     from rollwire_client._publishing.change_detector import Changes
     from rollwire_client._publishing.schema import Source
 
@@ -68,8 +68,8 @@ class Publish:
 
     def __init__(
         self,
-        fleet: Fleet,
-        members: Sequence[Member],
+        pool: ServerPool,
+        members: Sequence[ServerHandle],
         publisher: weights_pb2.Publisher,
         version: int | None,
         specs: Sequence[transport.TensorSpec],
@@ -92,7 +92,7 @@ class Publish:
         self.sent_bytes = 0
         self.announced = asyncio.Event()
         self.released = asyncio.Event()
-        self._fleet = fleet
+        self._pool = pool
         self._source = source
         self._changes = changes
         self._confirm = confirm
@@ -130,7 +130,8 @@ class Publish:
         """
         began = asyncio.get_running_loop().time()
         following = [
-            asyncio.create_task(r.follow(self._request, self._fleet)) for r in self._recipients
+            asyncio.create_task(r.follow(self._request, self._pool.policy))
+            for r in self._recipients
         ]
         try:
             with self._changes:
@@ -139,7 +140,7 @@ class Publish:
             await self._commit(digest)
             seconds = asyncio.get_running_loop().time() - began
         finally:
-            await through(self._end(following))
+            await run_to_end(self._end(following))
         for recipient in self._recipients:
             if recipient.error is not None:
                 logger.warning(
@@ -181,7 +182,7 @@ class Publish:
             await transfer.close()
             raise
         try:
-            self._fleet.own(transfer.close())  # the servers need not wait for that
+            self._pool.create_task(transfer.close())  # the servers need not wait for that
         except ClosedError:
             await transfer.close()
             raise
@@ -207,9 +208,9 @@ class Publish:
             answer = await recipient.commit(digest, self._kv_policy)
             if answer is not None:
                 self._committed[recipient] = answer
-                self._fleet.learn(recipient.address, conversion.weight_tag(answer.weights))
+                self._pool.committed(recipient.address, conversion.weight_tag(answer.weights))
 
-        with self._fleet.committing(
+        with self._pool.policy.committing(
             self.version,
             None if self._manifest.partial else digest,  # else what it does not name is unknown
             rollback=self._request.allow_version_rollback,
@@ -230,7 +231,7 @@ class Publish:
 
     async def _end(self, following: Sequence[asyncio.Task[None]]) -> None:
         """Makes servers drop what they did not commit; one that is gone does so by itself."""
-        await end(following)
+        await cancel_all(following)
         await asyncio.gather(
             *(
                 recipient.discard()

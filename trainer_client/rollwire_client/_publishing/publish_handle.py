@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from rollwire_client._concurrency.owner import Owner
+from rollwire_client._concurrency.affinity import LoopAffinity
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -20,7 +20,7 @@ class PublishHandle:
     def __init__(self, publish: Publish, task: asyncio.Task[PublishReport]) -> None:
         self._publish = publish
         self._task = task
-        self._owner = Owner("publish")
+        self._affinity = LoopAffinity("publish")
 
     @property
     def version(self) -> int | None:
@@ -74,7 +74,7 @@ class PublishHandle:
             PublishError: The publish could not go on; no server has committed.
             asyncio.CancelledError: It was cancelled.
         """
-        self._owner.check()
+        self._affinity.check()
         return asyncio.shield(self._task)
 
     async def cancel(self) -> None:
@@ -83,15 +83,15 @@ class PublishHandle:
         Returns when the tensors may change again. A source that gives nothing is waited for no
         longer than ``PublishTimeouts.source``; see ``Publisher.publish``.
         """
-        if self._owner.forked:
+        if self._affinity.forked:
             return
-        self._owner.check()
+        self._affinity.check()
         self._task.cancel()
         await asyncio.wait([self._task])
 
     async def _reached(self, milestone: asyncio.Event) -> None:
         """Returns when the publish has come to a milestone; raises why if it never will."""
-        self._owner.check()
+        self._affinity.check()
         waiting = asyncio.create_task(milestone.wait())
         try:
             await asyncio.wait([waiting, self._task], return_when=asyncio.FIRST_COMPLETED)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollwire_client._data import KvPolicy
-    from rollwire_client._fleet.fleet import Fleet
+    from rollwire_client._fleet.committed_policy import Policy
     from rollwire_client._rpc.client import RolloutClient
 
 
@@ -159,7 +159,7 @@ class Recipient:
     async def follow(
         self,
         request: weights_pb2.UpdateWeightsRequest,
-        fleet: Fleet,
+        policy: Policy,
     ) -> None:
         """Announces the update and keeps track of it until it is staged, or fails.
 
@@ -167,21 +167,21 @@ class Recipient:
 
         Args:
             request: The announcement.
-            fleet: Knows what the server should have by now.
+            policy: What the server should have by now.
         """
         clock = asyncio.get_running_loop().time
         began = clock()
         try:
             info = await self._client.info()
             self.transports = info.transports
-            if request.manifest.partial and fleet.missed_publish(info.weights):
+            if request.manifest.partial and not policy.accepts(info.weights):
                 raise PublishError(
                     f"{self.address}: serves {version_text(info.weights.version)} and missed what "
                     "was published last: a partial update would mix the two, so that it gets none; "
                     "catch_up() brings it up, or a publish of all tensors",
                     server=self.address,
                 )
-            if fleet.missed_rollback(info.weights) and not request.allow_version_rollback:
+            if policy.missed_rollback(info.weights) and not request.allow_version_rollback:
                 announced, request = request, weights_pb2.UpdateWeightsRequest()
                 request.CopyFrom(announced)
                 request.allow_version_rollback = True

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 
 from rollwire.v1 import weights_pb2, weights_pb2_grpc
 
-from rollwire_client._arguments import integer
-from rollwire_client._arguments import version as checked_version
+from rollwire_client._arguments import checked_version, integer
 from rollwire_client._data import KvPolicy
 from rollwire_client._errors import (
     MissingDependencyError,
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 
     from rollwire_client._data import WeightTag
     from rollwire_client._fleet.fleet import Fleet
-    from rollwire_client._fleet.server_handle import Member
+    from rollwire_client._fleet.server_handle import ServerHandle
     from rollwire_client._publishing.schema import Source
     from rollwire_client._publishing.sharded import Ranks
     from rollwire_client._publishing.sharded.coordinator import Lead
@@ -98,7 +97,7 @@ class Publisher:
         self.id = id or f"{socket.gethostname()}-{os.getpid()}"
         term = term if term is not None else time.time_ns() // 1_000_000
         self.term = integer("term", term, most=(1 << 64) - 1)
-        self._fleet = fleet
+        self._pool = fleet._pool  # noqa: SLF001 - the library's own
         self._backend = backend
         self._host = host
         self._kv_policy = _checked(kv_policy)
@@ -115,7 +114,7 @@ class Publisher:
             ClosedError: The fleet is not open.
             RollwireError: No server tells.
         """
-        self._fleet.check_open()
+        self._pool.check_open()
         if self._schema is None:
             self._schema = await self._ask_schema()
         return self._schema
@@ -186,7 +185,7 @@ class Publisher:
             version = checked_version("version", version)
             with self._turn():
                 handle = await self._begin(
-                    await self._fleet.recipients(),
+                    await self._pool.identified_servers(),
                     version,
                     tensors,
                     lead,
@@ -224,13 +223,13 @@ class Publisher:
         """
         async with _leading(ranks, CATCHES_UP) as lead:
             with self._turn():
-                policy = self._fleet.policy
+                policy = self._pool.policy.current
                 if policy is None:
                     raise PublishError(
                         "there is nothing to catch up with: nothing was published by this `Fleet` "
                         "yet, whatever its servers hold; publish first"
                     )
-                behind = await self._fleet.behind()
+                behind = await self._pool.outdated_servers()
                 if not behind:
                     if lead is not None:
                         lead.release()
@@ -257,7 +256,7 @@ class Publisher:
             ClosedError: The fleet is not open.
             PublishInProgressError: The one before has not ended.
         """
-        self._fleet.check_open()
+        self._pool.check_open()
         if self._busy or (self._handle is not None and not self._handle.done):
             raise PublishInProgressError(
                 "the publish before has not ended: await its `committed` first"
@@ -270,7 +269,7 @@ class Publisher:
 
     async def _begin(
         self,
-        members: Sequence[Member],
+        members: Sequence[ServerHandle],
         version: int | None,
         tensors: Mapping[str, Tensor] | Source,
         lead: Lead | None,
@@ -287,7 +286,7 @@ class Publisher:
         schema, changes = await self.schema(), Changes()
         specs, source = fit(tensors, schema, partial=partial, changes=changes, lead=lead)
         publish = Publish(
-            self._fleet,
+            self._pool,
             members,
             weights_pb2.Publisher(id=self.id, term=self.term),
             version,
@@ -308,12 +307,12 @@ class Publisher:
         work = publish.run()
         if lead is not None:
             work = lead.run(work, publish.released)
-        self._handle = PublishHandle(publish, self._fleet.own(work))
+        self._handle = PublishHandle(publish, self._pool.create_task(work))
         return self._handle
 
     async def _ask_schema(self) -> tuple[TensorSpec, ...]:
         problems: list[RollwireError] = []
-        for member in self._fleet.members:
+        for member in self._pool.servers:
             stub = weights_pb2_grpc.WeightServiceStub(member.client.channel)
             try:
                 answer = await unary(

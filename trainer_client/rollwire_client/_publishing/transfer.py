@@ -19,8 +19,8 @@ import rollwire_transport as transport
 from rollwire.patience import Patience, listened
 from rollwire.v1 import weights_pb2
 
-from rollwire_client._concurrency.tasks import end, through
-from rollwire_client._concurrency.threads import in_thread
+from rollwire_client._concurrency.tasks import cancel_all, run_to_end
+from rollwire_client._concurrency.threads import run_in_thread
 from rollwire_client._errors import RollwireError, SchemaMismatchError, SourceError, TransferError
 from rollwire_client._publishing.publish_target import Phase, PublishTimeouts, Recipient
 
@@ -98,7 +98,7 @@ class Transfer:
         """Gives everything back, which a backend may take a moment for; also when cancelled."""
         closing, self._closing = self._closing, []
         if closing:
-            await through(_closed(closing))
+            await run_to_end(_closed(closing))
 
     async def run(self, recipients: Sequence[Recipient]) -> None:
         """Returns when every recipient is staged or out; ``close`` it in the end.
@@ -149,11 +149,11 @@ class Transfer:
             await work
         finally:
             try:
-                await end([work, *deaths])
+                await cancel_all([work, *deaths])
             finally:
                 if self._link is not None:
                     # Beside what comes next: a backend may take half a second.
-                    self._closing.append(in_thread(self._link.close))
+                    self._closing.append(run_in_thread(self._link.close))
                     self._link = None
 
     async def _exchange(self, group: list[Recipient]) -> None:
@@ -185,7 +185,7 @@ class Transfer:
             progress=self._progress,
             stop=stop,
         )
-        sending = in_thread(transport.beside(self._device, send))
+        sending = run_in_thread(transport.beside(self._device, send))
         overdue = asyncio.create_task(self._overdue())
         either: list[asyncio.Future[Any]] = [sending, overdue]
         try:
@@ -193,13 +193,15 @@ class Transfer:
         finally:
             stop.set()  # the source is asked for nothing more
             if not sending.done():
-                await in_thread(link.abort)  # ends what waits for a peer, not what the source does
+                await run_in_thread(
+                    link.abort
+                )  # ends what waits for a peer, not what the source does
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if overdue.done() and not sending.done():
                 self._given_up = overdue.result()
                 logger.warning("%s", self._given_up)
                 sending.cancel()
-            await end([overdue])
+            await cancel_all([overdue])
         if self._given_up is not None:
             raise self._given_up
         await sending
@@ -265,9 +267,9 @@ class Transfer:
             raise _group_failed(error, group) from error
         finally:
             meeting.close()
-            await end([forming, *joining])
+            await cancel_all([forming, *joining])
             if link is None and not forming.cancelled() and forming.exception() is None:
-                await in_thread(forming.result().close)
+                await run_in_thread(forming.result().close)
         return link
 
     async def _look(
@@ -314,15 +316,15 @@ async def _in_thread(
     work: Callable[[], T], *, stop: Callable[[], None], undo: Callable[[T], object]
 ) -> T:
     """Runs blocking work beside the event loop; a cancelled caller stops it, and waits."""
-    running = in_thread(work)
+    running = run_in_thread(work)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
-        await in_thread(stop)
+        await run_in_thread(stop)
         await asyncio.wait([running])
         if running.exception() is None:
             result = running.result()
-            await in_thread(lambda: undo(result))
+            await run_in_thread(lambda: undo(result))
         raise
 
 
@@ -348,4 +350,4 @@ async def _settled(group: Sequence[Recipient], timeout: float) -> list[Recipient
                 await asyncio.wait(waits)
         return [recipient for task, recipient in waits.items() if not task.done()]
     finally:
-        await end(waits)
+        await cancel_all(waits)

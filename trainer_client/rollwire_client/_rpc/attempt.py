@@ -16,8 +16,8 @@ from rollwire_client._data import Chunk, Finish, FinishReason, WeightTag
 from rollwire_client._errors import ProtocolError, RollwireError
 
 if TYPE_CHECKING:
-    from rollwire_client._routing_replay import RoutingDraft, Rows
-    from rollwire_client._rpc.rollout_stream import Link
+    from rollwire_client._routing_replay import RoutingBuilder, Rows
+    from rollwire_client._rpc.rollout_stream import Stream
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Attempt:
     )
 
     def __init__(
-        self, link: Link, handle: int, offset: int, budget: int, routing: RoutingDraft | None
+        self, link: Stream, handle: int, offset: int, budget: int, routing: RoutingBuilder | None
     ) -> None:
         self.handle = handle
         self.next_offset = offset

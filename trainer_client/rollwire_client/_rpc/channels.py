@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from rollwire_client._concurrency.owner import Owner, check_grpc, use_grpc
+from rollwire_client._concurrency.affinity import LoopAffinity, check_grpc, use_grpc
 from rollwire_client._rpc.watched_files import WatchedFiles, check_tls
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class _ServerChannel(grpc.aio.Channel):
         self._credentials = credentials
         self._token = _token(credentials)
         self._files = _tls_files(credentials) if credentials.secure else None
-        self._owner = Owner(f"client of {address}")
+        self._affinity = LoopAffinity(f"client of {address}")
         self._connection = self._connect()
         self._closing: set[asyncio.Task[None]] = set()
         self._replaced: set[_Connection] = set()
@@ -167,7 +167,7 @@ class _ServerChannel(grpc.aio.Channel):
             *request: Any, metadata: Sequence[tuple[str, str]] | None = None, **options: Any
         ) -> Any:
             nonlocal of, method
-            self._owner.check()
+            self._affinity.check()
             connection = self._current()
             if connection is not of:
                 of, method = connection, getattr(connection.channel, kind)(*args, **named)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self, Unpack
 from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
 
 from rollwire_client._arguments import all_seconds, seconds
-from rollwire_client._concurrency.owner import Owner
+from rollwire_client._concurrency.affinity import LoopAffinity
 from rollwire_client._data import Aborted, Chunk, Pause, Resumed, Sampling, ServerInfo
 from rollwire_client._errors import ClosedError, RollwireError, ServerUnreachableError
 from rollwire_client._rpc import conversion
@@ -25,15 +25,15 @@ from rollwire_client._rpc.request import (
     put,
     put_seconds,
 )
-from rollwire_client._rpc.rollout_stream import Link
-from rollwire_client._trajectory import Draft, Trajectory
+from rollwire_client._rpc.rollout_stream import Stream
+from rollwire_client._trajectory import Trajectory, TrajectoryBuilder
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Sequence
 
     import grpc
 
-    from rollwire_client._routing_replay import RoutingDraft
+    from rollwire_client._routing_replay import RoutingBuilder
     from rollwire_client._rpc.attempt import Attempt
 
 
@@ -100,16 +100,16 @@ class RolloutClient:
         self.timeouts = timeouts or Timeouts()
         self._channel: grpc.aio.Channel | None = None
         self._stub: rollout_pb2_grpc.RolloutServiceStub | None = None
-        self._owner = Owner(_WHAT)
-        self._link: Link | None = None
+        self._affinity = LoopAffinity(_WHAT)
+        self._link: Stream | None = None
         self._opening = asyncio.Lock()
         self._context_length = 0
 
     async def __aenter__(self) -> Self:
         if self._channel is not None:
-            self._owner.check()
+            self._affinity.check()
             raise RuntimeError(f"the client of {self.address} is open already")
-        self._owner = Owner(_WHAT)
+        self._affinity = LoopAffinity(_WHAT)
         self._channel = connect(self.address, self._credentials)
         return self
 
@@ -118,9 +118,9 @@ class RolloutClient:
 
     async def close(self) -> None:
         """Aborts what is under way and closes the channel. Idempotent."""
-        if self._channel is None or self._owner.forked:
+        if self._channel is None or self._affinity.forked:
             return
-        self._owner.check()
+        self._affinity.check()
         channel, self._channel = self._channel, None
         self._stub = None
         try:
@@ -188,7 +188,7 @@ class RolloutClient:
         return draft.trajectory()
 
     async def start(
-        self, request: rollout_pb2.GenerateRequest, routing: RoutingDraft | None = None
+        self, request: rollout_pb2.GenerateRequest, routing: RoutingBuilder | None = None
     ) -> Attempt:
         """Starts one attempt at a sequence, which the caller reads and closes; for the library
         itself, beneath ``stream`` and a ``Fleet``. Rows of routing go to ``routing``.
@@ -272,11 +272,11 @@ class RolloutClient:
             raise ClosedError(
                 f"the client of {self.address} is not open: use `async with`", server=self.address
             )
-        self._owner.check()
+        self._affinity.check()
         return self._channel
 
     async def _run(
-        self, request: rollout_pb2.GenerateRequest, draft: Draft, *, whole: bool
+        self, request: rollout_pb2.GenerateRequest, draft: TrajectoryBuilder, *, whole: bool
     ) -> AsyncGenerator[Chunk, None]:
         attempt = None
         if whole:
@@ -293,7 +293,7 @@ class RolloutClient:
             if attempt is not None:
                 attempt.close()
 
-    async def _open(self) -> Link:
+    async def _open(self) -> Stream:
         self._check_open()
         if self._link is not None and self._link.lost is None:
             return self._link
@@ -302,7 +302,7 @@ class RolloutClient:
                 # A stream has no deadline, so the server is first asked whether it is there.
                 info = await self.info()
                 self._context_length = info.context_length
-                self._link = Link(
+                self._link = Stream(
                     self._rollouts.StreamRollouts(),
                     self.address,
                     probe=lambda: self._expect_server(info.server_id),
@@ -329,5 +329,7 @@ class RolloutClient:
         return Aborted(answer.aborted, tuple(answer.not_found))
 
 
-def _draft(request: rollout_pb2.GenerateRequest, options: RolloutOptions) -> Draft:
-    return Draft(request.request_id, request.prompt_token_ids, options.get("routed_experts"))
+def _draft(request: rollout_pb2.GenerateRequest, options: RolloutOptions) -> TrajectoryBuilder:
+    return TrajectoryBuilder(
+        request.request_id, request.prompt_token_ids, options.get("routed_experts")
+    )

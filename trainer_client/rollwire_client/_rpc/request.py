@@ -189,7 +189,7 @@ def put_version(message: Message, field: str, value: int | None) -> None:
         InvalidRequestError: It is none.
     """
     try:
-        checked = arguments.version(field, value)
+        checked = arguments.checked_version(field, value)
     except (TypeError, ValueError) as error:
         raise _misfit(field, value, arguments.VERSION) from error
     put(message, field, checked)

@@ -19,7 +19,7 @@ from rollwire.patience import listened
 from rollwire.v1 import common_pb2, rollout_pb2
 
 from rollwire_client import _errors as errors
-from rollwire_client._concurrency.tasks import end
+from rollwire_client._concurrency.tasks import cancel_all
 from rollwire_client._errors import (
     ClosedError,
     ProtocolError,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from rollwire_client._data import WeightTag
-    from rollwire_client._routing_replay import RoutingDraft
+    from rollwire_client._routing_replay import RoutingBuilder
 
     Call = grpc.aio.StreamStreamCall[
         rollout_pb2.StreamRolloutsRequest, rollout_pb2.StreamRolloutsResponse
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 _WAKE_INTERVAL = 0.02
 
 
-class Link:
+class Stream:
     """An open StreamRollouts call.
 
     Attributes:
@@ -86,7 +86,7 @@ class Link:
         self,
         request: rollout_pb2.GenerateRequest,
         budget: int,
-        routing: RoutingDraft | None = None,
+        routing: RoutingBuilder | None = None,
     ) -> Attempt:
         """Sends a request that may bring the output to at most ``budget`` tokens.
 
@@ -126,7 +126,7 @@ class Link:
         try:
             await asyncio.wait([self._task], timeout=timeout)
         finally:
-            await end([self._task])
+            await cancel_all([self._task])
 
     async def _serve(self) -> None:
         """Runs the call until it ends; what goes wrong ends the attempts, not this task."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rollwire.patience import Patience
 
-from rollwire_client._concurrency.tasks import end
+from rollwire_client._concurrency.tasks import cancel_all
 from rollwire_client._errors import SourceError, TensorsChangedError
 from rollwire_client._publishing.sharded.connection import Line, Word
 
@@ -72,7 +72,7 @@ class Lead:
             for task in calling:
                 task.result()
         finally:
-            await end(calling)
+            await cancel_all(calling)
 
     async def _called(self, rank: int, line: Line, call: str) -> None:
         try:
@@ -137,7 +137,7 @@ class Lead:
             self.fail(error)
             raise
         finally:
-            await end(either)
+            await cancel_all(either)
 
     async def confirm(self) -> None:
         """Waits until the other ranks have said that their tensors did not change.
@@ -180,7 +180,7 @@ class Lead:
                     task.result()
             self.release()
         finally:
-            await end([waiting, *listening])
+            await cancel_all([waiting, *listening])
 
     async def _listen(self, rank: int, line: Line) -> None:
         while True:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rollwire.patience import Patience
 
-from rollwire_client._concurrency.threads import in_thread
+from rollwire_client._concurrency.threads import run_in_thread
 from rollwire_client._errors import PublishError, SourceError, TensorsChangedError
 from rollwire_client._publishing.sharded.connection import Line, Word
 
@@ -53,7 +53,7 @@ class Follower:
         """
         with contextlib.suppress(ConnectionError):  # it may have said why
             self._line.tell(Word.HERE, call)
-        working = in_thread(self._beginning())
+        working = run_in_thread(self._beginning())
         try:
             verdict, why = await self._obey()
         except BaseException:

@@ -7,7 +7,7 @@ import contextlib
 from typing import TYPE_CHECKING, Self
 
 from rollwire_client._arguments import seconds
-from rollwire_client._concurrency.owner import Owner
+from rollwire_client._concurrency.affinity import LoopAffinity
 from rollwire_client._errors import PublishInProgressError
 from rollwire_client._publishing.sharded.coordinator import Lead
 from rollwire_client._publishing.sharded.participant import Follower
@@ -75,7 +75,7 @@ class Ranks:
         self._following = False
         self._lead: Lead | None = None
         self._lines = meet(group, host, timeout)
-        self._owner = Owner("Ranks")
+        self._affinity = LoopAffinity("Ranks")
 
     def __enter__(self) -> Self:
         return self
@@ -85,7 +85,7 @@ class Ranks:
 
     def close(self) -> None:
         """Hangs up; a publish under way ends on all ranks. Idempotent."""
-        if self._owner.forked:  # to hang up here would end the parent's connections
+        if self._affinity.forked:  # to hang up here would end the parent's connections
             return
         for line in self._lines.values():
             line.close()
@@ -124,7 +124,7 @@ class Ranks:
             SourceError: A rank failed, is gone, or did not make the same call in time.
             PublishError: See ``Publisher.publish``; on other ranks, with what rank 0 says of it.
         """
-        self._owner.check_process()
+        self._affinity.check_process()
         if self.rank != 0:
             await self._follow(publishes(version, partial=partial), tensors)
             return None
@@ -151,7 +151,7 @@ class Ranks:
         Returns:
             The report, at rank 0; None elsewhere.
         """
-        self._owner.check_process()
+        self._affinity.check_process()
         if self.rank != 0:
             await self._follow(CATCHES_UP, tensors)
             return None

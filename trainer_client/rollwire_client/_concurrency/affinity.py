@@ -31,7 +31,7 @@ if _FORK_SUPPORT not in os.environ:
     getattr(cygrpc, "reset_grpc_config_vars", lambda: None)()
 
 
-class Owner:
+class LoopAffinity:
     """The process and the event loop that opened something.
 
     Args:
