@@ -27,14 +27,8 @@ from typing import TYPE_CHECKING
 import rollwire_transport as transport
 import torch
 from common import add_shape, checkpoint, machine, parse, print_table
-from rollwire_server.engines.base import (
-    KvPolicy,
-    SamplingParams,
-    SequenceSpec,
-    StagedUpdate,
-    Step,
-    WeightTag,
-)
+from rollwire.types import KvPolicy, WeightTag
+from rollwire_server.engines.base import SamplingParams, SequenceSpec, StagedUpdate, Step
 from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from rollwire_server.engines.grouped_copy import copy_all
 

@@ -139,9 +139,9 @@ class Patience:
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
-    ) -> bool | None:
+    ) -> None:
         self._timer.cancel()
-        return await self._timeout.__aexit__(kind, error, traceback)
+        await self._timeout.__aexit__(kind, error, traceback)
 
     def _expire(self) -> None:
         self._timeout.reschedule(asyncio.get_running_loop().time())

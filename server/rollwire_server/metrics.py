@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
+from rollwire.types import FinishReason, ServerState
 
 from rollwire_server import __version__
 from rollwire_server.errors import Reason
-from rollwire_server.sequences.sequence import FinishReason
-from rollwire_server.state import ServerState
 from rollwire_server.weights.update import Outcome, Phase
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ class Metrics(Collector):
         counters, state = self._counters, self._state.current
         yield _gauges(
             "state", "1 for the state that the server is in.", "state",
-            {s.value: int(s is state) for s in ServerState},
+            {s.value: int(s is state) for s in ServerState if s is not ServerState.UNKNOWN},
         )  # fmt: skip
         yield _counter("sampled_tokens", "Tokens sampled.", counters.sampled_tokens)
         yield _counters(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import rollwire_transport as transport
 import structlog
+from rollwire.types import ServerState
 from rollwire.v1 import rollout_pb2_grpc, weights_pb2_grpc
 
 from rollwire_server.counters import ServerCounters
@@ -27,7 +28,7 @@ from rollwire_server.rpc.weight_service import WeightService
 from rollwire_server.security import Access, SecurityError
 from rollwire_server.sequences.manager import Sequences
 from rollwire_server.sleep import Memory
-from rollwire_server.state import ServerState, StateMachine
+from rollwire_server.state import StateMachine
 from rollwire_server.weights.state import ServedWeights
 from rollwire_server.weights.updates import Updates
 

@@ -6,11 +6,12 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import structlog
+from rollwire.types import ServerState, SleepingWeights
 
 from rollwire_server.background import outcome, result
-from rollwire_server.engines.base import EngineError, SleepingWeights
+from rollwire_server.engines.base import EngineError
 from rollwire_server.errors import Reason, ServiceError, of_engine
-from rollwire_server.state import Rpc, ServerState, StateMachine
+from rollwire_server.state import Rpc, StateMachine
 
 if TYPE_CHECKING:
     from rollwire_server.engines.base import Engine

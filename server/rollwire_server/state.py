@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 from rollwire.patience import Deadline
+from rollwire.types import ServerState
 
 from rollwire_server.engines.base import EngineError
 from rollwire_server.errors import Reason, ServiceError
@@ -36,18 +37,6 @@ log = structlog.get_logger()
 
 COMMIT = "commit"  # the name of the hold of a commit
 MAX_HOLDS = 1000
-
-
-class ServerState(enum.Enum):
-    """What the server is doing, as GetServerInfo reports it."""
-
-    STARTING = "starting"
-    AWAITING_WEIGHTS = "awaiting_weights"
-    SERVING = "serving"
-    PAUSED = "paused"
-    SLEEPING = "sleeping"
-    QUARANTINED = "quarantined"
-    DRAINING = "draining"
 
 
 class Rpc(enum.Enum):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 import pytest
-from rollwire_client._rpc import conversion
+from rollwire.conversion import duration_to_proto
 from support.calls import Generation, generate, reason_of, request
 from support.fuzzing import changed
 
@@ -32,7 +32,7 @@ async def answered(api: Api, told: str, message: rollout_pb2.GenerateRequest) ->
     if not told.startswith("request_id"):
         message.request_id = uuid.uuid4().hex  # else it may pick the last one up
     if told.startswith("min_weight_version"):  # it waits for weights that do not come
-        message.timeout.CopyFrom(conversion.duration(0.05))
+        message.timeout.CopyFrom(duration_to_proto(0.05))
     if told.startswith("sampling.max_new_tokens"):
         message.sampling.stop_token_ids.extend(range(100))  # ends soon
     try:

@@ -13,6 +13,7 @@ import pytest
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rollwire.conversion import duration_to_proto
 from rollwire.v1 import common_pb2, rollout_pb2, weights_pb2
 from rollwire_client._rpc import conversion
 from rollwire_transport import describe_all, plan
@@ -143,10 +144,10 @@ async def sensible(api: Api, name: str) -> Message:
         "Generate": generation,
         "StreamRollouts": rollout_pb2.StreamRolloutsRequest(handle=1, start=generation),
         "Abort": rollout_pb2.AbortRequest(sequences=[rollout_pb2.SequenceKey(request_id="r")]),
-        "Pause": rollout_pb2.PauseRequest(pause_id="p", lease=conversion.duration(0.1)),
+        "Pause": rollout_pb2.PauseRequest(pause_id="p", lease=duration_to_proto(0.1)),
         "UpdateWeights": weights_pb2.UpdateWeightsRequest(
             **ids, version=1, allow_version_rollback=True, manifest=manifest,
-            stage_lease=conversion.duration(5.0),
+            stage_lease=duration_to_proto(5.0),
         ),
         "JoinTransport": weights_pb2.JoinTransportRequest(
             **ids, epoch="e", backend="gloo", ranks=[1], world_size=2, rendezvous="127.0.0.1:1",
@@ -190,7 +191,7 @@ async def test_any_value_of_any_field_gets_an_answer(start_server: StartServer, 
                 if "request_id" not in told:
                     generation.request_id = uuid.uuid4().hex
                 if "min_weight_version" in told:  # it waits for weights that do not come
-                    generation.timeout.CopyFrom(conversion.duration(0.1))
+                    generation.timeout.CopyFrom(duration_to_proto(0.1))
             if name in ("JoinTransport", "CommitWeights", "DiscardUpdate"):
                 if not (await status(api)).update_id:
                     change = await under_way(api, staged=name == "CommitWeights")

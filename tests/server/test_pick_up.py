@@ -6,8 +6,9 @@ import dataclasses
 from typing import Any
 
 import pytest
+from rollwire.types import LogprobBasis
 from rollwire.v1 import rollout_pb2
-from rollwire_server.engines.base import EngineInfo, LogprobBasis, SamplingParams, SequenceSpec
+from rollwire_server.engines.base import EngineInfo, SamplingParams, SequenceSpec
 from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.rpc.validation import read_request
 from rollwire_server.sequences.cursor import Outbox

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
+from rollwire.types import FinishReason, WeightTag
 from rollwire_server.engines.base import (
     Extras,
     PromptLogprobs,
@@ -12,16 +13,9 @@ from rollwire_server.engines.base import (
     SamplingParams,
     SequenceSpec,
     TopLogprobs,
-    WeightTag,
 )
 from rollwire_server.sequences.cursor import Outbox, Reader
-from rollwire_server.sequences.sequence import (
-    EXTRA_BYTES,
-    FinishReason,
-    Request,
-    Sequence,
-    new_sequence,
-)
+from rollwire_server.sequences.sequence import EXTRA_BYTES, Request, Sequence, new_sequence
 
 TAGS = [WeightTag(version, version, "server", version) for version in range(4)]
 

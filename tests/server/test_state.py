@@ -6,8 +6,9 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
+from rollwire.types import ServerState
 from rollwire_server.errors import ServiceError
-from rollwire_server.state import COMMIT, Rpc, ServerState, StateMachine
+from rollwire_server.state import COMMIT, Rpc, StateMachine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

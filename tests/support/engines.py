@@ -9,16 +9,15 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rollwire.types import KvPolicy, WeightTag
 from rollwire_server.engines.base import (
     End,
     EndReason,
     Engine,
-    KvPolicy,
     SamplingParams,
     SequenceSpec,
     StagedUpdate,
     Step,
-    WeightTag,
 )
 from rollwire_transport import Manifest, describe, tensor_digest
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import grpc
 import rollwire_transport as transport
 import torch
+from rollwire.conversion import duration_to_proto
 from rollwire.v1 import weights_pb2
 from rollwire_client._rpc import conversion
 from torch import Tensor
@@ -78,7 +79,7 @@ class Update:
                 version=self.version,
                 allow_version_rollback=self.rollback,
                 manifest=manifest or conversion.manifest(self.manifest),
-                stage_lease=conversion.duration(self.lease),
+                stage_lease=duration_to_proto(self.lease),
             ),
             timeout=60,
         )

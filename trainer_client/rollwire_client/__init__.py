@@ -10,6 +10,8 @@
 Importing it needs no torch; publishing and tensors do (``pip install 'rollwire[transport]'``).
 """
 
+from rollwire.types import Finish, FinishReason, KvPolicy, LogprobBasis, ServerState, WeightTag
+
 from rollwire_client._batches import (
     Batch,
     Batcher,
@@ -25,21 +27,7 @@ from rollwire_client._batches import (
     Sample,
     Tail,
 )
-from rollwire_client._data import (
-    Aborted,
-    ActivePause,
-    Chunk,
-    Finish,
-    FinishReason,
-    KvPolicy,
-    LogprobBasis,
-    Pause,
-    Resumed,
-    Sampling,
-    ServerInfo,
-    ServerState,
-    WeightTag,
-)
+from rollwire_client._data import Aborted, ActivePause, Chunk, Pause, Resumed, Sampling, ServerInfo
 from rollwire_client._errors import (
     BufferFileError,
     CallbackError,

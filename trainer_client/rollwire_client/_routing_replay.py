@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from rollwire_client._data import WeightTag
+    from rollwire.types import WeightTag
 
 
 class RoutingReplay(enum.Enum):

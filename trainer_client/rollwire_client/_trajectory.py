@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rollwire_client._data import Chunk, Finish, FinishReason, WeightTag
+from rollwire.types import Finish, FinishReason, WeightTag
+
 from rollwire_client._errors import MissingDependencyError
 from rollwire_client._routing_replay import RoutingBuilder
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from rollwire_client._data import Chunk
     from rollwire_client._routing_replay import Routing, RoutingReplay
 
 

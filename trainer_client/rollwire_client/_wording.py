@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 
-def version_text(version: int | None) -> str:
-    """A version of weights."""
-    return "weights without a version" if version is None else f"version {version}"
-
-
 def update_text(version: int | None) -> str:
     """An update that brings this version."""
     return "an untagged update" if version is None else f"version {version}"

@@ -23,12 +23,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import grpc
+from rollwire.conversion import FINISH_REASON_TO_PROTO, SERVER_STATE_TO_PROTO
+from rollwire.types import FinishReason, ServerState
 from rollwire.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
 
 from rollwire_client._arguments import checked_version
 from rollwire_client._concurrency.affinity import use_grpc
 from rollwire_client._concurrency.tasks import cancel_all
-from rollwire_client._data import FinishReason, ServerState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -154,7 +155,7 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_pb2.GetServerInfoResponse:
         return rollout_pb2.GetServerInfoResponse(
             server_id=self._weights.server_id,
-            state=common_pb2.ServerState.Value(f"SERVER_STATE_{self.state.name}"),
+            state=SERVER_STATE_TO_PROTO[self.state],
             weights=self._weights,
             highest_version=self._highest_version,
             engine="fake",
@@ -242,7 +243,7 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
                         await asyncio.shield(sequence.ended)
             self._live.discard(sequence)  # before anybody learns of its end
             finish = rollout_pb2.Finish(
-                reason=rollout_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}"),
+                reason=FINISH_REASON_TO_PROTO[reason],
                 stop_token_id=sequence.output[-1] if reason is FinishReason.STOP else None,
                 message="as the test asked for" if reason is FinishReason.INTERRUPTED else "",
                 prompt_tokens=len(sequence.request.prompt_token_ids),

@@ -14,10 +14,13 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from rollwire.types import LogprobBasis
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
+    from rollwire.types import KvPolicy, SleepingWeights, WeightTag
     from rollwire_transport import Manifest, TensorSpec
     from torch import Tensor
 
@@ -36,50 +39,6 @@ class ChangedWeightsError(EngineError):
 
 class TornWeightsError(EngineError):
     """A commit failed half way: the memory may hold a mixture of two policies."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightTag:
-    """Which weights a server holds.
-
-    Attributes:
-        version: The trainer's step; None for the initial checkpoint and for untagged updates.
-        revision: Counts the commits of this server process, from 0.
-        server_id: The server process.
-        digest: 64-bit digest of the content, as ``rollwire_transport`` defines it.
-    """
-
-    version: int | None
-    revision: int
-    server_id: str
-    digest: int
-
-
-class KvPolicy(enum.Enum):
-    """What a commit does with the keys and values of sequences that are under way."""
-
-    RECOMPUTE = "recompute"
-    KEEP = "keep"
-
-
-class LogprobBasis(enum.Enum):
-    """The distribution that log-probabilities are taken from."""
-
-    TEMPERATURE = "temperature"
-    """log-softmax of logits / temperature, before truncation (at temperature 0: of the logits)."""
-    MODEL = "model"
-    """log-softmax of the logits."""
-    SAMPLED = "sampled"
-    """Of what was really drawn from: after temperature, masks, top-k, top-p and min-p (greedy: 0).
-    """
-
-
-class SleepingWeights(enum.Enum):
-    """What becomes of the weights while a server sleeps."""
-
-    KEEP = "keep"
-    HOST_BACKUP = "host_backup"
-    DISCARD = "discard"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
+from rollwire.types import KvPolicy, LogprobBasis, SleepingWeights, WeightTag
 from rollwire_transport import TensorSpec, tensor_digest
 
 from rollwire_server.engines.allocating import allocating
@@ -28,15 +29,11 @@ from rollwire_server.engines.base import (
     EngineError,
     EngineInfo,
     Extras,
-    KvPolicy,
     Load,
-    LogprobBasis,
     PromptLogprobs,
     SequenceSpec,
-    SleepingWeights,
     Step,
     TopLogprobs,
-    WeightTag,
 )
 
 if TYPE_CHECKING:

@@ -5,38 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
-from google.protobuf.duration_pb2 import Duration
-from rollwire.v1 import common_pb2, rollout_pb2, weights_pb2
+from rollwire.conversion import finish_to_proto, weight_tag_to_proto
+from rollwire.v1 import rollout_pb2, weights_pb2
 
-from rollwire_server.engines.base import KvPolicy, LogprobBasis
 from rollwire_server.errors import Reason, ServiceError
-from rollwire_server.sequences.sequence import FinishReason
-from rollwire_server.state import ServerState
 from rollwire_server.weights.update import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from rollwire_server.engines.base import PromptLogprobs, RoutedExperts, WeightTag
-    from rollwire_server.sequences.cursor import Chunk
-    from rollwire_server.sequences.sequence import Finish
+    from rollwire.types import WeightTag
 
-STATES = {
-    state: common_pb2.ServerState.Value(f"SERVER_STATE_{state.name}") for state in ServerState
-}
-FINISH_REASONS = {
-    reason: rollout_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}")
-    for reason in FinishReason
-}
-BASES = {
-    basis: rollout_pb2.LogprobBasis.Value(f"LOGPROB_BASIS_{basis.name}") for basis in LogprobBasis
-}
+    from rollwire_server.engines.base import PromptLogprobs, RoutedExperts
+    from rollwire_server.sequences.cursor import Chunk
+
 PHASES = {phase: weights_pb2.UpdatePhase.Value(f"UPDATE_PHASE_{phase.name}") for phase in Phase}
-KV_POLICIES = {
-    common_pb2.KV_POLICY_UNSPECIFIED: KvPolicy.RECOMPUTE,
-    common_pb2.KV_POLICY_RECOMPUTE: KvPolicy.RECOMPUTE,
-    common_pb2.KV_POLICY_KEEP: KvPolicy.KEEP,
-}
 ENCODINGS = {
     weights_pb2.ENCODING_UNSPECIFIED: transport.Encoding.FULL,
     weights_pb2.ENCODING_FULL: transport.Encoding.FULL,
@@ -44,32 +27,6 @@ ENCODINGS = {
 }
 MOST_TENSORS = 200_000
 MOST_BUCKETS = 200_000
-
-
-def weight_tag(tag: WeightTag) -> common_pb2.WeightTag:
-    """The tag as a message."""
-    return common_pb2.WeightTag(
-        version=tag.version, revision=tag.revision, server_id=tag.server_id, digest=tag.digest
-    )
-
-
-def duration(seconds: float) -> Duration:
-    """Seconds as a message."""
-    message = Duration()
-    message.FromNanoseconds(int(seconds * 1e9))
-    return message
-
-
-def finish(end: Finish) -> rollout_pb2.Finish:
-    """A sequence's end as a message."""
-    return rollout_pb2.Finish(
-        reason=FINISH_REASONS[end.reason],
-        stop_token_id=end.stop_token_id,
-        message=end.message,
-        prompt_tokens=end.prompt_tokens,
-        output_tokens=end.output_tokens,
-        cached_prompt_tokens=end.cached_prompt_tokens,
-    )
 
 
 def sequence_error(error: ServiceError) -> rollout_pb2.SequenceError:
@@ -119,7 +76,7 @@ def routed_experts(
             top_k=rows.top_k,
             experts=rows.experts,
             bytes_per_expert=rows.bytes_per_expert,
-            weights=weight_tag(weights),
+            weights=weight_tag_to_proto(weights),
             oldest_kv_revision=rows.oldest_kv_revision,
         )
         for rows, weights in told
@@ -142,14 +99,14 @@ def generate_response(
         offset=chunk.offset,
         token_ids=chunk.token_ids,
         logprobs=chunk.logprobs,
-        weights=weight_tag(weights),
+        weights=weight_tag_to_proto(weights),
         oldest_kv_revision=oldest,
         top_logprobs=top_logprobs(chunk.tops),
         prompt_logprobs=prompt_logprobs(chunk.prompt_logprobs),
         routed_experts=routed_experts(chunk.routed_experts),
     )
     if chunk.end is not None and not isinstance(chunk.end, ServiceError):
-        message.finish.CopyFrom(finish(chunk.end))
+        message.finish.CopyFrom(finish_to_proto(chunk.end))
     return message
 
 

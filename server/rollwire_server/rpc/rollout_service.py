@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from rollwire.conversion import SLEEPING_WEIGHTS_FROM_PROTO, weight_tag_to_proto
 from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
 
-from rollwire_server.engines.base import SleepingWeights
 from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.logs import bind
 from rollwire_server.rpc import conversion
@@ -36,12 +36,6 @@ if TYPE_CHECKING:
 
 SEQUENCES_AN_ABORT = 10_000
 TOKENS_A_MESSAGE = 65_536  # at most 9 bytes each: well below 1 MiB
-SLEEPING = {
-    rollout_pb2.SLEEPING_WEIGHTS_UNSPECIFIED: SleepingWeights.HOST_BACKUP,
-    rollout_pb2.SLEEPING_WEIGHTS_KEEP: SleepingWeights.KEEP,
-    rollout_pb2.SLEEPING_WEIGHTS_HOST_BACKUP: SleepingWeights.HOST_BACKUP,
-    rollout_pb2.SLEEPING_WEIGHTS_DISCARD: SleepingWeights.DISCARD,
-}
 
 
 class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
@@ -175,7 +169,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.ResumeResponse(
             resumed_sequences=self._sequences.live if resumed else 0,
             remaining_pauses=len(self._state.pauses),
-            weights=conversion.weight_tag(self._updates.weights),
+            weights=weight_tag_to_proto(self._updates.weights),
         )
 
     @answering
@@ -183,11 +177,11 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.SleepRequest, _: Context
     ) -> rollout_pb2.SleepResponse:
         """Frees device memory."""
-        if request.weights not in SLEEPING:
+        if request.weights not in SLEEPING_WEIGHTS_FROM_PROTO:
             raise ServiceError(
                 Reason.BAD_REQUEST, f"weights {request.weights} is not known", field="weights"
             )
-        freed = await self._memory.sleep(SLEEPING[request.weights])
+        freed = await self._memory.sleep(SLEEPING_WEIGHTS_FROM_PROTO[request.weights])
         return rollout_pb2.SleepResponse(freed_bytes=freed)
 
     @answering
@@ -196,7 +190,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_pb2.WakeUpResponse:
         """Takes the memory back."""
         await self._memory.wake(reload_checkpoint=request.reload_checkpoint)
-        return rollout_pb2.WakeUpResponse(weights=conversion.weight_tag(self._updates.weights))
+        return rollout_pb2.WakeUpResponse(weights=weight_tag_to_proto(self._updates.weights))
 
     @answering
     async def GetServerInfo(  # noqa: N802

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
+from rollwire.conversion import finish_to_proto, weight_tag_to_proto
 from rollwire.v1 import rollout_pb2
 
 from rollwire_server.errors import Reason, ServiceError
@@ -25,8 +26,10 @@ from rollwire_server.state import Rpc
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from rollwire.types import WeightTag
+
     from rollwire_server.counters import ServerCounters
-    from rollwire_server.engines.base import Engine, WeightTag
+    from rollwire_server.engines.base import Engine
     from rollwire_server.sequences.cursor import Chunk, Reader
     from rollwire_server.sequences.manager import Sequences
     from rollwire_server.sequences.sequence import Run
@@ -86,7 +89,7 @@ class Columns:
         """All of it as a message."""
         all_current = self.oldest.count(self.weights.revision) == len(self.oldest)
         return rollout_pb2.StreamRolloutsResponse(
-            weights=conversion.weight_tag(self.weights),
+            weights=weight_tag_to_proto(self.weights),
             handles=self.handles,
             counts=self.counts,
             offsets=self.offsets,
@@ -251,7 +254,7 @@ def _event(handle: int, chunk: Chunk) -> rollout_pb2.SequenceEvent:
     end = chunk.end
     return rollout_pb2.SequenceEvent(
         handle=handle,
-        finish=None if end is None or isinstance(end, ServiceError) else conversion.finish(end),
+        finish=None if end is None or isinstance(end, ServiceError) else finish_to_proto(end),
         error=conversion.sequence_error(end) if isinstance(end, ServiceError) else None,
         top_logprobs=conversion.top_logprobs(chunk.tops),
         prompt_logprobs=conversion.prompt_logprobs(chunk.prompt_logprobs),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
+from rollwire.conversion import LOGPROB_BASIS_TO_PROTO, SERVER_STATE_TO_PROTO, weight_tag_to_proto
+from rollwire.types import ServerState
 from rollwire.v1 import rollout_pb2
 
 from rollwire_server import __version__
-from rollwire_server.rpc import conversion
-from rollwire_server.state import ServerState
 
 if TYPE_CHECKING:
     from rollwire_server.counters import ServerCounters
@@ -45,7 +45,7 @@ class ServerInfo:
         state = self._state.current
         response = rollout_pb2.GetServerInfoResponse(
             server_id=self._server_id,
-            state=conversion.STATES[state],
+            state=SERVER_STATE_TO_PROTO[state],
             software_version=__version__,
             accepts_updates=not self._updates.frozen,
             transports=self._transports,
@@ -61,7 +61,7 @@ class ServerInfo:
     def _describe_engine(self, response: rollout_pb2.GetServerInfoResponse) -> None:
         engine, load, live = self._engine.describe(), self._engine.load(), self._sequences.live
         running = min(load.running, live)
-        response.weights.CopyFrom(conversion.weight_tag(self._updates.weights))
+        response.weights.CopyFrom(weight_tag_to_proto(self._updates.weights))
         if (highest := self._updates.served.highest_version) is not None:
             response.highest_version = highest
         response.engine = engine.engine
@@ -69,7 +69,7 @@ class ServerInfo:
         response.vocab_size = engine.vocab_size
         response.context_length = engine.context_length
         response.eos_token_ids.extend(engine.eos_token_ids)
-        bases = (conversion.BASES[basis] for basis in engine.logprob_bases)
+        bases = (LOGPROB_BASIS_TO_PROTO[basis] for basis in engine.logprob_bases)
         response.logprob_bases.extend(sorted(bases))
         response.deterministic = engine.deterministic
         response.max_running_sequences = engine.max_running_sequences

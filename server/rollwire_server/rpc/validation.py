@@ -11,9 +11,10 @@ import struct
 import uuid
 from typing import TYPE_CHECKING
 
-from rollwire.v1 import rollout_pb2
+from rollwire.conversion import LOGPROB_BASIS_FROM_PROTO
+from rollwire.types import LogprobBasis
 
-from rollwire_server.engines.base import LogprobBasis, SamplingParams, SequenceSpec
+from rollwire_server.engines.base import SamplingParams, SequenceSpec
 from rollwire_server.errors import Reason, ServiceError, told_float
 from rollwire_server.sequences.sequence import Request
 
@@ -21,15 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from google.protobuf.duration_pb2 import Duration
+    from rollwire.v1 import rollout_pb2
 
     from rollwire_server.engines.base import EngineInfo
 
-LOGPROB_BASES = {
-    rollout_pb2.LOGPROB_BASIS_UNSPECIFIED: LogprobBasis.TEMPERATURE,
-    rollout_pb2.LOGPROB_BASIS_TEMPERATURE: LogprobBasis.TEMPERATURE,
-    rollout_pb2.LOGPROB_BASIS_MODEL: LogprobBasis.MODEL,
-    rollout_pb2.LOGPROB_BASIS_SAMPLED: LogprobBasis.SAMPLED,
-}
 LONGEST_SECONDS = 315_576_000_000  # of google.protobuf.Duration
 ID_CHARACTERS = 256
 STOP_TOKENS = 1024
@@ -76,7 +72,7 @@ def read_request(message: rollout_pb2.GenerateRequest, info: EngineInfo, key: in
             prompt=tuple(message.prompt_token_ids),
             prefix=tuple(message.output_token_ids),
             sampling=sampling,
-            logprob_basis=LOGPROB_BASES[message.logprob_basis],
+            logprob_basis=LOGPROB_BASIS_FROM_PROTO[message.logprob_basis],
             top_logprobs=message.top_logprobs,
             prompt_logprobs=message.prompt_logprobs,
             routed_experts=message.routed_experts,
@@ -165,7 +161,7 @@ def _check_tokens(field: str, token_ids: Iterable[int], info: EngineInfo) -> Non
 def _check_extras(
     message: rollout_pb2.GenerateRequest, info: EngineInfo, sampling: SamplingParams
 ) -> None:
-    basis = LOGPROB_BASES.get(message.logprob_basis)
+    basis = LOGPROB_BASIS_FROM_PROTO.get(message.logprob_basis)
     if basis not in info.logprob_bases:
         offered = ", ".join(sorted(basis.name for basis in info.logprob_bases))
         raise ServiceError(

@@ -6,6 +6,12 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from rollwire.conversion import (
+    KV_POLICY_FROM_PROTO,
+    SERVER_STATE_TO_PROTO,
+    duration_to_proto,
+    weight_tag_to_proto,
+)
 from rollwire.v1 import weights_pb2, weights_pb2_grpc
 
 from rollwire_server.errors import Reason, ServiceError
@@ -143,7 +149,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         self, request: weights_pb2.CommitWeightsRequest, _: Context
     ) -> weights_pb2.CommitWeightsResponse:
         """Makes a staged update the weights that serve."""
-        if request.kv_policy not in conversion.KV_POLICIES:
+        if request.kv_policy not in KV_POLICY_FROM_PROTO:
             raise ServiceError(
                 Reason.BAD_REQUEST, f"KV policy {request.kv_policy} is not known", field="kv_policy"
             )
@@ -151,10 +157,10 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
             _publisher(request.publisher),
             _update_id(request.update_id),
             request.expected_digest,
-            conversion.KV_POLICIES[request.kv_policy],
+            KV_POLICY_FROM_PROTO[request.kv_policy],
         )
         return weights_pb2.CommitWeightsResponse(
-            weights=conversion.weight_tag(commit.weights),
+            weights=weight_tag_to_proto(commit.weights),
             timing=weights_pb2.CommitTiming(
                 receive_ns=commit.receive_ns,
                 apply_ns=commit.apply_ns,
@@ -171,9 +177,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
     ) -> weights_pb2.DiscardUpdateResponse:
         """Drops an announced or staged update."""
         await self._updates.discard(_publisher(request.publisher), _update_id(request.update_id))
-        return weights_pb2.DiscardUpdateResponse(
-            weights=conversion.weight_tag(self._updates.weights)
-        )
+        return weights_pb2.DiscardUpdateResponse(weights=weight_tag_to_proto(self._updates.weights))
 
     @answering
     async def GetWeightStatus(  # noqa: N802
@@ -184,11 +188,11 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         intact = await self._updates.intact() if request.verify else None
         updates = self._updates
         response = weights_pb2.GetWeightStatusResponse(
-            weights=conversion.weight_tag(updates.weights),
-            state=conversion.STATES[self._state.current],
+            weights=weight_tag_to_proto(updates.weights),
+            state=SERVER_STATE_TO_PROTO[self._state.current],
             committed_update_id=updates.served.committed_update_id,
             intact=intact,
-            history=[conversion.weight_tag(tag) for tag in updates.served.history],
+            history=[weight_tag_to_proto(tag) for tag in updates.served.history],
         )
         if (publisher := updates.publisher) is not None:
             response.publisher.id, response.publisher.term = publisher.id, publisher.term
@@ -198,7 +202,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
                 response.update_version = update.announcement.version
             response.update_phase = conversion.PHASES[update.phase]
             if update.lease is not None:
-                response.stage_lease_left.CopyFrom(conversion.duration(update.lease.left))
+                response.stage_lease_left.CopyFrom(duration_to_proto(update.lease.left))
         return response
 
 

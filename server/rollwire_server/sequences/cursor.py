@@ -10,20 +10,18 @@ import asyncio
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rollwire_server.sequences.sequence import (
-    EXTRA_BYTES,
-    FinishReason,
-    PromptPart,
-    RoutedPart,
-    new_sequence,
-)
+from rollwire.types import FinishReason
+
+from rollwire_server.sequences.sequence import EXTRA_BYTES, PromptPart, RoutedPart, new_sequence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Ints
 
-    from rollwire_server.engines.base import PromptLogprobs, RoutedExperts, WeightTag
+    from rollwire.types import Finish, WeightTag
+
+    from rollwire_server.engines.base import PromptLogprobs, RoutedExperts
     from rollwire_server.errors import ServiceError
-    from rollwire_server.sequences.sequence import Finish, Run, Sequence
+    from rollwire_server.sequences.sequence import Run, Sequence
 
 BYTES_A_TOP = 9
 

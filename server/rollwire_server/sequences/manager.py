@@ -12,22 +12,24 @@ import itertools
 from typing import TYPE_CHECKING
 
 import structlog
+from rollwire.types import FinishReason, version_text
 
 from rollwire_server.engines.base import EndReason, EngineError
 from rollwire_server.errors import Reason, ServiceError
 from rollwire_server.sequences.cursor import Reader
 from rollwire_server.sequences.registry import Records, check_pick_up
-from rollwire_server.sequences.sequence import FinishReason, Sequence, new_sequence
+from rollwire_server.sequences.sequence import Sequence, new_sequence
 from rollwire_server.state import Rpc
-from rollwire_server.weights.update import told_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from rollwire.types import Finish, WeightTag
+
     from rollwire_server.counters import ServerCounters
-    from rollwire_server.engines.base import End, Engine, Step, WeightTag
+    from rollwire_server.engines.base import End, Engine, Step
     from rollwire_server.sequences.cursor import Outbox
-    from rollwire_server.sequences.sequence import Finish, Request
+    from rollwire_server.sequences.sequence import Request
     from rollwire_server.state import StateMachine
 
 log = structlog.get_logger()
@@ -193,7 +195,7 @@ class Sequences:
                 bound = f"below min_weight_version {request.min_weight_version}"
             else:
                 continue
-            message = f"{told_version(version)} came, {bound}"
+            message = f"{version_text(version)} came, {bound}"
             self._end(record, record.finish(FinishReason.INTERRUPTED, message))
         await self._drop()
 
@@ -207,7 +209,7 @@ class Sequences:
             del self._awaiting_version[sequence]
             if request.wants_older(weights.version):
                 bound = f"beyond max_weight_version {request.max_weight_version}"
-                message = f"{told_version(weights.version)} came, {bound}"
+                message = f"{version_text(weights.version)} came, {bound}"
                 self._end(sequence, sequence.finish(FinishReason.INTERRUPTED, message))
             else:
                 self._submit(sequence)
@@ -279,7 +281,7 @@ class Sequences:
         if request.wants_older(self._version):
             raise ServiceError(
                 Reason.WEIGHTS_TOO_NEW,
-                f"the server serves {told_version(self._version)}, newer than max_weight_version "
+                f"the server serves {version_text(self._version)}, newer than max_weight_version "
                 f"{request.max_weight_version}: use a server that holds it",
                 metadata={"version": str(self._version)},
             )
@@ -372,7 +374,7 @@ class Sequences:
         if sequence in self._awaiting_version:
             error = ServiceError(
                 Reason.WEIGHTS_TOO_OLD,
-                f"the server serves {told_version(self._version)} and got no version "
+                f"the server serves {version_text(self._version)} and got no version "
                 f"{request.min_weight_version} within {seconds:g} s",
             )
         else:

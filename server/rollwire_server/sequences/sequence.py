@@ -2,51 +2,25 @@
 
 from __future__ import annotations
 
-import enum
 from array import array
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rollwire.patience import Timer
+from rollwire.types import Finish, FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from rollwire_server.engines.base import (
-        Extras,
-        PromptLogprobs,
-        RoutedExperts,
-        SequenceSpec,
-        WeightTag,
-    )
+    from rollwire.types import WeightTag
+
+    from rollwire_server.engines.base import Extras, PromptLogprobs, RoutedExperts, SequenceSpec
     from rollwire_server.errors import ServiceError
     from rollwire_server.sequences.cursor import Reader
 
 EXTRA_BYTES = 1 << 19  # of prompt log-probabilities and routing, a message
 NUMBER_BYTES = 36  # a number of Python's own, and its place in a list
 OWN_BYTES = 4096  # a sequence without any
-
-
-class FinishReason(enum.Enum):
-    """Why a sequence ended, when that is no error."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORTED = "aborted"
-    SUPERSEDED = "superseded"
-    INTERRUPTED = "interrupted"
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """A sequence's end. ``output_tokens`` counts a given prefix."""
-
-    reason: FinishReason
-    output_tokens: int
-    prompt_tokens: int
-    stop_token_id: int | None = None
-    message: str = ""
-    cached_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
 import structlog
+from rollwire.types import KvPolicy, ServerState, WeightTag
 
 from rollwire_server.engines.base import (
     ChangedWeightsError,
     EngineError,
-    KvPolicy,
     StagedUpdate,
     TornWeightsError,
-    WeightTag,
 )
 from rollwire_server.errors import Reason, ServiceError, of_engine
-from rollwire_server.state import ServerState
 from rollwire_server.weights.update import Commit, named, told
 
 if TYPE_CHECKING:

@@ -17,14 +17,16 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rollwire.types import version_text
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import rollwire_transport as transport
     from rollwire.patience import Timer
+    from rollwire.types import WeightTag
     from torch import Tensor
 
-    from rollwire_server.engines.base import WeightTag
     from rollwire_server.errors import ServiceError
 
 
@@ -170,9 +172,4 @@ def named(update: Update) -> dict[str, object]:
 
 def told(weights: WeightTag) -> str:
     """The weights in an error's words."""
-    return f"{told_version(weights.version)}, revision {weights.revision}"
-
-
-def told_version(version: int | None) -> str:
-    """A version in a message's words."""
-    return "weights without a version" if version is None else f"version {version}"
+    return f"{version_text(weights.version)}, revision {weights.revision}"

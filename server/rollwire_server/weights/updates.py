@@ -34,8 +34,10 @@ from rollwire_server.weights.validation import (
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
+    from rollwire.types import KvPolicy, WeightTag
+
     from rollwire_server.counters import ServerCounters
-    from rollwire_server.engines.base import Engine, KvPolicy, WeightTag
+    from rollwire_server.engines.base import Engine
     from rollwire_server.state import StateMachine
     from rollwire_server.weights.state import ServedWeights
     from rollwire_server.weights.update import Announcement, Membership, Progress, Publisher

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
+from rollwire.types import ServerState
 
 from rollwire_server.errors import Reason, ServiceError
-from rollwire_server.state import ServerState
 from rollwire_server.weights.update import Phase, told
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollwire_server.engines.base import WeightTag
+    from rollwire.types import WeightTag
+
     from rollwire_server.weights.update import Announcement, Membership, Publisher, Update
 
 

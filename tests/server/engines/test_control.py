@@ -13,7 +13,8 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rollwire_server.engines.base import EndReason, EngineError, KvPolicy, Load, WeightTag
+from rollwire.types import KvPolicy, WeightTag
+from rollwire_server.engines.base import EndReason, EngineError, Load
 from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from rollwire_server.engines.embedded.builtin import build
 from rollwire_server.engines.embedded.failures import MOST_IN_A_ROW

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from rollwire_server.engines.base import KvPolicy
+from rollwire.types import KvPolicy
 from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from support import reference
 from support.engines import prompts, running, spec

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from rollwire_server.engines.base import EndReason, EngineError, LogprobBasis
+from rollwire.types import LogprobBasis
+from rollwire_server.engines.base import EndReason, EngineError
 from support import reference
 from support.engines import prompts, spec
 

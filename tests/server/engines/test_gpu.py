@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from rollwire_server.engines.base import KvPolicy, SleepingWeights
+from rollwire.types import KvPolicy, SleepingWeights
 from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine, StagingPlace
 from rollwire_transport import Manifest, tensor_digest
 from support import reference

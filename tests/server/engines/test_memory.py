@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from rollwire_server.engines.base import EngineError, KvPolicy, NoMemoryError, SleepingWeights
+from rollwire.types import KvPolicy, SleepingWeights
+from rollwire_server.engines.base import EngineError, NoMemoryError
 from rollwire_server.engines.embedded.weights import Weights
 from rollwire_transport import Manifest
 from support.engines import prompts, spec, staged_update

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from rollwire_server.engines.base import EndReason, RoutedExperts, WeightTag
+from rollwire.types import WeightTag
+from rollwire_server.engines.base import EndReason, RoutedExperts
 from rollwire_server.engines.sglang.messages import Chunk
 from rollwire_server.engines.sglang.sequences import SHARED_TOKENS, Sequences
 from support.engines import spec

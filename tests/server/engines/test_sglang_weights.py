@@ -10,12 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from rollwire_server.engines.base import (
-    ChangedWeightsError,
-    EngineError,
-    SleepingWeights,
-    TornWeightsError,
-)
+from rollwire.types import SleepingWeights
+from rollwire_server.engines.base import ChangedWeightsError, EngineError, TornWeightsError
 from rollwire_server.engines.loading.copy_plan import NoRecipeError, copies, learn
 from rollwire_server.engines.loading.shared_memory import on_host
 from rollwire_server.engines.sglang import loader

@@ -7,7 +7,8 @@ import time
 
 import pytest
 import torch
-from rollwire_server.engines.base import EngineError, KvPolicy
+from rollwire.types import KvPolicy
+from rollwire_server.engines.base import EngineError
 from rollwire_server.engines.synthetic import SyntheticConfig, SyntheticEngine
 from support.engines import Driver, running, spec
 

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from rollwire_server.engines.base import EngineError, KvPolicy, TornWeightsError, WeightTag
+from rollwire.types import KvPolicy, WeightTag
+from rollwire_server.engines.base import EngineError, TornWeightsError
 from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from rollwire_transport import Manifest, TensorSpec, sum_digests, tensor_digest
 from support import reference

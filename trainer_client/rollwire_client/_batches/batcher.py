@@ -17,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from rollwire.types import version_text
+
 from rollwire_client._arguments import checked_version, integer, seconds
 from rollwire_client._batches import checkpoint
 from rollwire_client._batches.batch import Drop, Tail
@@ -30,7 +32,6 @@ from rollwire_client._batches.progress_bar import Bar
 from rollwire_client._batches.training_steps import Steps
 from rollwire_client._errors import StalenessError
 from rollwire_client._rpc.request import DEFAULT_SAMPLING, RolloutOptions
-from rollwire_client._wording import version_text
 
 if TYPE_CHECKING:
     import os

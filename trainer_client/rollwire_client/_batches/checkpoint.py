@@ -14,6 +14,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
+from rollwire.conversion import (
+    finish_from_proto,
+    finish_to_proto,
+    weight_tag_from_proto,
+    weight_tag_to_proto,
+)
 from rollwire.v1 import buffer_pb2
 
 from rollwire_client._arguments import checked_version
@@ -182,7 +188,7 @@ def _sample_message(member: Member) -> buffer_pb2.SavedSample:
         token_ids=trajectory.token_ids,
         logprobs=trajectory.logprobs,
         segments=[_segment_message(segment) for segment in trajectory.segments],
-        finish=None if trajectory.finish is None else conversion.finish_message(trajectory.finish),
+        finish=None if trajectory.finish is None else finish_to_proto(trajectory.finish),
         servers=trajectory.servers,
         reward=member.reward,
         refills=member.refills,
@@ -193,7 +199,7 @@ def _sample_message(member: Member) -> buffer_pb2.SavedSample:
 def _segment_message(segment: Segment | RoutingSegment) -> buffer_pb2.SavedSegment:
     return buffer_pb2.SavedSegment(
         end=segment.end,
-        weights=conversion.weight_tag_message(segment.weights),
+        weights=weight_tag_to_proto(segment.weights),
         oldest_kv_revision=segment.oldest_kv_revision,
     )
 
@@ -213,7 +219,7 @@ def _routing_message(routing: Routing) -> buffer_pb2.SavedRouting:
 def _member(index: int, prompt_ids: Sequence[int], message: buffer_pb2.SavedSample) -> Member:
     tokens = len(message.token_ids)
     _check(len(message.logprobs) == tokens, "not as many log-probabilities as tokens")
-    finish = conversion.finish(message.finish) if message.HasField("finish") else None
+    finish = finish_from_proto(message.finish) if message.HasField("finish") else None
     _check(finish is not None or not message.HasField("finish"), "an end for no known reason")
     routing = _routing(message.routing) if message.HasField("routing") else None
     _check(
@@ -226,7 +232,7 @@ def _member(index: int, prompt_ids: Sequence[int], message: buffer_pb2.SavedSamp
         token_ids=tuple(message.token_ids),
         logprobs=tuple(message.logprobs),
         segments=tuple(
-            Segment(start, s.end, conversion.weight_tag(s.weights), s.oldest_kv_revision)
+            Segment(start, s.end, weight_tag_from_proto(s.weights), s.oldest_kv_revision)
             for start, s in _with_starts(message.segments, tokens)
         ),
         finish=finish,
@@ -250,7 +256,7 @@ def _routing(message: buffer_pb2.SavedRouting) -> Routing:
         bytes_per_expert=width,
         experts=message.experts,
         segments=tuple(
-            RoutingSegment(start, s.end, conversion.weight_tag(s.weights), s.oldest_kv_revision)
+            RoutingSegment(start, s.end, weight_tag_from_proto(s.weights), s.oldest_kv_revision)
             for start, s in _with_starts(message.segments, message.num_rows)
         ),
     )

@@ -17,9 +17,10 @@ from rollwire_client._errors import CallbackError, InvalidRequestError, WeightVe
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rollwire.types import WeightTag
+
     from rollwire_client._batches.batch import Prompt
     from rollwire_client._batches.group import LiveGroup, Recipe
-    from rollwire_client._data import WeightTag
 
 logger = logging.getLogger(__name__)
 

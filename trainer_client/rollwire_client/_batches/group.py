@@ -26,9 +26,11 @@ from rollwire_client._errors import (
 from rollwire_client._trajectory import TrajectoryBuilder
 
 if TYPE_CHECKING:
+    from rollwire.types import WeightTag
+
     from rollwire_client._batches.callbacks import Scorer
     from rollwire_client._batches.training_steps import Steps
-    from rollwire_client._data import Sampling, WeightTag
+    from rollwire_client._data import Sampling
     from rollwire_client._fleet.rollout import Rollout
     from rollwire_client._fleet.server_pool import ServerPool
     from rollwire_client._rpc.request import RolloutOptions

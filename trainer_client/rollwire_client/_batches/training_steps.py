@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from rollwire_client._data import ServerInfo, WeightTag
+    from rollwire.types import WeightTag
+
+    from rollwire_client._data import ServerInfo
 
 REMEMBERED = 1000  # steps, the latest
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rollwire.types import KvPolicy
 
 from rollwire_client._arguments import LONGEST
 from rollwire_client._cli.generate import generate_tokens
@@ -17,7 +18,7 @@ from rollwire_client._cli.info import show_info
 from rollwire_client._cli.publish import publish_checkpoint
 from rollwire_client._cli.top import show_top
 from rollwire_client._cli.trace import write_trace
-from rollwire_client._data import KvPolicy, Sampling
+from rollwire_client._data import Sampling
 from rollwire_client._errors import RollwireError
 from rollwire_client._fleet.addresses import Addresses, address_source
 from rollwire_client._rpc.channels import Credentials, CredentialsError

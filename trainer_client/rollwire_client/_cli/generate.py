@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 from rich.text import Text
+from rollwire.types import FinishReason, WeightTag
 
 from rollwire_client._concurrency.tasks import cancel_all
-from rollwire_client._data import FinishReason, WeightTag
 from rollwire_client._fleet.fleet import Fleet
 from rollwire_client._fleet.rollout import Retries
 from rollwire_client._rpc.client import Timeouts
 
 if TYPE_CHECKING:
-    from rollwire_client._data import Chunk, Finish, Sampling
+    from rollwire.types import Finish
+
+    from rollwire_client._data import Chunk, Sampling
     from rollwire_client._rpc.channels import Credentials
 
 # Told apart on dark and on light ground; versions beyond these begin again.

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from rollwire.types import ServerState
 
-from rollwire_client._data import ServerInfo, ServerState
+from rollwire_client._data import ServerInfo
 from rollwire_client._errors import RollwireError
 from rollwire_client._rpc.client import RolloutClient, Timeouts
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from rollwire.types import KvPolicy
     from torch import Tensor
 
-    from rollwire_client._data import KvPolicy
     from rollwire_client._fleet.addresses import Addresses
     from rollwire_client._publishing.publish_handle import PublishHandle
     from rollwire_client._publishing.report import PublishReport, ServerReport

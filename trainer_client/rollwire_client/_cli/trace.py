@@ -15,7 +15,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rollwire_client._data import ServerInfo, ServerState
+from rollwire.types import ServerState
+
 from rollwire_client._errors import RollwireError
 from rollwire_client._fleet.fleet import Fleet
 from rollwire_client._rpc.client import Timeouts
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from rollwire_client._data import Sampling, WeightTag
+    from rollwire.types import WeightTag
+
+    from rollwire_client._data import Sampling, ServerInfo
     from rollwire_client._fleet.addresses import Addresses
     from rollwire_client._rpc.channels import Credentials
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from rollwire_client._data import WeightTag
+    from rollwire.types import WeightTag
 
 
 _REMEMBERED = 1000

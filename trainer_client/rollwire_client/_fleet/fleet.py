@@ -15,7 +15,9 @@ from rollwire_client._rpc.request import DEFAULT_SAMPLING, RolloutOptions
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from rollwire_client._data import Chunk, Sampling, WeightTag
+    from rollwire.types import WeightTag
+
+    from rollwire_client._data import Chunk, Sampling
     from rollwire_client._fleet.addresses import Addresses
     from rollwire_client._fleet.server_handle import ServerHandle
     from rollwire_client._rpc.channels import Credentials

@@ -8,8 +8,10 @@ import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from rollwire.conversion import duration_to_proto
+from rollwire.types import FinishReason, version_text
+
 from rollwire_client._arguments import integer, seconds
-from rollwire_client._data import Chunk, FinishReason
 from rollwire_client._errors import (
     ErrorScope,
     QueueFullError,
@@ -22,16 +24,15 @@ from rollwire_client._errors import (
     WeightVersionError,
 )
 from rollwire_client._fleet.waiting import Want
-from rollwire_client._rpc import conversion
 from rollwire_client._rpc.request import deliver_rarely
-from rollwire_client._wording import version_text
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
+    from rollwire.types import WeightTag
     from rollwire.v1 import rollout_pb2
 
-    from rollwire_client._data import WeightTag
+    from rollwire_client._data import Chunk
     from rollwire_client._fleet.server_handle import ServerHandle
     from rollwire_client._fleet.waiting import Waits
     from rollwire_client._rpc.attempt import Attempt
@@ -341,7 +342,7 @@ class Rollout:
         self._draft.begin_attempt()
         self._put_prefix()
         if request.HasField("timeout"):
-            request.timeout.CopyFrom(conversion.duration(self._deadline - self._clock()))
+            request.timeout.CopyFrom(duration_to_proto(self._deadline - self._clock()))
 
     def _put_prefix(self) -> None:
         request = self._request

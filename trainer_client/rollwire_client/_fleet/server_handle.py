@@ -9,10 +9,10 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rollwire_client._data import ServerInfo, ServerState, WeightTag
+from rollwire.types import ServerState, WeightTag, version_text
+
 from rollwire_client._errors import RollwireError, ServerNotReadyError, ServerUnreachableError
 from rollwire_client._fleet.server_lifecycle import TRANSITIONS, Event, Life
-from rollwire_client._wording import version_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from rollwire.v1 import rollout_pb2
 
+    from rollwire_client._data import ServerInfo
     from rollwire_client._fleet.committed_policy import Policy
     from rollwire_client._routing_replay import RoutingBuilder
     from rollwire_client._rpc.attempt import Attempt

@@ -10,10 +10,11 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rollwire.types import ServerState
+
 from rollwire_client._arguments import seconds
 from rollwire_client._concurrency.affinity import LoopAffinity
 from rollwire_client._concurrency.tasks import cancel_all
-from rollwire_client._data import ServerState
 from rollwire_client._errors import (
     ClosedError,
     QueueFullError,
@@ -36,9 +37,10 @@ from rollwire_client._wording import servers_text
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
+    from rollwire.types import WeightTag
     from rollwire.v1 import rollout_pb2
 
-    from rollwire_client._data import Sampling, WeightTag
+    from rollwire_client._data import Sampling
     from rollwire_client._fleet.addresses import Addresses
     from rollwire_client._rpc.request import RolloutOptions
     from rollwire_client._trajectory import Trajectory

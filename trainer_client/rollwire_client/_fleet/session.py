@@ -28,9 +28,10 @@ from rollwire_client._trajectory import Trajectory, TrajectoryBuilder, Trajector
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
+    from rollwire.types import WeightTag
     from rollwire.v1 import rollout_pb2
 
-    from rollwire_client._data import Chunk, Sampling, WeightTag
+    from rollwire_client._data import Chunk, Sampling
     from rollwire_client._fleet.rollout import Rollout
     from rollwire_client._routing_replay import Routing
 

@@ -9,6 +9,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
+from rollwire.conversion import duration_to_proto, weight_tag_from_proto
 from rollwire.v1 import weights_pb2
 
 from rollwire_client._concurrency.tasks import cancel_all, run_to_end
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     import torch
+    from rollwire.types import KvPolicy
 
-    from rollwire_client._data import KvPolicy
     from rollwire_client._fleet.server_handle import ServerHandle
     from rollwire_client._fleet.server_pool import ServerPool
     from rollwire_client._publishing.change_detector import Changes
@@ -114,7 +115,7 @@ class Publish:
             version=self.version,
             allow_version_rollback=allow_version_rollback,
             manifest=conversion.manifest(self._manifest),
-            stage_lease=conversion.duration(timeouts.stage_lease),
+            stage_lease=duration_to_proto(timeouts.stage_lease),
         )
         self._recipients = [
             Recipient(member.client, publisher, self.update_id, timeouts) for member in members
@@ -208,7 +209,7 @@ class Publish:
             answer = await recipient.commit(digest, self._kv_policy)
             if answer is not None:
                 self._committed[recipient] = answer
-                self._pool.committed(recipient.address, conversion.weight_tag(answer.weights))
+                self._pool.committed(recipient.address, weight_tag_from_proto(answer.weights))
 
         with self._pool.policy.committing(
             self.version,
@@ -275,7 +276,7 @@ class Publish:
         answer = self._committed.get(recipient, weights_pb2.CommitWeightsResponse())
         return ServerReport(
             address=recipient.address,
-            weights=conversion.weight_tag(answer.weights) if recipient in self._committed else None,
+            weights=weight_tag_from_proto(answer.weights) if recipient in self._committed else None,
             error=recipient.error,
             received_bytes=recipient.received_bytes,
             staging_seconds=recipient.seconds,

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
+from rollwire.conversion import KV_POLICY_TO_PROTO, weight_tag_from_proto
 from rollwire.patience import Deadline, Patience
+from rollwire.types import version_text
 from rollwire.v1 import weights_pb2, weights_pb2_grpc
 
 from rollwire_client import _errors as errors
@@ -21,14 +23,13 @@ from rollwire_client._errors import (
     ServerUnreachableError,
     UpdateRefusedError,
 )
-from rollwire_client._rpc import conversion
 from rollwire_client._rpc.calls import unary
-from rollwire_client._wording import version_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rollwire_client._data import KvPolicy
+    from rollwire.types import KvPolicy
+
     from rollwire_client._fleet.committed_policy import Policy
     from rollwire_client._rpc.client import RolloutClient
 
@@ -266,7 +267,7 @@ class Recipient:
             publisher=self._publisher,
             update_id=self._update_id,
             expected_digest=digest,
-            kv_policy=conversion.KV_POLICIES[kv_policy],
+            kv_policy=KV_POLICY_TO_PROTO[kv_policy],
         )
         while True:
             try:
@@ -310,7 +311,7 @@ class Recipient:
             )
         except RollwireError:
             return "cannot be asked what it serves"
-        weights = conversion.weight_tag(status.weights)
+        weights = weight_tag_from_proto(status.weights)
         return f"serves {version_text(weights.version)}, revision {weights.revision}"
 
     async def _answers(self) -> bool:

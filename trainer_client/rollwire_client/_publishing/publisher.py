@@ -19,10 +19,10 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
+from rollwire.types import KvPolicy
 from rollwire.v1 import weights_pb2, weights_pb2_grpc
 
 from rollwire_client._arguments import checked_version, integer
-from rollwire_client._data import KvPolicy
 from rollwire_client._errors import (
     MissingDependencyError,
     PublishError,
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     import torch
+    from rollwire.types import WeightTag
     from rollwire_transport import TensorSpec
     from torch import Tensor
 
-    from rollwire_client._data import WeightTag
     from rollwire_client._fleet.fleet import Fleet
     from rollwire_client._fleet.server_handle import ServerHandle
     from rollwire_client._publishing.schema import Source

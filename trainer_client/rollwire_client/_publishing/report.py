@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rollwire_client._data import WeightTag
+    from rollwire.types import WeightTag
+
     from rollwire_client._errors import RollwireError
 
 

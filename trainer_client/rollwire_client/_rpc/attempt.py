@@ -12,7 +12,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rollwire_client._data import Chunk, Finish, FinishReason, WeightTag
+from rollwire.types import Finish, FinishReason, WeightTag
+
+from rollwire_client._data import Chunk
 from rollwire_client._errors import ProtocolError, RollwireError
 
 if TYPE_CHECKING:

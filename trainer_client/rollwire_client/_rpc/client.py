@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, Unpack
 
+from rollwire.conversion import weight_tag_from_proto
 from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
 
 from rollwire_client._arguments import all_seconds, seconds
@@ -257,7 +258,7 @@ class RolloutClient:
             self._rollouts.Resume, request, server=self.address, timeout=self.timeouts.call
         )
         return Resumed(
-            answer.resumed_sequences, answer.remaining_pauses, conversion.weight_tag(answer.weights)
+            answer.resumed_sequences, answer.remaining_pauses, weight_tag_from_proto(answer.weights)
         )
 
     @property

@@ -2,74 +2,22 @@
 
 from __future__ import annotations
 
-import enum
 import math
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
-from google.protobuf import duration_pb2
-from rollwire.v1 import common_pb2, rollout_pb2, weights_pb2
-
-from rollwire_client._data import (
-    ActivePause,
-    Finish,
-    FinishReason,
-    KvPolicy,
-    LogprobBasis,
-    Sampling,
-    ServerInfo,
-    ServerState,
-    WeightTag,
+from rollwire.conversion import (
+    LOGPROB_BASIS_FROM_PROTO,
+    SERVER_STATE_FROM_PROTO,
+    weight_tag_from_proto,
 )
+from rollwire.types import ServerState, WeightTag
+from rollwire.v1 import rollout_pb2, weights_pb2
+
+from rollwire_client._data import ActivePause, Sampling, ServerInfo
 from rollwire_client._routing_replay import Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from rollwire_transport import Manifest, TensorSpec
-
-
-E = TypeVar("E", bound=enum.Enum)
-
-
-def _numbers(kind: type[E], wire: Any, prefix: str) -> Mapping[E, Any]:
-    """The wire's number of each member that the wire has."""
-    named = dict(wire.items())
-    return {m: named[prefix + m.name] for m in kind if prefix + m.name in named}
-
-
-LOGPROB_BASES = _numbers(LogprobBasis, rollout_pb2.LogprobBasis, "LOGPROB_BASIS_")
-_BASE_OF = {number: basis for basis, number in LOGPROB_BASES.items()}
-_FINISH_REASONS = _numbers(FinishReason, rollout_pb2.FinishReason, "FINISH_REASON_")
-_REASON_OF = {number: reason for reason, number in _FINISH_REASONS.items()}
-_STATE_OF = {
-    number: state
-    for state, number in _numbers(ServerState, common_pb2.ServerState, "SERVER_STATE_").items()
-}
-KV_POLICIES = _numbers(KvPolicy, common_pb2.KvPolicy, "KV_POLICY_")
-
-
-def duration(seconds: float) -> duration_pb2.Duration:
-    """Seconds, as the wire has them."""
-    made = duration_pb2.Duration()
-    made.FromNanoseconds(round(seconds * 1e9))
-    return made
-
-
-def weight_tag(message: common_pb2.WeightTag) -> WeightTag:
-    """A server's stamp."""
-    return WeightTag(
-        version=message.version if message.HasField("version") else None,
-        revision=message.revision,
-        server_id=message.server_id,
-        digest=message.digest,
-    )
-
-
-def weight_tag_message(tag: WeightTag) -> common_pb2.WeightTag:
-    """The same as a message."""
-    return common_pb2.WeightTag(
-        version=tag.version, revision=tag.revision, server_id=tag.server_id, digest=tag.digest
-    )
 
 
 def sampling(message: rollout_pb2.SamplingParams) -> Sampling:
@@ -84,33 +32,6 @@ def sampling(message: rollout_pb2.SamplingParams) -> Sampling:
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         seed=message.seed if message.HasField("seed") else None,
-    )
-
-
-def finish(message: rollout_pb2.Finish) -> Finish | None:
-    """The end of a sequence; None if its reason is not one of the API's."""
-    reason = _REASON_OF.get(message.reason)
-    if reason is None:
-        return None
-    return Finish(
-        reason=reason,
-        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
-        message=message.message,
-        prompt_tokens=message.prompt_tokens,
-        output_tokens=message.output_tokens,
-        cached_prompt_tokens=message.cached_prompt_tokens,
-    )
-
-
-def finish_message(finish: Finish) -> rollout_pb2.Finish:
-    """The same as a message."""
-    return rollout_pb2.Finish(
-        reason=_FINISH_REASONS[finish.reason],
-        stop_token_id=finish.stop_token_id,
-        message=finish.message,
-        prompt_tokens=finish.prompt_tokens,
-        output_tokens=finish.output_tokens,
-        cached_prompt_tokens=finish.cached_prompt_tokens,
     )
 
 
@@ -139,8 +60,8 @@ def server_info(message: rollout_pb2.GetServerInfoResponse, address: str) -> Ser
     return ServerInfo(
         address=address,
         server_id=message.server_id,
-        state=_STATE_OF.get(message.state, ServerState.UNKNOWN),
-        weights=weight_tag(message.weights),
+        state=SERVER_STATE_FROM_PROTO.get(message.state, ServerState.UNKNOWN),
+        weights=weight_tag_from_proto(message.weights),
         highest_version=message.highest_version if message.HasField("highest_version") else None,
         engine=message.engine,
         model=message.model,
@@ -149,7 +70,9 @@ def server_info(message: rollout_pb2.GetServerInfoResponse, address: str) -> Ser
         context_length=message.context_length,
         eos_token_ids=tuple(message.eos_token_ids),
         logprob_bases=frozenset(
-            _BASE_OF[number] for number in message.logprob_bases if number in _BASE_OF
+            LOGPROB_BASIS_FROM_PROTO[number]
+            for number in message.logprob_bases
+            if number in LOGPROB_BASIS_FROM_PROTO
         ),
         deterministic=message.deterministic,
         accepts_updates=message.accepts_updates,

@@ -15,13 +15,14 @@ import uuid
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from google.protobuf.descriptor import FieldDescriptor
+from rollwire.conversion import LOGPROB_BASIS_TO_PROTO, duration_to_proto
+from rollwire.types import LogprobBasis
 from rollwire.v1 import rollout_pb2
 
 from rollwire_client import _arguments as arguments
-from rollwire_client._data import LogprobBasis, Sampling
+from rollwire_client._data import Sampling
 from rollwire_client._errors import InvalidRequestError
 from rollwire_client._routing_replay import RoutingReplay
-from rollwire_client._rpc import conversion
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,7 +93,7 @@ def generate_request(
     basis = options.get("logprob_basis", LogprobBasis.TEMPERATURE)
     if not isinstance(basis, LogprobBasis):
         raise _misfit("logprob_basis", basis, "a LogprobBasis")
-    made.logprob_basis = conversion.LOGPROB_BASES[basis]
+    made.logprob_basis = LOGPROB_BASIS_TO_PROTO[basis]
     replay = options.get("routed_experts")
     if not isinstance(replay, RoutingReplay | None):
         raise _misfit("routed_experts", replay, "a RoutingReplay")
@@ -205,7 +206,7 @@ def put_seconds(message: Message, field: str, seconds: float | None) -> None:
         return
     try:
         fits = math.isfinite(seconds) and seconds >= 0
-        made = conversion.duration(seconds) if fits else None
+        made = duration_to_proto(seconds) if fits else None
     except (TypeError, ValueError, OverflowError):
         made = None
     if made is None:

@@ -15,6 +15,7 @@ import time
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
+from rollwire.conversion import finish_from_proto, weight_tag_from_proto
 from rollwire.patience import listened
 from rollwire.v1 import common_pb2, rollout_pb2
 
@@ -32,7 +33,8 @@ from rollwire_client._rpc.attempt import Attempt
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from rollwire_client._data import WeightTag
+    from rollwire.types import WeightTag
+
     from rollwire_client._routing_replay import RoutingBuilder
 
     Call = grpc.aio.StreamStreamCall[
@@ -224,7 +226,7 @@ class Stream:
             self._give_up(attempt, ProtocolError(problem, server=self.address))
             return
         if event.HasField("finish"):
-            finish = conversion.finish(event.finish)
+            finish = finish_from_proto(event.finish)
             if finish is None:
                 problem = f"{self.address}: a sequence ended for no known reason: {event.finish}"
                 self._forget(attempt)
@@ -242,7 +244,7 @@ class Stream:
     def _weights(self, message: common_pb2.WeightTag) -> WeightTag:
         # One object for equal tags, so that pieces can compare them by identity.
         if self._tag is None or self._tag[0] != message:
-            self._tag = (message, conversion.weight_tag(message))
+            self._tag = (message, weight_tag_from_proto(message))
         return self._tag[1]
 
     def _give_up(self, attempt: Attempt, error: RollwireError) -> None:

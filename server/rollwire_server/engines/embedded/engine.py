@@ -18,19 +18,11 @@ from rollwire_server.engines.embedded.startup import start_runner
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from rollwire.types import KvPolicy, SleepingWeights, WeightTag
     from rollwire_transport import Manifest, TensorSpec
     from torch import Tensor
 
-    from rollwire_server.engines.base import (
-        Applied,
-        EngineInfo,
-        KvPolicy,
-        SequenceSpec,
-        Sink,
-        SleepingWeights,
-        StagedUpdate,
-        WeightTag,
-    )
+    from rollwire_server.engines.base import Applied, EngineInfo, SequenceSpec, Sink, StagedUpdate
     from rollwire_server.engines.embedded.config import EmbeddedConfig
     from rollwire_server.engines.embedded.runner import Runner
 

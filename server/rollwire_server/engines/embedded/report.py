@@ -19,9 +19,9 @@ from rollwire_server.engines.base import (
 
 if TYPE_CHECKING:
     import numpy as np
+    from rollwire.types import WeightTag
     from torch import Tensor
 
-    from rollwire_server.engines.base import WeightTag
     from rollwire_server.engines.embedded.sampling import Sampled
     from rollwire_server.engines.embedded.slots import SlotTable
 

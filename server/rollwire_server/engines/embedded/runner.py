@@ -10,17 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from rollwire.types import KvPolicy, WeightTag
 from rollwire_transport import sum_digests
 
 from rollwire_server.engines.allocating import allocating
-from rollwire_server.engines.base import (
-    Applied,
-    EngineError,
-    KvPolicy,
-    Load,
-    TornWeightsError,
-    WeightTag,
-)
+from rollwire_server.engines.base import Applied, EngineError, Load, TornWeightsError
 from rollwire_server.engines.embedded.batch import Chunk, pack
 from rollwire_server.engines.embedded.failures import Failures
 from rollwire_server.engines.embedded.report import Report, read_prompt, read_tokens
@@ -32,10 +26,11 @@ from rollwire_server.engines.embedded.weights import Weights
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from rollwire.types import SleepingWeights
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from rollwire_server.engines.base import SequenceSpec, SleepingWeights, Step
+    from rollwire_server.engines.base import SequenceSpec, Step
     from rollwire_server.engines.embedded.kv_cache import KvCache
     from rollwire_server.engines.embedded.model import Model
     from rollwire_server.engines.embedded.report import Tokens

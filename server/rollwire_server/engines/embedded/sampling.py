@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-
-from rollwire_server.engines.base import LogprobBasis
+from rollwire.types import LogprobBasis
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from rollwire.types import LogprobBasis
 
-from rollwire_server.engines.base import EngineError, EngineInfo, LogprobBasis
+from rollwire_server.engines.base import EngineError, EngineInfo
 from rollwire_server.engines.embedded.checkpoint import first_line, read_model
 from rollwire_server.engines.embedded.probe import probe
 from rollwire_server.engines.embedded.runner import Runner

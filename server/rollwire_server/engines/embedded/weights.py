@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from rollwire.types import SleepingWeights
 from rollwire_transport import describe_all, tensor_digests
 
 from rollwire_server.engines.allocating import allocating
-from rollwire_server.engines.base import EngineError, SleepingWeights, TornWeightsError
+from rollwire_server.engines.base import EngineError, TornWeightsError
 from rollwire_server.engines.embedded.staging import StagingPlace, memory_like
 from rollwire_server.engines.embedded.tensors import checkpoint_tensors
 from rollwire_server.engines.grouped_copy import copy_all

@@ -10,19 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from rollwire.types import KvPolicy, LogprobBasis, SleepingWeights, WeightTag
 
-from rollwire_server.engines.base import (
-    Applied,
-    EngineError,
-    EngineInfo,
-    KvPolicy,
-    Load,
-    LogprobBasis,
-    SequenceSpec,
-    SleepingWeights,
-    Step,
-    WeightTag,
-)
+from rollwire_server.engines.base import Applied, EngineError, EngineInfo, Load, SequenceSpec, Step
 from rollwire_server.engines.sglang.bridge import Bridge
 from rollwire_server.engines.sglang.checkpoint import check_folder
 from rollwire_server.engines.sglang.sequences import Sequences

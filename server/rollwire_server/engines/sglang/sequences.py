@@ -15,12 +15,13 @@ from rollwire_server.engines.base import (
     SequenceSpec,
     Step,
     TopLogprobs,
-    WeightTag,
 )
 from rollwire_server.engines.sglang.messages import Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from rollwire.types import WeightTag
 
     from rollwire_server.engines.base import RoutedExperts
     from rollwire_server.engines.sglang.messages import Chunk

@@ -17,10 +17,10 @@ from rollwire_client._wording import update_text
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
+    from rollwire.types import KvPolicy
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from rollwire_client._data import KvPolicy
     from rollwire_client._publishing.publish_handle import PublishHandle
     from rollwire_client._publishing.publisher import Publisher
     from rollwire_client._publishing.report import PublishReport
