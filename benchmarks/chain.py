@@ -28,8 +28,8 @@ from rollwire_transport import (
     Receiver,
     Sender,
     describe_all,
-    join,
-    open_meeting,
+    join_group,
+    open_rendezvous,
     plan,
 )
 from rollwire_transport._links import ucx
@@ -110,9 +110,9 @@ def publish(names: list[str], manifest: Manifest, weights: dict[str, torch.Tenso
         process.start()
     trainer, *receivers = [ours for ours, _ in pipes]
     try:
-        (meeting,) = answers([trainer], TIMEOUT)
+        (rendezvous,) = answers([trainer], TIMEOUT)
         for pipe in receivers:
-            pipe.send(meeting)
+            pipe.send(rendezvous)
         (told,) = answers([trainer], TIMEOUT)
         seconds, digest = told  # type: ignore[misc]
         assert answers(receivers, TIMEOUT) == [digest] * len(receivers)
@@ -135,18 +135,18 @@ def member(
     enter(name)
     if rank == 0:
         epoch = secrets.token_hex()
-        meeting = open_meeting("ucx", epoch=epoch, world_size=world_size, host="10.77.0.1")
-        pipe.send((epoch, meeting.rendezvous))
-        link = meeting.form(TIMEOUT)
+        rendezvous = open_rendezvous("ucx", epoch=epoch, world_size=world_size, host="10.77.0.1")
+        pipe.send((epoch, rendezvous.address))
+        link = rendezvous.form_group(TIMEOUT)
         sender = Sender(manifest)
         start = time.perf_counter()
         sender.send(link, weights.items, bucket_timeout=TIMEOUT)
         pipe.send((time.perf_counter() - start, sender.digest))
-        meeting.close()
+        rendezvous.close()
     else:
         epoch, rendezvous = pipe.recv()
         destination = staged(manifest, torch.device("cpu"))
-        link = join(
+        link = join_group(
             "ucx",
             epoch=epoch,
             rank=rank,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from rollwire_transport import lay, room
+from rollwire_transport import packed_nbytes, packed_views
 
 if TYPE_CHECKING:
     import argparse
@@ -182,4 +182,4 @@ def machine(device: str) -> str:
 def staged(manifest: Manifest, device: torch.device) -> dict[str, torch.Tensor]:
     """Memory for what a manifest sends, as servers lay it: in one, and touched."""
     sent = [spec for spec in manifest.tensors if spec.alias_of is None]
-    return lay(sent, torch.zeros(room(sent), dtype=torch.uint8, device=device))
+    return packed_views(sent, torch.zeros(packed_nbytes(sent), dtype=torch.uint8, device=device))

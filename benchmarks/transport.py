@@ -31,11 +31,11 @@ from rollwire_transport import (
     Sender,
     available_backends,
     describe_all,
-    join,
-    open_meeting,
+    join_group,
+    open_rendezvous,
     plan,
 )
-from rollwire_transport._digest import summing
+from rollwire_transport._digest import compile_sums
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,7 +76,7 @@ def main() -> None:
     copied = torch.cat([*weights.values()][:32])  # more than caches hold
     rate = 2 * copied.nbytes / seconds_of(copied.clone().copy_, copied, arguments.rounds)
     print(f"{'bare copy, read and written':28}{'':>10}{rate / 1e9:8.2f}")
-    sums = summing(list(weights.values()))
+    sums = compile_sums(list(weights.values()))
     rate = size / seconds_of(lambda _: sums().tolist(), copied, arguments.rounds)
     print(f"{'digest of all':28}{'':>10}{rate / 1e9:8.2f}")
     for receivers in counts:
@@ -205,10 +205,10 @@ def send_weights(
     """Sends the weights in a group of their own, and compares the digests."""
     epoch, world_size = secrets.token_hex(), len(pipes) + 1
     device = next(iter(weights.values())).device
-    meeting = open_meeting(backend, epoch=epoch, world_size=world_size, device=device)
+    rendezvous = open_rendezvous(backend, epoch=epoch, world_size=world_size, device=device)
     for pipe in pipes:
-        pipe.send((backend, manifest, epoch, world_size, meeting.rendezvous))
-    link = meeting.form(TIMEOUT)
+        pipe.send((backend, manifest, epoch, world_size, rendezvous.address))
+    link = rendezvous.form_group(TIMEOUT)
     answers(pipes)
     sender = Sender(manifest)
     start = time.perf_counter()
@@ -216,7 +216,7 @@ def send_weights(
     elapsed = time.perf_counter() - start
     assert answers(pipes) == [sender.digest] * len(pipes)
     link.close()
-    meeting.close()
+    rendezvous.close()
     return elapsed
 
 
@@ -230,7 +230,7 @@ def receive_weights(pipe: Connection, rank: int, device: torch.device, *, busy: 
         if not destination:
             destination = staged(manifest, device)
         receiver = Receiver(manifest, destination)
-        link = join(
+        link = join_group(
             backend,
             epoch=epoch,
             rank=rank,

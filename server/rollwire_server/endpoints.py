@@ -105,14 +105,14 @@ class Endpoints:
             await self._page.close()
 
 
-def transfers_listen(settings: ServerSettings) -> transport.Listening:
+def transfers_listen(settings: ServerSettings) -> transport.ListenOptions:
     """Where weight transfers listen, once they are under way.
 
     Raises:
         EndpointError: The address is not this machine's, or no backend can be kept to it.
     """
     if (told := settings.transport_listen) is None:
-        return transport.Listening()
+        return transport.ListenOptions()
     host, ports = split_listening(told)
     if host is not None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -122,7 +122,7 @@ def transfers_listen(settings: ServerSettings) -> transport.Listening:
             raise EndpointError(
                 f"--transport-listen is {told}: {host} is no address of this machine"
             ) from error
-    listening = transport.Listening(host, ports)
+    listening = transport.ListenOptions(host, ports)
     backends = transport.available_backends(listening).values()
     if not any(backend.ok for backend in backends):
         reasons = "; ".join(backend.reason for backend in backends)

@@ -169,7 +169,7 @@ class RolloutServer:
         weights = await self._engine.start(self._server_id, self._sequences)
         await updates.served.loaded(weights)
         device = self._engine.describe().device
-        await asyncio.to_thread(transport.prepare, device, self._listening)
+        await asyncio.to_thread(transport.warm_up, device, self._listening)
         if self._stopping.is_set():  # a signal came, or the engine died: it never serves
             return
         gc.collect()

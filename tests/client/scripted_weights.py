@@ -179,7 +179,7 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
             await refuse(context, grpc.StatusCode.ABORTED, "TRANSPORT_FAILED", "as scripted")
         try:
             update.link = await asyncio.to_thread(
-                transport.join,
+                transport.join_group,
                 request.backend,
                 epoch=request.epoch,
                 rank=request.ranks[0],

@@ -162,14 +162,14 @@ async def _joining(api: Api) -> list[Awaitable[object]]:
     """A server in a group of which the others never come."""
     change = Update(api, await random_weights(api, 1), 1)
     await change.announce()
-    meeting = transport.open_meeting("gloo", epoch="e", world_size=3)
+    rendezvous = transport.open_rendezvous("gloo", epoch="e", world_size=3)
 
     async def join() -> None:
-        with contextlib.closing(meeting):
-            await change.join("e", meeting.rendezvous, world_size=3)
+        with contextlib.closing(rendezvous):
+            await change.join("e", rendezvous.address, world_size=3)
 
     joining = asyncio.create_task(join())
-    port = int(meeting.rendezvous.rpartition(":")[2])
+    port = int(rendezvous.address.rpartition(":")[2])
 
     async def has_come() -> bool:
         return is_connected(os.getpid(), port)

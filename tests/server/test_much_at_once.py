@@ -217,7 +217,7 @@ async def test_what_many_ask_for_at_once_is_done_once(monkeypatch: pytest.Monkey
         await served.loaded(sequences.tag)
         updates = Updates(
             engine, state, served, ServerCounters(), tasks, frozen=False, bucket_timeout=1,
-            listening=transport.Listening(),
+            listening=transport.ListenOptions(),
         )  # fmt: skip
         service = WeightService(engine, state, updates, ServerCounters())
         ready = asyncio.Event()

@@ -46,7 +46,7 @@ async def run(
     def prepare(*_: object) -> None:
         asyncio.run_coroutine_threadsafe(preparing(server), loop).result(20)
 
-    monkeypatch.setattr(rollwire_transport, "prepare", prepare)
+    monkeypatch.setattr(rollwire_transport, "warm_up", prepare)
     with structlog.testing.capture_logs() as lines:
         try:
             async with asyncio.timeout(60):

@@ -103,16 +103,19 @@ def fails(*flags: str) -> tuple[int, str]:
 
 def test_who_is_found_by_an_interface_is_not_kept_to_an_address() -> None:
     """What NCCL and UCX say where there are any."""
-    bound, anywhere = transport.Listening("127.0.0.1"), transport.Listening(ports=(1, 65535))
+    bound, anywhere = (
+        transport.ListenOptions("127.0.0.1"),
+        transport.ListenOptions(ports=(1, 65535)),
+    )
     assert "NCCL_SOCKET_IFNAME" in bound.needs_no_host("nccl", "NCCL_SOCKET_IFNAME")
     assert not anywhere.needs_no_host("ucx", "UCX_NET_DEVICES")
     assert not anywhere.needs_system_ports("nccl")
-    refused = transport.available_backends(transport.Listening(ports=(1, 16)))["gloo"]
+    refused = transport.available_backends(transport.ListenOptions(ports=(1, 16)))["gloo"]
     assert not refused.ok
     with pytest.raises(transport.TransportError, match="gloo cannot be used: gloo takes ports"):
-        transport.join(
+        transport.join_group(
             "gloo", epoch="e", rank=1, world_size=2, rendezvous="127.0.0.1:1", timeout=1,
-            listening=transport.Listening(ports=(1, 16)),
+            listen=transport.ListenOptions(ports=(1, 16)),
         )  # fmt: skip
 
 
@@ -139,10 +142,10 @@ async def opened_by_a_group(
         change = Update(api, await random_weights(api, 1), 1)
         await change.announce()
         epoch = uuid.uuid4().hex
-        meeting = transport.open_meeting(backend, epoch=epoch, world_size=2, host=trainer)
+        rendezvous = transport.open_rendezvous(backend, epoch=epoch, world_size=2, host=trainer)
         try:
-            joining = asyncio.create_task(change.join(epoch, meeting.rendezvous, backend=backend))
-            link = await asyncio.to_thread(meeting.form, SECONDS)
+            joining = asyncio.create_task(change.join(epoch, rendezvous.address, backend=backend))
+            link = await asyncio.to_thread(rendezvous.form_group, SECONDS)
             await joining
             opened = listeners(server.process.pid) - before
             await asyncio.to_thread(
@@ -150,7 +153,7 @@ async def opened_by_a_group(
             )
             await asyncio.to_thread(link.close)
         finally:
-            meeting.close()
+            rendezvous.close()
         assert (await change.commit()).weights.version == 1
     return opened
 

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from rollwire_transport import Receiver, TensorSpec, TransportError, TransportTimeout, join, plan
+from rollwire_transport import (
+    Receiver,
+    TensorSpec,
+    TransportError,
+    TransportTimeout,
+    join_group,
+    plan,
+)
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -78,7 +85,7 @@ def serve(pipe: Connection) -> None:
 def obey(order: Order, receiver: Receiver) -> Answer:
     answer = Answer()
     try:
-        link = join(
+        link = join_group(
             "ucx",
             epoch=order.epoch,
             rank=order.rank,

@@ -63,7 +63,7 @@ async def updating() -> AsyncIterator[Room]:
         await served.loaded(WeightTag(None, 0, "server", digest))
         updates = Updates(
             engine, state, served, counters, tasks,
-            frozen=False, bucket_timeout=5, listening=transport.Listening("127.0.0.1"),
+            frozen=False, bucket_timeout=5, listening=transport.ListenOptions("127.0.0.1"),
         )  # fmt: skip
         memory = Memory(engine, state, sequences, updates, tasks)
         state.attach(engine)

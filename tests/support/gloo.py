@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from rollwire_transport import (
     Link,
-    Meeting,
     Receiver,
+    Rendezvous,
     Sender,
     describe_all,
-    join,
-    open_meeting,
+    join_group,
+    open_rendezvous,
     plan,
 )
 
@@ -30,32 +30,32 @@ TIMEOUT = 20.0  # seconds that nothing should take, on a machine that is busy wi
 @contextlib.contextmanager
 def group(epoch: str = "epoch", receivers: int = 1) -> Iterator[list[Link]]:
     """The links of all ranks of a group, in this process."""
-    meeting = open_meeting("gloo", epoch=epoch, world_size=receivers + 1)
+    rendezvous = open_rendezvous("gloo", epoch=epoch, world_size=receivers + 1)
     links: list[Link] = []
     try:
         with ThreadPoolExecutor(receivers) as pool:
             joining = [
-                pool.submit(join_meeting, meeting, epoch, rank, receivers + 1)
+                pool.submit(join_meeting, rendezvous, epoch, rank, receivers + 1)
                 for rank in range(1, receivers + 1)
             ]
-            links.append(meeting.form(TIMEOUT))
+            links.append(rendezvous.form_group(TIMEOUT))
             links += [future.result() for future in joining]
         yield links
     finally:
         for link in links:
             link.close()
-        meeting.close()
+        rendezvous.close()
 
 
 def join_meeting(
-    meeting: Meeting, epoch: str, rank: int, world_size: int, timeout: float = TIMEOUT
+    rendezvous: Rendezvous, epoch: str, rank: int, world_size: int, timeout: float = TIMEOUT
 ) -> Link:
-    return join(
+    return join_group(
         "gloo",
         epoch=epoch,
         rank=rank,
         world_size=world_size,
-        rendezvous=meeting.rendezvous,
+        rendezvous=rendezvous.address,
         timeout=timeout,
     )
 

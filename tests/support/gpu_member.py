@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 import torch
-from rollwire_transport import Receiver, Sender, describe_all, join, open_meeting, plan
+from rollwire_transport import Receiver, Sender, describe_all, join_group, open_rendezvous, plan
 from rollwire_transport._tensors import as_bytes
 
 TIMEOUT = 60.0
@@ -34,7 +34,7 @@ def receive(device: torch.device, mib: int, *group: str) -> None:
     manifest = plan(describe_all(wanted), bucket_bytes=BUCKET_BYTES)
     got = {name: torch.empty_like(tensor) for name, tensor in wanted.items()}
     receiver = Receiver(manifest, got)
-    link = join(
+    link = join_group(
         "nccl",
         epoch=epoch,
         rank=int(rank),
@@ -56,9 +56,9 @@ def receive(device: torch.device, mib: int, *group: str) -> None:
 def send(device: torch.device, mib: int, epoch: str, world_size: str) -> None:
     tensors = weights(mib, device)
     sender = Sender(plan(describe_all(tensors), bucket_bytes=BUCKET_BYTES))
-    meeting = open_meeting("nccl", epoch=epoch, world_size=int(world_size), device=device)
-    print(meeting.rendezvous, flush=True)  # noqa: T201 - as above
-    link = meeting.form(TIMEOUT)
+    rendezvous = open_rendezvous("nccl", epoch=epoch, world_size=int(world_size), device=device)
+    print(rendezvous.address, flush=True)  # noqa: T201 - as above
+    link = rendezvous.form_group(TIMEOUT)
     try:
         sender.send(link, tensors.items, bucket_timeout=TIMEOUT)
     finally:

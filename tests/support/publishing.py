@@ -99,12 +99,12 @@ class Update:
     async def transfer(self, first_bucket: int = 0) -> None:
         """A group, and every bucket over it; until STAGED."""
         epoch = uuid.uuid4().hex
-        meeting = transport.open_meeting("gloo", epoch=epoch, world_size=2)
+        rendezvous = transport.open_rendezvous("gloo", epoch=epoch, world_size=2)
         try:
             joining = asyncio.create_task(
-                self.join(epoch, meeting.rendezvous, first_bucket=first_bucket)
+                self.join(epoch, rendezvous.address, first_bucket=first_bucket)
             )
-            link = await asyncio.to_thread(meeting.form, SECONDS)
+            link = await asyncio.to_thread(rendezvous.form_group, SECONDS)
             await joining
             await asyncio.to_thread(
                 self.sender.send,
@@ -115,7 +115,7 @@ class Update:
             )
             await asyncio.to_thread(link.close)
         finally:
-            meeting.close()
+            rendezvous.close()
         await self.until(weights_pb2.UPDATE_PHASE_STAGED)
         assert self.last.digest == self.sender.digest
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from hypothesis import strategies as st
-from rollwire_transport import lay, room
+from rollwire_transport import packed_nbytes, packed_views
 from rollwire_transport._tensors import DTYPES
 from torch import Tensor
 
@@ -55,7 +55,7 @@ def weights(draw: st.DrawFn) -> dict[str, Tensor]:
 def room_in_one(manifest: Manifest) -> dict[str, Tensor]:
     """As ``room_for``, in one memory as in the buckets."""
     sent = [spec for spec in manifest.tensors if spec.alias_of is None]
-    return lay(sent, torch.full((room(sent),), 99, dtype=torch.uint8))
+    return packed_views(sent, torch.full((packed_nbytes(sent),), 99, dtype=torch.uint8))
 
 
 def content(tensor: Tensor) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 import torch
-from rollwire_transport import Receiver, TensorSpec, join, plan
+from rollwire_transport import Receiver, TensorSpec, join_group, plan
 
 
 def main() -> None:
@@ -16,7 +16,7 @@ def main() -> None:
     rank, world_size, size, bucket_bytes = map(int, numbers)
     manifest = plan([TensorSpec("w", "uint8", (size,))], bucket_bytes=bucket_bytes)
     receiver = Receiver(manifest, {"w": torch.zeros(size, dtype=torch.uint8)})
-    link = join(
+    link = join_group(
         "gloo", epoch=epoch, rank=rank, world_size=world_size, rendezvous=rendezvous, timeout=60
     )
     try:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from rollwire_transport import beside
+from rollwire_transport import on_side_stream
 
 LONG = 1 << 33  # clock cycles, some five seconds
 SECONDS = 60
@@ -15,8 +15,8 @@ SECONDS = 60
 def test_without_a_gpu_it_is_the_work_itself() -> None:
     def work() -> None: ...
 
-    assert beside(None, work) is work
-    assert beside(torch.device("cpu"), work) is work
+    assert on_side_stream(None, work) is work
+    assert on_side_stream(torch.device("cpu"), work) is work
 
 
 @pytest.mark.gpu
@@ -28,7 +28,7 @@ def test_it_comes_after_what_was_asked_before_and_waits_for_nothing_else() -> No
         tensor = torch.zeros(1, device=device)
         torch.cuda._sleep(LONG >> 7)
         tensor.fill_(1)
-        work = beside(device, lambda: (torch.cuda.current_device(), tensor.item()))
+        work = on_side_stream(device, lambda: (torch.cuda.current_device(), tensor.item()))
     with torch.cuda.stream(torch.cuda.default_stream(device)):
         torch.cuda._sleep(LONG)
         later = torch.cuda.current_stream(device).record_event()
@@ -47,4 +47,4 @@ def test_what_it_asked_for_is_done_when_it_ends() -> None:
         return torch.cuda.current_stream(device).record_event()
 
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(beside(device, work)).result(SECONDS).query()
+        assert pool.submit(on_side_stream(device, work)).result(SECONDS).query()

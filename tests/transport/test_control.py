@@ -26,13 +26,13 @@ def card(rank: int) -> bytes:
     return bytes([rank] * 16)
 
 
-class Meeting:
+class Gathered:
     """A gathering under way, and those who call it."""
 
     def __init__(self, world_size: int, timeout: float) -> None:
         self._pool = ThreadPoolExecutor()
         self._gathering = Gathering("epoch", world_size, "127.0.0.1", 0)
-        self.rendezvous = self._gathering.rendezvous
+        self.rendezvous = self._gathering.address
         self.given_up = threading.Event()
         self.gathered = self._pool.submit(self._gathering.gather, card(0), timeout)
 
@@ -56,8 +56,8 @@ class Meeting:
 
 
 @contextlib.contextmanager
-def meeting(world_size: int = 3, timeout: float = TIMEOUT) -> Iterator[Meeting]:
-    opened = Meeting(world_size, timeout)
+def meeting(world_size: int = 3, timeout: float = TIMEOUT) -> Iterator[Gathered]:
+    opened = Gathered(world_size, timeout)
     try:
         yield opened
     finally:

@@ -23,9 +23,9 @@ from rollwire_transport._bucket_header import MAGIC, Sealer
 from rollwire_transport._digest import (
     _sum_words,
     bucket_digest,
+    compile_sums,
     digest_of_sum,
     span_sum,
-    summing,
     tensor_sums,
 )
 from rollwire_transport._manifest import Bucket
@@ -123,7 +123,7 @@ def test_sums_are_of_what_is_there_when_they_are_asked_for(device: str) -> None:
     held = [random_tensor(torch.bfloat16, shape, 1).to(device) for shape in shapes]
     held.append(random_tensor(torch.uint8, (100_003,), 1).to(device)[3:])  # not aligned
     for aligned in (held[:-1], held):
-        sums = summing(aligned)
+        sums = compile_sums(aligned)
         for seed in (2, 3):
             for tensor in aligned:
                 tensor.copy_(random_tensor(tensor.dtype, tuple(tensor.shape), seed))

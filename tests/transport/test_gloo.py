@@ -19,8 +19,8 @@ from rollwire_transport import (
     TransportTimeout,
     available_backends,
     describe_all,
-    join,
-    open_meeting,
+    join_group,
+    open_rendezvous,
     plan,
 )
 from rollwire_transport._links.control_channel import TICKET_BYTES, Gathering, call, card_of_rank
@@ -68,25 +68,25 @@ def test_no_default_group_is_made() -> None:
 
 
 def test_a_member_that_never_joins_is_named_in_bounded_time() -> None:
-    meeting = open_meeting("gloo", epoch="epoch", world_size=3)
+    rendezvous = open_rendezvous("gloo", epoch="epoch", world_size=3)
     start = time.monotonic()
-    with in_thread(lambda: join_meeting(meeting, "epoch", 1, 3)) as joining:
+    with in_thread(lambda: join_meeting(rendezvous, "epoch", 1, 3)) as joining:
         with pytest.raises(TransportTimeout, match="rank 2 did not join") as caught:
-            meeting.form(1.5)
+            rendezvous.form_group(1.5)
         with pytest.raises(TransportError, match="closed before all had joined"):
             joining.result()
-    meeting.close()
+    rendezvous.close()
     assert caught.value.peer == "rank 2"
     assert time.monotonic() - start < TIMEOUT / 2
 
 
 def test_a_meeting_can_be_closed_while_it_waits() -> None:
-    meeting = open_meeting("gloo", epoch="epoch", world_size=3)
+    rendezvous = open_rendezvous("gloo", epoch="epoch", world_size=3)
     with (
-        in_thread(lambda: meeting.form(TIMEOUT)) as forming,
-        in_thread(lambda: join_meeting(meeting, "epoch", 1, 3)) as joining,
+        in_thread(lambda: rendezvous.form_group(TIMEOUT)) as forming,
+        in_thread(lambda: join_meeting(rendezvous, "epoch", 1, 3)) as joining,
     ):
-        threading.Timer(0.1, meeting.close).start()
+        threading.Timer(0.1, rendezvous.close).start()
         for waiting in (forming, joining):
             with pytest.raises(TransportError, match="closed") as caught:
                 waiting.result()
@@ -94,43 +94,46 @@ def test_a_meeting_can_be_closed_while_it_waits() -> None:
 
 
 def test_only_members_who_know_the_epoch_get_in() -> None:
-    meeting = open_meeting("gloo", epoch="secret", world_size=2)
-    with in_thread(lambda: meeting.form(TIMEOUT)) as forming:
+    rendezvous = open_rendezvous("gloo", epoch="secret", world_size=2)
+    with in_thread(lambda: rendezvous.form_group(TIMEOUT)) as forming:
         with pytest.raises(TransportError, match="no group of this epoch") as caught:
-            join_meeting(meeting, "guess", 1, 2)
+            join_meeting(rendezvous, "guess", 1, 2)
         assert caught.value.peer == "rank 0"
-        server = join_meeting(meeting, "secret", 1, 2)
-    for end in (forming.result(), server, meeting):
+        server = join_meeting(rendezvous, "secret", 1, 2)
+    for end in (forming.result(), server, rendezvous):
         end.close()
 
 
 def test_a_rank_that_is_taken_and_another_size_are_refused() -> None:
-    meeting = open_meeting("gloo", epoch="epoch", world_size=3)
-    with in_thread(lambda: meeting.form(TIMEOUT)) as forming, ThreadPoolExecutor(2) as pool:
+    rendezvous = open_rendezvous("gloo", epoch="epoch", world_size=3)
+    with (
+        in_thread(lambda: rendezvous.form_group(TIMEOUT)) as forming,
+        ThreadPoolExecutor(2) as pool,
+    ):
         with pytest.raises(TransportError, match="3 members, this one was told of 2"):
-            join_meeting(meeting, "epoch", 1, 2)
-        twice = [pool.submit(join_meeting, meeting, "epoch", 1, 3) for _ in range(2)]
+            join_meeting(rendezvous, "epoch", 1, 2)
+        twice = [pool.submit(join_meeting, rendezvous, "epoch", 1, 3) for _ in range(2)]
         (refused,), (joining,) = wait(twice, TIMEOUT, FIRST_COMPLETED)
         with pytest.raises(TransportError, match="rank 1 has joined this group already"):
             refused.result()
-        other = join_meeting(meeting, "epoch", 2, 3)
-    for end in (forming.result(), joining.result(), other, meeting):
+        other = join_meeting(rendezvous, "epoch", 2, 3)
+    for end in (forming.result(), joining.result(), other, rendezvous):
         end.close()
 
 
 def test_a_member_that_freezes_once_all_have_come_is_named_in_bounded_time() -> None:
-    meeting = open_meeting("gloo", epoch="epoch", world_size=2)
+    rendezvous = open_rendezvous("gloo", epoch="epoch", world_size=2)
     start = time.monotonic()
-    with in_thread(lambda: meeting.form(1.5)) as forming:
+    with in_thread(lambda: rendezvous.form_group(1.5)) as forming:
         lines, _ = call(
-            "epoch", 1, 2, meeting.rendezvous, card_of_rank(1), TIMEOUT, threading.Event()
+            "epoch", 1, 2, rendezvous.address, card_of_rank(1), TIMEOUT, threading.Event()
         )
         with pytest.raises(TransportTimeout, match="rank 1 joined but cannot be reached") as caught:
             forming.result()
     assert caught.value.peer == "rank 1"
     assert time.monotonic() - start < TIMEOUT / 2
     lines.close()
-    meeting.close()
+    rendezvous.close()
 
 
 @pytest.mark.parametrize("how", ["deadline", "closed"])
@@ -138,12 +141,12 @@ def test_a_trainer_that_freezes_once_all_have_come_is_given_up(how: str) -> None
     gathering, closed = Gathering("epoch", 2, "127.0.0.1", 0), threading.Event()
     start = time.monotonic()
     with in_thread(
-        lambda: join(
+        lambda: join_group(
             "gloo",
             epoch="epoch",
             rank=1,
             world_size=2,
-            rendezvous=gathering.rendezvous,
+            rendezvous=gathering.address,
             timeout=1.5 if how == "deadline" else TIMEOUT,
             closed=closed,
         )
@@ -165,7 +168,7 @@ def test_a_rendezvous_where_nobody_is_fails_at_once() -> None:
         port = server.getsockname()[1]
     start = time.monotonic()
     with pytest.raises(TransportError, match=f"nobody meets at 127.0.0.1:{port}"):
-        join(
+        join_group(
             "gloo", epoch="e", rank=1, world_size=2, rendezvous=f"127.0.0.1:{port}", timeout=TIMEOUT
         )
     assert time.monotonic() - start < TIMEOUT / 2
@@ -173,24 +176,24 @@ def test_a_rendezvous_where_nobody_is_fails_at_once() -> None:
 
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(TransportError, match="host:port"):
-        join("gloo", epoch="e", rank=1, world_size=2, rendezvous="nowhere", timeout=1)
+        join_group("gloo", epoch="e", rank=1, world_size=2, rendezvous="nowhere", timeout=1)
     with pytest.raises(TransportError, match="rank 2 is no receiver's"):
-        join("gloo", epoch="e", rank=2, world_size=2, rendezvous="127.0.0.1:1", timeout=1)
+        join_group("gloo", epoch="e", rank=2, world_size=2, rendezvous="127.0.0.1:1", timeout=1)
     with pytest.raises(ValueError, match="nobody to send to"):
-        open_meeting("gloo", epoch="e", world_size=1)
+        open_rendezvous("gloo", epoch="e", world_size=1)
     with pytest.raises(ValueError, match="no address by which"):
-        open_meeting("gloo", epoch="e", world_size=2, host="0.0.0.0")  # noqa: S104 - is refused
+        open_rendezvous("gloo", epoch="e", world_size=2, host="0.0.0.0")  # noqa: S104 - is refused
     for name, backend in available_backends().items():
         if not backend.ok:
             with pytest.raises(TransportError, match=f"backend {name} cannot be used"):
-                open_meeting(name, epoch="e", world_size=2)
+                open_rendezvous(name, epoch="e", world_size=2)
     with pytest.raises(TransportError, match="there is no backend 'pigeon'"):
-        open_meeting("pigeon", epoch="e", world_size=2)
+        open_rendezvous("pigeon", epoch="e", world_size=2)
 
 
 def test_a_port_in_use_is_an_os_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(OSError, match="in use"):
-        open_meeting("gloo", epoch="e", world_size=2, port=server.getsockname()[1])
+        open_rendezvous("gloo", epoch="e", world_size=2, port=server.getsockname()[1])
 
 
 def test_backends_say_why_they_cannot_be_used() -> None:
@@ -202,14 +205,14 @@ def test_backends_say_why_they_cannot_be_used() -> None:
 
 def test_it_works_over_ipv6() -> None:
     try:
-        meeting = open_meeting("gloo", epoch="epoch", world_size=2, host="::1")
+        rendezvous = open_rendezvous("gloo", epoch="epoch", world_size=2, host="::1")
     except OSError:
         pytest.skip("this machine has no IPv6")
-    assert meeting.rendezvous.startswith("[::1]:")
-    with in_thread(lambda: join_meeting(meeting, "epoch", 1, 2)) as joining:
-        link = meeting.form(TIMEOUT)
+    assert rendezvous.address.startswith("[::1]:")
+    with in_thread(lambda: join_meeting(rendezvous, "epoch", 1, 2)) as joining:
+        link = rendezvous.form_group(TIMEOUT)
         server = joining.result()
     assert isinstance(server, Link)
     transfer(link, server)
-    for end in (link, server, meeting):
+    for end in (link, server, rendezvous):
         end.close()

@@ -24,7 +24,7 @@ from rollwire_transport import (
     TransportError,
     TransportTimeout,
     describe_all,
-    open_meeting,
+    open_rendezvous,
     plan,
 )
 from rollwire_transport._links.gloo_store import Line
@@ -192,17 +192,17 @@ def test_aborts_at_any_moment_end_in_errors_or_success() -> None:
 def test_when_a_member_dies_the_others_go_on_without_it(
     blow: signal.Signals, timeout: float
 ) -> None:
-    meeting = open_meeting("gloo", epoch="first", world_size=4)
+    rendezvous = open_rendezvous("gloo", epoch="first", world_size=4)
     script = Path(__file__).parent.parent / "support" / "transport_member.py"
     size, bucket = str(WEIGHTS["w"].numel()), str(1 << 15)
     victim = subprocess.Popen(
-        [sys.executable, script, meeting.rendezvous, "first", "2", "4", size, bucket]
+        [sys.executable, script, rendezvous.address, "first", "2", "4", size, bucket]
     )
     sender, survivors = Sender(MANIFEST), [receiver(), receiver()]
     try:
         with ThreadPoolExecutor(2) as pool:
-            joining = [pool.submit(join_meeting, meeting, "first", rank, 4) for rank in (1, 3)]
-            trainer = meeting.form(TIMEOUT)
+            joining = [pool.submit(join_meeting, rendezvous, "first", rank, 4) for rank in (1, 3)]
+            trainer = rendezvous.form_group(TIMEOUT)
             servers = [future.result() for future in joining]
             receiving = [
                 pool.submit(r.receive, s, first_bucket=0, bucket_timeout=TIMEOUT)
@@ -223,7 +223,7 @@ def test_when_a_member_dies_the_others_go_on_without_it(
                 with pytest.raises(TransportError):
                     future.result(TIMEOUT)
             assert time.monotonic() - hit_at < TIMEOUT / 2
-        meeting.close()
+        rendezvous.close()
         trainer.close()
         assert all(server.close() for server in servers)  # who go on with the same memory
     finally:
@@ -275,10 +275,10 @@ def test_nothing_is_left_behind() -> None:
                 receiving.result()
 
     def never_form() -> None:
-        meeting = open_meeting("gloo", epoch="epoch", world_size=2)
+        rendezvous = open_rendezvous("gloo", epoch="epoch", world_size=2)
         with pytest.raises(TransportTimeout):
-            meeting.form(0.05)
-        meeting.close()
+            rendezvous.form_group(0.05)
+        rendezvous.close()
 
     def left() -> tuple[int, int]:
         await_hands()

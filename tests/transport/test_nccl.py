@@ -25,8 +25,8 @@ from rollwire_transport import (
     TransportTimeout,
     available_backends,
     describe_all,
-    join,
-    open_meeting,
+    join_group,
+    open_rendezvous,
     plan,
 )
 from support import gpu_member
@@ -68,13 +68,13 @@ def group(
     epoch: str, device: str = THERE, environment: Mapping[str, str] = ELSEWHERE
 ) -> Iterator[tuple[Link, subprocess.Popen[str]]]:
     """Rank 0's link, here, and the process that receives."""
-    meeting = open_meeting("nccl", epoch=epoch, world_size=2, device=HERE)
-    told = ("receive", device, MIB, meeting.rendezvous, epoch, 1, 2)
+    rendezvous = open_rendezvous("nccl", epoch=epoch, world_size=2, device=HERE)
+    told = ("receive", device, MIB, rendezvous.address, epoch, 1, 2)
     with member(*told, environment=environment) as process:
         try:
-            link = meeting.form(TIMEOUT)
+            link = rendezvous.form_group(TIMEOUT)
         finally:
-            meeting.close()
+            rendezvous.close()
         try:
             yield link, process
         finally:
@@ -145,7 +145,7 @@ def test_a_sender_that_dies_is_named_and_the_receiver_goes_on(blow: signal.Signa
     for epoch, dies in (("first", True), ("second", False)):
         with member("send", THERE, MIB, epoch, 2) as process:
             assert process.stdout is not None
-            link = join(
+            link = join_group(
                 "nccl",
                 epoch=epoch,
                 rank=1,
@@ -188,11 +188,11 @@ def test_two_members_on_one_gpu_are_refused() -> None:
 
 
 def test_a_member_that_never_joins_is_named_in_bounded_time() -> None:
-    meeting = open_meeting("nccl", epoch="epoch", world_size=2, device=HERE)
+    rendezvous = open_rendezvous("nccl", epoch="epoch", world_size=2, device=HERE)
     start = time.monotonic()
     with pytest.raises(TransportTimeout, match="rank 1 did not join"):
-        meeting.form(0.3)
-    meeting.close()
+        rendezvous.form_group(0.3)
+    rendezvous.close()
     assert time.monotonic() - start < 5
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollwire_transport import describe_all, padded, plan
-from rollwire_transport._slots import Slots, home
+from rollwire_transport import describe_all, padded_nbytes, plan
+from rollwire_transport._slots import Slots, in_place_view
 from rollwire_transport._tensors import as_bytes
 from support.tensors import room_for, room_in_one, weights
 
@@ -32,7 +32,7 @@ def test_tensors_in_one_memory_are_the_home_of_each_bucket(
     manifest = plan(describe_all(tensors), bucket_bytes=size * 64)
     there = targets(manifest, room_in_one(manifest))
     for number, bucket in enumerate(manifest.buckets):
-        place = home(bucket, there, CPU)
+        place = in_place_view(bucket, there, CPU)
         assert place is not None
         place.fill_(number % 251)
         for span in bucket.spans:
@@ -62,22 +62,22 @@ def one_memory(begin: int, size: int) -> dict[str, Tensor]:
 )
 def test_others_are_no_home(room: dict[str, Tensor]) -> None:
     manifest = three()
-    assert home(manifest.buckets[0], targets(manifest, room), CPU) is None
+    assert in_place_view(manifest.buckets[0], targets(manifest, room), CPU) is None
 
 
 def test_what_fills_up_the_last_tensor_has_to_be_there() -> None:
     manifest = plan(describe_all({"a": torch.zeros(100, dtype=torch.uint8)}), bucket_bytes=128)
     exact = {0: torch.zeros(100, dtype=torch.uint8)}
-    assert home(manifest.buckets[0], exact, CPU) is None
-    filled_up = {0: torch.zeros(padded(100), dtype=torch.uint8)[:100]}
-    assert home(manifest.buckets[0], filled_up, CPU) is not None
+    assert in_place_view(manifest.buckets[0], exact, CPU) is None
+    filled_up = {0: torch.zeros(padded_nbytes(100), dtype=torch.uint8)[:100]}
+    assert in_place_view(manifest.buckets[0], filled_up, CPU) is not None
 
 
 def test_tensors_of_another_device_are_no_home() -> None:
     manifest = three()
     room = one_memory(begin=0, size=192)
-    assert home(manifest.buckets[0], targets(manifest, room), CPU) is not None
-    assert home(manifest.buckets[0], targets(manifest, room), torch.device("meta")) is None
+    assert in_place_view(manifest.buckets[0], targets(manifest, room), CPU) is not None
+    assert in_place_view(manifest.buckets[0], targets(manifest, room), torch.device("meta")) is None
 
 
 def test_buckets_take_turns_and_only_those_without_a_home_share_buffers() -> None:

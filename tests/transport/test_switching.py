@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from rollwire_transport._thread_switching import SECONDS, promptly
+from rollwire_transport._thread_switching import SECONDS, fast_thread_switching
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +27,7 @@ def near(seconds: float) -> object:
 def test_it_is_as_before_once_the_last_has_left(before: float) -> None:
     sys.setswitchinterval(before)
     during = near(min(SECONDS, before))
-    first, second = promptly(), promptly()
+    first, second = fast_thread_switching(), fast_thread_switching()
     first.__enter__()
     assert sys.getswitchinterval() == during
     second.__enter__()
@@ -39,6 +39,6 @@ def test_it_is_as_before_once_the_last_has_left(before: float) -> None:
 
 def test_what_fails_restores_it_too() -> None:
     sys.setswitchinterval(0.005)
-    with pytest.raises(OSError, match="gone"), promptly():
+    with pytest.raises(OSError, match="gone"), fast_thread_switching():
         raise OSError("gone")
     assert sys.getswitchinterval() == near(0.005)

@@ -19,8 +19,8 @@ from rollwire_transport import (
     TransportTimeout,
     available_backends,
     describe_all,
-    join,
-    open_meeting,
+    join_group,
+    open_rendezvous,
     plan,
 )
 from rollwire_transport._links import ucx
@@ -32,7 +32,7 @@ from support.tensors import random_tensor
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rollwire_transport import Meeting
+    from rollwire_transport import Rendezvous
 
 UCX = available_backends()["ucx"]
 pytestmark = pytest.mark.skipif(not UCX.ok, reason=UCX.reason)
@@ -94,14 +94,14 @@ def chain(
 ) -> Iterator[Link]:
     """Rank 0's end of a chain of these."""
     epoch, world_size = secrets.token_hex(), len(receivers) + 1
-    meeting = open_meeting("ucx", epoch=epoch, world_size=world_size)
+    rendezvous = open_rendezvous("ucx", epoch=epoch, world_size=world_size)
     try:
         for rank, member in enumerate(receivers, start=1):
-            place = (epoch, rank, world_size, meeting.rendezvous)
+            place = (epoch, rank, world_size, rendezvous.address)
             member.pipe.send(Order(*place, first_bucket, size, bucket_bytes, timeout))
-        link = meeting.form(START)
+        link = rendezvous.form_group(START)
     finally:
-        meeting.close()
+        rendezvous.close()
     try:
         yield link
     finally:
@@ -197,33 +197,33 @@ def test_a_silent_sender_is_a_timeout_of_one_bucket() -> None:
 
 
 def test_only_members_who_know_the_epoch_get_in() -> None:
-    meeting = open_meeting("ucx", epoch="secret", world_size=2)
-    forming = threading.Thread(target=lambda: form_in_vain(meeting))
+    rendezvous = open_rendezvous("ucx", epoch="secret", world_size=2)
+    forming = threading.Thread(target=lambda: form_in_vain(rendezvous))
     forming.start()
     with pytest.raises(TransportError, match="no group of this epoch"):
-        join(
+        join_group(
             "ucx",
             epoch="guess",
             rank=1,
             world_size=2,
-            rendezvous=meeting.rendezvous,
+            rendezvous=rendezvous.address,
             timeout=TIMEOUT,
         )
-    meeting.close()
+    rendezvous.close()
     forming.join(TIMEOUT)
     assert not forming.is_alive()
 
 
-def form_in_vain(meeting: Meeting) -> None:
+def form_in_vain(rendezvous: Rendezvous) -> None:
     with pytest.raises(TransportError, match="closed"):
-        meeting.form(TIMEOUT)
+        rendezvous.form_group(TIMEOUT)
 
 
 def test_whoever_does_not_join_is_named_in_bounded_time() -> None:
-    meeting = open_meeting("ucx", epoch="epoch", world_size=3)
+    rendezvous = open_rendezvous("ucx", epoch="epoch", world_size=3)
     with pytest.raises(TransportTimeout, match="rank 1, rank 2 did not join"):
-        meeting.form(0.3)
-    meeting.close()
+        rendezvous.form_group(0.3)
+    rendezvous.close()
 
 
 def test_what_is_prepared_leaves_no_thread_or_file() -> None:

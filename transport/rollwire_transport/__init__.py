@@ -9,7 +9,7 @@ schema, ``join``s, and a ``Receiver`` puts what comes into its tensors. When a g
 members that are left form another and go on from the lowest bucket that one of them misses.
 """
 
-from rollwire_transport._bucket_layout import lay, padded, plan, room
+from rollwire_transport._bucket_layout import packed_nbytes, packed_views, padded_nbytes, plan
 from rollwire_transport._digest import sum_digests, tensor_digest, tensor_digests
 from rollwire_transport._errors import (
     DigestMismatch,
@@ -21,20 +21,20 @@ from rollwire_transport._errors import (
 from rollwire_transport._links import (
     Availability,
     Link,
-    Listening,
-    Meeting,
+    ListenOptions,
+    Rendezvous,
     Transfer,
     available_backends,
-    join,
-    open_meeting,
+    join_group,
+    open_rendezvous,
 )
 from rollwire_transport._manifest import Bucket, Encoding, Manifest, Span, TensorSpec
 from rollwire_transport._receiver import Receiver
-from rollwire_transport._sender import Packing, Sender
-from rollwire_transport._side_stream import beside
-from rollwire_transport._tensors import close_source, describe, describe_all, whole
+from rollwire_transport._sender import PackingStatus, Sender
+from rollwire_transport._side_stream import on_side_stream
+from rollwire_transport._tensors import close_source, describe, describe_all, materialize
 from rollwire_transport._validation import MAX_DIMENSIONS, ManifestError, compare, validate
-from rollwire_transport._warmup import prepare
+from rollwire_transport._warmup import warm_up
 
 __all__ = [
     "MAX_DIMENSIONS",
@@ -43,12 +43,12 @@ __all__ = [
     "DigestMismatch",
     "Encoding",
     "Link",
-    "Listening",
+    "ListenOptions",
     "Manifest",
     "ManifestError",
-    "Meeting",
-    "Packing",
+    "PackingStatus",
     "Receiver",
+    "Rendezvous",
     "Sender",
     "SharedDevice",
     "SourceError",
@@ -58,21 +58,21 @@ __all__ = [
     "TransportError",
     "TransportTimeout",
     "available_backends",
-    "beside",
     "close_source",
     "compare",
     "describe",
     "describe_all",
-    "join",
-    "lay",
-    "open_meeting",
-    "padded",
+    "join_group",
+    "materialize",
+    "on_side_stream",
+    "open_rendezvous",
+    "packed_nbytes",
+    "packed_views",
+    "padded_nbytes",
     "plan",
-    "prepare",
-    "room",
     "sum_digests",
     "tensor_digest",
     "tensor_digests",
     "validate",
-    "whole",
+    "warm_up",
 ]

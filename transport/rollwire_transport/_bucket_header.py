@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rollwire_transport._digest import bucket_digest, kernels, span_sum
+from rollwire_transport._digest import bucket_digest, span_sum, triton_kernels
 from rollwire_transport._errors import DigestMismatch, TransportError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Sealer:
             for begin, bucket in zip(begins, buckets, strict=True)
         ]
         self._sets = None
-        if buckets and (gpu := kernels(device.type)) is not None:
+        if buckets and (gpu := triton_kernels(device.type)) is not None:
             self._sets = gpu.Sets(
                 [
                     [gpu.Run(s.bucket_offset, s.length, s.tensor_offset // 8) for s in b.spans]

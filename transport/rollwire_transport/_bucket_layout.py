@@ -18,29 +18,29 @@ _SMALLEST, _LARGEST = 64 << 20, 256 << 20
 _BUCKETS = 64
 
 
-def padded(size: int) -> int:
+def padded_nbytes(size: int) -> int:
     """The bytes that ``size`` ones of a tensor take in a bucket, with what fills them up."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def room(specs: Iterable[TensorSpec]) -> int:
+def packed_nbytes(specs: Iterable[TensorSpec]) -> int:
     """The bytes that tensors take one after the other."""
-    return sum(padded(nbytes(spec)) for spec in specs)
+    return sum(padded_nbytes(nbytes(spec)) for spec in specs)
 
 
-def lay(specs: Iterable[TensorSpec], memory: Tensor) -> dict[str, Tensor]:
+def packed_views(specs: Iterable[TensorSpec], memory: Tensor) -> dict[str, Tensor]:
     """Tensors one after the other in a memory, as in the buckets of a plan: those come straight
     into them.
 
     Args:
         specs: In the plan's order, without aliases.
-        memory: uint8, one-dimensional, ``room`` for them, beginning as any allocation does.
+        memory: uint8, one-dimensional, of ``packed_nbytes``, aligned as any allocation is.
     """
     tensors, begin = {}, 0
     for spec in specs:
         piece = memory[begin : begin + nbytes(spec)]
         tensors[spec.name] = piece.view(DTYPES[spec.dtype]).view(spec.shape)
-        begin += padded(nbytes(spec))
+        begin += padded_nbytes(nbytes(spec))
     return tensors
 
 
@@ -67,7 +67,7 @@ def plan(
     check_tensors(tensors)
     if bucket_bytes is None:
         share = sum(nbytes(t) for t in tensors if t.alias_of is None) // _BUCKETS
-        bucket_bytes = min(max(padded(share), _SMALLEST), _LARGEST)
+        bucket_bytes = min(max(padded_nbytes(share), _SMALLEST), _LARGEST)
     ordered = sorted(tensors, key=lambda t: t.alias_of is not None)
     buckets: list[Bucket] = []
     spans: list[Span] = []
@@ -87,7 +87,7 @@ def plan(
             length = min(size - offset, bucket_bytes - used)
             spans.append(Span(index, offset, used, length))
             offset += length
-            used += padded(length)
+            used += padded_nbytes(length)
             if used == bucket_bytes:
                 close_bucket()
     if spans:

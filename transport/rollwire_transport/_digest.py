@@ -114,15 +114,15 @@ def tensor_sums(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of each tensor, int64 on their device, without waiting for it: ``digest_of_sum``
     makes digests of them later. All are dense and on one device.
     """
-    return summing(tensors)()
+    return compile_sums(tensors)()
 
 
-def summing(tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
+def compile_sums(tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
     """What gives the sums of tensors, as ``tensor_sums``, of what is in them when it is called.
 
     They stay where they are; on a GPU each call is one launch then, however many they are.
     """
-    gpu = kernels(tensors[0].device.type)
+    gpu = triton_kernels(tensors[0].device.type)
     if gpu is None or not all(t.is_contiguous() and t.data_ptr() % 8 == 0 for t in tensors):
         return lambda: torch.stack([_tensor_sum(tensor) for tensor in tensors])
     held = [as_bytes(tensor) for tensor in tensors]
@@ -162,7 +162,7 @@ def bucket_digest(index: int, sums: Sequence[int]) -> int:
 
 
 @functools.cache
-def kernels(device_type: str) -> ModuleType | None:
+def triton_kernels(device_type: str) -> ModuleType | None:
     """The module with those for a kind of device, if there are any."""
     if device_type != "cuda":
         return None

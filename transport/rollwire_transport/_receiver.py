@@ -16,9 +16,9 @@ from rollwire_transport._bucket_header import HEADER, MAGIC, Sealer, check_heade
 from rollwire_transport._errors import TransportError, TransportTimeout
 from rollwire_transport._host_copy import HostCopy
 from rollwire_transport._ledger import Ledger
-from rollwire_transport._slots import Slots, home
+from rollwire_transport._slots import Slots, in_place_view
 from rollwire_transport._tensors import as_bytes, describe
-from rollwire_transport._thread_switching import promptly
+from rollwire_transport._thread_switching import fast_thread_switching
 from rollwire_transport._validation import ManifestError, validate
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ class Receiver:
     Args:
         manifest: The layout of the update.
         destination: A contiguous tensor for each name that is sent (aliases may be left out), on
-            any device. Holds garbage until ``complete``. Buckets come straight into tensors that
-            lie in one memory as in the buckets (see ``lay``), on the link's device; what fills them
-            up there is overwritten.
+            any device. Holds garbage until ``complete``. Where tensors lie in one memory on the
+            link's device as in the buckets (see ``packed_views``), buckets are received in place,
+            and padding between the tensors is overwritten.
 
     Raises:
         ManifestError: The manifest is not valid, or the destination does not fit it.
@@ -98,7 +98,7 @@ class Receiver:
             TransportError: The sender, or a relay before this end, failed.
         """
         try:
-            with promptly(), link.lane():
+            with fast_thread_switching(), link.lane():
                 self._receive(link, first_bucket, bucket_timeout)
             link.finish(bucket_timeout)
             self._ledger.settle()
@@ -108,7 +108,7 @@ class Receiver:
             traceback.clear_frames(error.__traceback__)
             raise
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Lets go of the destination, into which nothing can be received any more."""
         self._targets = {}
 
@@ -182,7 +182,7 @@ class Receiver:
         """
         device = torch.empty(0, device=device).device  # with its index
         return [
-            None if index < self._next_bucket else home(bucket, self._targets, device)
+            None if index < self._next_bucket else in_place_view(bucket, self._targets, device)
             for index, bucket in enumerate(self._manifest.buckets[first:], start=first)
         ]
 

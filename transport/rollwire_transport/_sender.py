@@ -19,8 +19,15 @@ from rollwire_transport._bucket_header import HEADER, Sealer
 from rollwire_transport._errors import SourceError, TransportError
 from rollwire_transport._host_copy import HostCopy
 from rollwire_transport._ledger import Ledger
-from rollwire_transport._tensors import DTYPES, as_bytes, close_source, describe, nbytes, whole
-from rollwire_transport._thread_switching import promptly
+from rollwire_transport._tensors import (
+    DTYPES,
+    as_bytes,
+    close_source,
+    describe,
+    materialize,
+    nbytes,
+)
+from rollwire_transport._thread_switching import fast_thread_switching
 from rollwire_transport._validation import ManifestError, validate
 
 if TYPE_CHECKING:
@@ -34,7 +41,7 @@ _BUFFERS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class PackingStatus:
     """A bucket that is being packed.
 
     Attributes:
@@ -61,7 +68,7 @@ class Sender:
         validate(manifest)
         self._manifest = manifest
         self._ledger = Ledger(manifest)
-        self.packing: Packing | None = None
+        self.packing: PackingStatus | None = None
 
     @property
     def digests(self) -> dict[str, int]:
@@ -113,7 +120,7 @@ class Sender:
             raise ValueError(f"first_bucket is {first_bucket}, there are {len(buckets)} buckets")
         reader = _Reader(self._manifest, source, self._ask, stop or threading.Event())
         try:
-            with promptly(), link.lane():
+            with fast_thread_switching(), link.lane():
                 self._send(link, reader, first_bucket, bucket_timeout, progress or (lambda _: None))
             link.finish(bucket_timeout)
             self._ledger.settle()
@@ -145,7 +152,7 @@ class Sender:
             bucket = packed.popleft()
             # A device may have been told only to gather and to copy so far. What a slow link took
             # before is not the source's time.
-            self.packing = Packing(bucket.tensor, time.monotonic())
+            self.packing = PackingStatus(bucket.tensor, time.monotonic())
             self._ledger.enter(bucket.index, bucket.record.read()[HEADER:])
             self.packing = None
 
@@ -166,7 +173,7 @@ class Sender:
                 else:
                     buffer = land()
                 payload = buffer[: bucket.size]
-                self.packing = Packing(reader.tensor_of(bucket.spans[0]), time.monotonic())
+                self.packing = PackingStatus(reader.tensor_of(bucket.spans[0]), time.monotonic())
                 reader.pack(bucket, payload)
                 record = sealer.seal(index, payload)
                 packed.append(_Packed(index, self.packing.tensor, HostCopy(record)))
@@ -182,7 +189,7 @@ class Sender:
     def _ask(self, tensor: str) -> None:
         """Notes what the source is asked for."""
         if self.packing is not None:
-            self.packing = Packing(tensor, self.packing.since)
+            self.packing = PackingStatus(tensor, self.packing.since)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +288,7 @@ class _Reader:
         spec, given = self._specs[self._index], self._given
         self._given = None
         with _told(spec.name):
-            tensor = whole(given)
+            tensor = materialize(given)
             del given
         try:
             found = describe(spec.name, tensor)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def beside(device: torch.device | None, work: Callable[[], T]) -> Callable[[], T]:
+def on_side_stream(device: torch.device | None, work: Callable[[], T]) -> Callable[[], T]:
     """``work`` on ``device``, on a stream of its own.
 
     What this thread has asked of its current stream so far is waited for there; what ``work`` asks

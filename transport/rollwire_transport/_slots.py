@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rollwire_transport._bucket_header import HEADER
-from rollwire_transport._bucket_layout import padded
+from rollwire_transport._bucket_layout import padded_nbytes
 from rollwire_transport._validation import ALIGNMENT
 
 if TYPE_CHECKING:
@@ -94,7 +94,9 @@ class Slots:
         self._free.append(slot.buffer)
 
 
-def home(bucket: Bucket, targets: Mapping[int, Tensor], device: torch.device) -> Tensor | None:
+def in_place_view(
+    bucket: Bucket, targets: Mapping[int, Tensor], device: torch.device
+) -> Tensor | None:
     """The memory of a bucket's tensors as one, if they lie on ``device`` as they do in the bucket,
     with what fills the last one up: digests read it.
 
@@ -115,7 +117,7 @@ def home(bucket: Bucket, targets: Mapping[int, Tensor], device: torch.device) ->
     if len(begins) > 1:
         return None
     ((address, begin),) = begins
-    inside = 0 <= begin <= base.untyped_storage().nbytes() - padded(bucket.size)
+    inside = 0 <= begin <= base.untyped_storage().nbytes() - padded_nbytes(bucket.size)
     if not inside or (address + begin) % ALIGNMENT:
         return None
     return base.as_strided((bucket.size,), (1,), begin)

@@ -76,7 +76,7 @@ def _identity(tensor: Tensor) -> Any:
     return (local.device, pointer, tuple(tensor.shape), *layout)
 
 
-def whole(given: Tensor | Callable[[], Tensor]) -> Tensor:
+def materialize(given: Tensor | Callable[[], Tensor]) -> Tensor:
     """What a source gives, as a tensor that lies here: a function is called, a DTensor gathered,
     which all ranks of its mesh have to do side by side.
     """

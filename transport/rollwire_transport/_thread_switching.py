@@ -24,7 +24,7 @@ class _Switching:
         self._before = 0.0
 
     @contextlib.contextmanager
-    def promptly(self) -> Iterator[None]:
+    def fast_thread_switching(self) -> Iterator[None]:
         """While anybody is in this, threads of the process take turns every ``SECONDS``."""
         with self._lock:
             if not self._asking:
@@ -40,4 +40,4 @@ class _Switching:
                     sys.setswitchinterval(self._before)
 
 
-promptly = _Switching().promptly
+fast_thread_switching = _Switching().fast_thread_switching

@@ -46,7 +46,7 @@ class Receiving:
         tasks: asyncio.TaskGroup,
         *,
         bucket_timeout: float,
-        listening: transport.Listening,
+        listening: transport.ListenOptions,
         move: Callable[[Update, Phase, str], None],
         give_up: Callable[[Update, str], None],
     ) -> None:
@@ -70,7 +70,7 @@ class Receiving:
         update.left = threading.Event()
         try:
             link = await asyncio.to_thread(
-                transport.join,
+                transport.join_group,
                 membership.backend,
                 epoch=membership.epoch,
                 rank=membership.rank,
@@ -79,7 +79,7 @@ class Receiving:
                 timeout=timeout,
                 device=self._engine.describe().device,
                 closed=update.left,
-                listening=self._listening,
+                listen=self._listening,
             )
         except transport.TransportError as error:
             _check_still_wanted(update, membership)

@@ -155,7 +155,7 @@ class Update:
     def let_go(self) -> None:
         """Gives its memory back, whoever still knows of it."""
         self.staged = {}
-        self.receiver.let_go()
+        self.receiver.release()
 
     def end_lease(self) -> None:
         """Its publisher is there, or it is gone itself."""

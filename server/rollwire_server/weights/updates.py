@@ -74,7 +74,7 @@ class Updates:
         *,
         frozen: bool,
         bucket_timeout: float,
-        listening: transport.Listening,
+        listening: transport.ListenOptions,
     ) -> None:
         self._engine = engine
         self._state = state

@@ -90,7 +90,7 @@ def picks_up(announcement: Announcement, current: Update) -> bool:
 
 
 def check_membership(
-    update: Update, membership: Membership, listening: transport.Listening
+    update: Update, membership: Membership, listening: transport.ListenOptions
 ) -> None:
     """Raises ServiceError when a group makes no sense for an update."""
     backends = transport.available_backends(listening)

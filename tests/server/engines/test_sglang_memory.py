@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rollwire_server.engines.loading import cuda_memory
 from rollwire_server.engines.loading.shared_memory import on_devices, on_host, opened, views
 from rollwire_transport import TensorSpec, plan
-from rollwire_transport._slots import home
+from rollwire_transport._slots import in_place_view
 from rollwire_transport._tensors import as_bytes, nbytes
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ specs = st.lists(st.integers(0, 3000), min_size=1, max_size=20).map(
 
 def homes(manifest: Manifest, staged: Mapping[str, Tensor]) -> list[Tensor | None]:
     targets = {i: as_bytes(staged[spec.name]) for i, spec in enumerate(manifest.tensors)}
-    return [home(bucket, targets, CPU) for bucket in manifest.buckets]
+    return [in_place_view(bucket, targets, CPU) for bucket in manifest.buckets]
 
 
 @settings(deadline=None)

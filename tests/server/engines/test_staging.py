@@ -12,7 +12,7 @@ from rollwire_server.engines.allocating import allocating
 from rollwire_server.engines.base import EngineError, NoMemoryError
 from rollwire_server.engines.embedded.staging import StagingPlace, choose, in_slabs, memory_like
 from rollwire_transport import describe_all, plan
-from rollwire_transport._slots import home
+from rollwire_transport._slots import in_place_view
 from rollwire_transport._tensors import as_bytes
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
@@ -63,7 +63,7 @@ def test_buckets_have_their_place_in_it() -> None:
     manifest = plan(describe_all(targets), bucket_bytes=640)
     staged = memory_like(targets, HOST)
     there = {i: as_bytes(staged[spec.name]) for i, spec in enumerate(manifest.tensors)}
-    assert all(home(bucket, there, CPU) is not None for bucket in manifest.buckets)
+    assert all(in_place_view(bucket, there, CPU) is not None for bucket in manifest.buckets)
 
 
 def test_an_update_that_no_memory_is_left_for_is_named_as_such() -> None:

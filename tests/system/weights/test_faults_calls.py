@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from rollwire_client import PublishFailedError
-from rollwire_transport import TransportError, join
+from rollwire_transport import TransportError, join_group
 from support.calls import connected
 from support.crossing import assert_equal_under, crossing
 from support.fleets import policy, published, publisher
@@ -210,7 +210,7 @@ async def test_strangers_where_the_servers_meet_change_nothing(three: Servers) -
 
 def guess(request: weights_pb2.JoinTransportRequest) -> None:
     """Tries to join in a server's place, without its epoch."""
-    join(
+    join_group(
         request.backend,
         epoch="a guess",
         rank=request.ranks[0],

@@ -136,7 +136,7 @@ class Publisher:
         import torch
 
         await self.schema()
-        await asyncio.to_thread(transport.prepare, torch.device(device))
+        await asyncio.to_thread(transport.warm_up, torch.device(device))
 
     async def publish(
         self,

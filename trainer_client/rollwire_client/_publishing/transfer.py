@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _STRIKES = 2
 
 _CLOSE_SECONDS = 10.0
-_VERDICT_SECONDS = 0.5  # for this end of a meeting to say why a server could not join
+_VERDICT_SECONDS = 0.5  # for this end of a rendezvous to say why a server could not join
 
 
 class _GroupFailed(Exception):  # noqa: N818 - what happened to a group, not shown to anybody
@@ -134,7 +134,7 @@ class Transfer:
                     self._blame(group, _GroupFailed(error, r))
 
     async def _watched(self, group: list[Recipient]) -> None:
-        """One group from its meeting to its end, given up at once when a member dies.
+        """One group from its rendezvous to its end, given up at once when a member dies.
 
         Raises:
             _GroupFailed: It did not come to its end.
@@ -185,7 +185,7 @@ class Transfer:
             progress=self._progress,
             stop=stop,
         )
-        sending = run_in_thread(transport.beside(self._device, send))
+        sending = run_in_thread(transport.on_side_stream(self._device, send))
         overdue = asyncio.create_task(self._overdue())
         either: list[asyncio.Future[Any]] = [sending, overdue]
         try:
@@ -222,7 +222,7 @@ class Transfer:
     async def _form(self, group: list[Recipient], first_bucket: int) -> transport.Link:
         epoch = secrets.token_hex(16)
         try:
-            meeting = transport.open_meeting(
+            rendezvous = transport.open_rendezvous(
                 self._backends[0],
                 epoch=epoch,
                 world_size=len(group) + 1,
@@ -236,8 +236,8 @@ class Transfer:
             ) from error
         forming = asyncio.create_task(
             _in_thread(
-                lambda: meeting.form(self._timeouts.join),
-                stop=meeting.close,
+                lambda: rendezvous.form_group(self._timeouts.join),
+                stop=rendezvous.close,
                 undo=lambda link: link.close(),
             )
         )
@@ -249,7 +249,7 @@ class Transfer:
                         backend=self._backends[0],
                         ranks=[rank],
                         world_size=len(group) + 1,
-                        rendezvous=meeting.rendezvous,
+                        rendezvous=rendezvous.address,
                         first_bucket=first_bucket,
                     )
                 )
@@ -266,7 +266,7 @@ class Transfer:
         except transport.TransportError as error:
             raise _group_failed(error, group) from error
         finally:
-            meeting.close()
+            rendezvous.close()
             await cancel_all([forming, *joining])
             if link is None and not forming.cancelled() and forming.exception() is None:
                 await run_in_thread(forming.result().close)

@@ -8,34 +8,34 @@ import torch
 
 from rollwire_transport._errors import TransportError
 from rollwire_transport._links import gloo, nccl, ucx
-from rollwire_transport._links.base import Availability, Backend, Link, Meeting, Transfer
-from rollwire_transport._links.listener import ANYWHERE, Listening
+from rollwire_transport._links.base import Availability, Backend, Link, Rendezvous, Transfer
+from rollwire_transport._links.listener import ANYWHERE, ListenOptions
 
 __all__ = [
     "Availability",
     "Link",
-    "Listening",
-    "Meeting",
+    "ListenOptions",
+    "Rendezvous",
     "Transfer",
     "available_backends",
-    "join",
-    "open_meeting",
+    "join_group",
+    "open_rendezvous",
 ]
 
 _CPU = torch.device("cpu")
 _BACKENDS: dict[str, Backend] = {"gloo": gloo, "nccl": nccl, "ucx": ucx}
 
 
-def available_backends(listening: Listening = ANYWHERE) -> dict[str, Availability]:
+def available_backends(listen: ListenOptions = ANYWHERE) -> dict[str, Availability]:
     """For each backend whether this machine can use it, and why not.
 
     Args:
-        listening: What a receiver's end must keep to.
+        listen: What a receiver's end must keep to.
     """
-    return {name: backend.available(listening) for name, backend in _BACKENDS.items()}
+    return {name: backend.available(listen) for name, backend in _BACKENDS.items()}
 
 
-def open_meeting(
+def open_rendezvous(
     backend: str,
     *,
     epoch: str,
@@ -43,7 +43,7 @@ def open_meeting(
     host: str = "127.0.0.1",
     port: int = 0,
     device: torch.device | None = None,
-) -> Meeting:
+) -> Rendezvous:
     """Opens the meeting of a new group, of which the caller is rank 0.
 
     Args:
@@ -62,12 +62,12 @@ def open_meeting(
     """
     if world_size < 2:
         raise ValueError(f"a group of {world_size} has nobody to send to")
-    return _usable(backend).open_meeting(
+    return _usable(backend).open_rendezvous(
         epoch=epoch, world_size=world_size, host=host, port=port, device=device or _CPU
     )
 
 
-def join(
+def join_group(
     backend: str,
     *,
     epoch: str,
@@ -77,7 +77,7 @@ def join(
     timeout: float,
     device: torch.device | None = None,
     closed: threading.Event | None = None,
-    listening: Listening = ANYWHERE,
+    listen: ListenOptions = ANYWHERE,
 ) -> Link:
     """Joins a group; blocks until all its members have.
 
@@ -88,9 +88,9 @@ def join(
         world_size: Members, rank 0 included.
         rendezvous: Rank 0's "host:port".
         timeout: Seconds until the group must stand.
-        device: Where the tensors lie; as for ``open_meeting``.
+        device: Where the tensors lie; as for ``open_rendezvous``.
         closed: Set from another thread, it ends the wait for the others.
-        listening: Where this end may listen for its peers.
+        listen: Where this end may listen for its peers.
 
     Raises:
         TransportTimeout: It did not within ``timeout``.
@@ -99,7 +99,7 @@ def join(
     """
     if not 0 < rank < world_size:
         raise TransportError(f"rank {rank} is no receiver's in a group of {world_size}")
-    return _usable(backend, listening).join(
+    return _usable(backend, listen).join_group(
         epoch=epoch,
         rank=rank,
         world_size=world_size,
@@ -107,12 +107,12 @@ def join(
         timeout=timeout,
         device=device or _CPU,
         closed=closed or threading.Event(),
-        listening=listening,
+        listen=listen,
     )
 
 
-def _usable(backend: str, listening: Listening = ANYWHERE) -> Backend:
-    availability = available_backends(listening).get(backend)
+def _usable(backend: str, listen: ListenOptions = ANYWHERE) -> Backend:
+    availability = available_backends(listen).get(backend)
     if availability is None:
         names = ", ".join(sorted(_BACKENDS))
         raise TransportError(f"there is no backend {backend!r}, but there are {names}")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from rollwire_transport._links.listener import Listening
+    from rollwire_transport._links.listener import ListenOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +115,17 @@ class Link(abc.ABC):
         """
 
 
-class Meeting(abc.ABC):
+class Rendezvous(abc.ABC):
     """Where the members of a group meet, held by its rank 0.
 
     Attributes:
-        rendezvous: "host:port", what the others need to ``join``.
+        address: "host:port", what the others need to ``join``.
     """
 
-    rendezvous: str
+    address: str
 
     @abc.abstractmethod
-    def form(self, timeout: float) -> Link:
+    def form_group(self, timeout: float) -> Link:
         """Blocks until all have joined; returns the end of rank 0. Once in a meeting's life.
 
         Raises:
@@ -141,15 +141,15 @@ class Meeting(abc.ABC):
 class Backend(Protocol):
     """What a backend's module offers; see ``links`` for the arguments."""
 
-    def available(self, listening: Listening) -> Availability:
+    def available(self, listen: ListenOptions) -> Availability:
         """Whether this machine can use it, and keep to where a receiver's end may listen."""
 
-    def open_meeting(
+    def open_rendezvous(
         self, *, epoch: str, world_size: int, host: str, port: int, device: torch.device
-    ) -> Meeting:
+    ) -> Rendezvous:
         """The trainer's end of a new group."""
 
-    def join(
+    def join_group(
         self,
         *,
         epoch: str,
@@ -159,6 +159,6 @@ class Backend(Protocol):
         timeout: float,
         device: torch.device,
         closed: threading.Event,
-        listening: Listening,
+        listen: ListenOptions,
     ) -> Link:
         """A server's end of a group."""

@@ -77,17 +77,17 @@ class Gathering:
     Args:
         epoch: Names the group.
         world_size: Members, rank 0 included.
-        host: As for ``links.open_meeting``.
-        port: As for ``links.open_meeting``.
+        host: As for ``links.open_rendezvous``.
+        port: As for ``links.open_rendezvous``.
 
     Attributes:
-        rendezvous: "host:port", for the others.
+        address: "host:port", for the others.
     """
 
     def __init__(self, epoch: str, world_size: int, host: str, port: int) -> None:
         self._secret = _hash(epoch)
         self._ranks = range(1, world_size)
-        self._listener, self.rendezvous = addresses.listen(host, port)
+        self._listener, self.address = addresses.listen(host, port)
         self._listener.settimeout(0)
         self._closed = threading.Event()
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from rollwire_transport._errors import TransportError, TransportTimeout
-from rollwire_transport._links.base import Availability, Link, Meeting, Transfer
+from rollwire_transport._links.base import Availability, Link, Rendezvous, Transfer
 from rollwire_transport._links.control_channel import (
     TICKET_BYTES,
     Gathering,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rollwire_transport._links.listener import Listening
+    from rollwire_transport._links.listener import ListenOptions
 
     _Post = Callable[["_Pair", Tensor, int], "_Message"]
 
@@ -59,23 +59,23 @@ _VERDICT_SECONDS = 0.3  # for the members to say why a message did not come
 _LET_GO_SECONDS = 1.0  # for gloo, when a link is closed
 
 
-def available(listening: Listening) -> Availability:
+def available(listen: ListenOptions) -> Availability:
     """Whether this torch has gloo, and it can listen there."""
     if not (dist.is_available() and dist.is_gloo_available()):
         return Availability(ok=False, reason="this build of torch has no gloo")
-    problem = listening.needs_system_ports("gloo")
+    problem = listen.needs_system_ports("gloo")
     return Availability(ok=not problem, reason=problem)
 
 
-def open_meeting(
+def open_rendezvous(
     *, epoch: str, world_size: int, host: str, port: int, device: torch.device
-) -> Meeting:
-    """See ``links.open_meeting``."""
+) -> Rendezvous:
+    """See ``links.open_rendezvous``."""
     del device  # it moves host memory
-    return _GlooMeeting(epoch, world_size, host, port)
+    return _GlooRendezvous(epoch, world_size, host, port)
 
 
-def join(
+def join_group(
     *,
     epoch: str,
     rank: int,
@@ -84,7 +84,7 @@ def join(
     timeout: float,
     device: torch.device,
     closed: threading.Event,
-    listening: Listening,
+    listen: ListenOptions,
 ) -> Link:
     """See ``links.join``."""
     del device  # it moves host memory
@@ -93,7 +93,7 @@ def join(
     connections = lines.detach()
     try:
         line = Line(connections[0], deadline, closed)
-        pair = _pair(line, rank, 0, deadline, listening.host)
+        pair = _pair(line, rank, 0, deadline, listen.host)
     except (RuntimeError, TransportError) as error:
         connections[0].close()
         if isinstance(error, TransportError):
@@ -102,13 +102,13 @@ def join(
     return _GlooLink(Lines(connections), [pair], sends=False)
 
 
-class _GlooMeeting(Meeting):
+class _GlooRendezvous(Rendezvous):
     def __init__(self, epoch: str, world_size: int, host: str, port: int) -> None:
         self._gathering = Gathering(epoch, world_size, host, port)
-        self.rendezvous = self._gathering.rendezvous
+        self.address = self._gathering.address
         self._closed = threading.Event()
 
-    def form(self, timeout: float) -> Link:
+    def form_group(self, timeout: float) -> Link:
         deadline = time.monotonic() + timeout
         lines = self._gathering.gather(card_of_rank(0), timeout)
         lines.start(bytes(TICKET_BYTES))

@@ -21,7 +21,7 @@ _SYSTEM_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 @dataclass(frozen=True, slots=True)
-class Listening:
+class ListenOptions:
     """What the listeners of a receiver's end must keep to.
 
     Attributes:
@@ -59,4 +59,4 @@ class Listening:
         )
 
 
-ANYWHERE = Listening()
+ANYWHERE = ListenOptions()

@@ -23,7 +23,7 @@ import torch
 
 from rollwire_transport._errors import TransportError, TransportTimeout
 from rollwire_transport._links import libnccl
-from rollwire_transport._links.base import Availability, Link, Meeting, Transfer
+from rollwire_transport._links.base import Availability, Link, Rendezvous, Transfer
 from rollwire_transport._links.control_channel import CARD_BYTES, Gathering, Lines, Signal, call
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rollwire_transport._links.listener import Listening
+    from rollwire_transport._links.listener import ListenOptions
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _LAUNCH_SECONDS = 10.0  # for NCCL to put an operation on a stream, which waits 
 _ABORT_SECONDS = 10.0  # for NCCL to let go of a group
 
 
-def available(listening: Listening) -> Availability:
+def available(listen: ListenOptions) -> Availability:
     """Whether there is a GPU, and torch's NCCL, and it can listen there."""
     if torch.version.cuda is None:
         return Availability(ok=False, reason="this build of torch has no CUDA")
@@ -51,19 +51,19 @@ def available(listening: Listening) -> Availability:
         libnccl.load()
     except (OSError, AttributeError) as error:
         return Availability(ok=False, reason=f"NCCL cannot be loaded: {error}")
-    problem = listening.needs_no_host("nccl", "NCCL_SOCKET_IFNAME")
-    problem = problem or listening.needs_system_ports("nccl")
+    problem = listen.needs_no_host("nccl", "NCCL_SOCKET_IFNAME")
+    problem = problem or listen.needs_system_ports("nccl")
     return Availability(ok=not problem, reason=problem)
 
 
-def open_meeting(
+def open_rendezvous(
     *, epoch: str, world_size: int, host: str, port: int, device: torch.device
-) -> Meeting:
-    """See ``links.open_meeting``; without a CUDA device, buckets take the current one."""
-    return _NcclMeeting(epoch, world_size, host, port, _cuda(device))
+) -> Rendezvous:
+    """See ``links.open_rendezvous``; without a CUDA device, buckets take the current one."""
+    return _NcclRendezvous(epoch, world_size, host, port, _cuda(device))
 
 
-def join(
+def join_group(
     *,
     epoch: str,
     rank: int,
@@ -72,17 +72,17 @@ def join(
     timeout: float,
     device: torch.device,
     closed: threading.Event,
-    listening: Listening,
+    listen: ListenOptions,
 ) -> Link:
     """See ``links.join``; without a CUDA device, buckets take the current one."""
-    del listening  # see ``available``
+    del listen  # see ``available``
     deadline = time.monotonic() + timeout
     device = _cuda(device)
     lines, ticket = call(epoch, rank, world_size, rendezvous, _card(device), timeout, closed)
     return _stand(lines, rank, world_size, epoch, ticket, device, deadline, closed)
 
 
-class _NcclMeeting(Meeting):
+class _NcclRendezvous(Rendezvous):
     def __init__(
         self, epoch: str, world_size: int, host: str, port: int, device: torch.device
     ) -> None:
@@ -91,9 +91,9 @@ class _NcclMeeting(Meeting):
         self._device = device
         self._closed = threading.Event()
         self._gathering = Gathering(epoch, world_size, host, port)
-        self.rendezvous = self._gathering.rendezvous
+        self.address = self._gathering.address
 
-    def form(self, timeout: float) -> Link:
+    def form_group(self, timeout: float) -> Link:
         deadline = time.monotonic() + timeout
         lines = self._gathering.gather(_card(self._device), timeout)
         try:

@@ -27,7 +27,7 @@ import torch
 
 from rollwire_transport._errors import TransportError, TransportTimeout
 from rollwire_transport._links import libucx
-from rollwire_transport._links.base import Availability, Link, Meeting, Transfer
+from rollwire_transport._links.base import Availability, Link, Rendezvous, Transfer
 from rollwire_transport._links.control_channel import TICKET_BYTES, Gathering, call, card_of_rank
 from rollwire_transport._links.failure_detector import Watch, Word
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rollwire_transport._links.listener import Listening
+    from rollwire_transport._links.listener import ListenOptions
 
 logger = logging.getLogger(__name__)
 
@@ -60,32 +60,32 @@ _LENGTH = struct.Struct("<H")  # of a UCX address
 _TICKET = struct.Struct("<Q")  # bytes of a chunk
 
 
-def available(listening: Listening) -> Availability:
+def available(listen: ListenOptions) -> Availability:
     """Whether ucxx is installed and can be loaded, and can listen there."""
     try:
         libucx.load()
     except (ImportError, OSError) as error:
         return Availability(ok=False, reason=f"ucxx cannot be loaded: {error}")
-    problem = listening.needs_no_host("ucx", "UCX_NET_DEVICES")
+    problem = listen.needs_no_host("ucx", "UCX_NET_DEVICES")
     return Availability(ok=not problem, reason=problem)
 
 
-def prepare(device: torch.device, listening: Listening) -> None:
+def prepare(device: torch.device, listen: ListenOptions) -> None:
     """Has UCX do what it does once in a process, for the first worker."""
     try:
-        libucx.Worker(device, listening.ports).close()
+        libucx.Worker(device, listen.ports).close()
     except TransportError as error:
         logger.warning("UCX could not be prepared: %s", error)
 
 
-def open_meeting(
+def open_rendezvous(
     *, epoch: str, world_size: int, host: str, port: int, device: torch.device
-) -> Meeting:
-    """See ``links.open_meeting``."""
-    return _UcxMeeting(epoch, world_size, host, port, device)
+) -> Rendezvous:
+    """See ``links.open_rendezvous``."""
+    return _UcxRendezvous(epoch, world_size, host, port, device)
 
 
-def join(
+def join_group(
     *,
     epoch: str,
     rank: int,
@@ -94,13 +94,13 @@ def join(
     timeout: float,
     device: torch.device,
     closed: threading.Event,
-    listening: Listening,
+    listen: ListenOptions,
 ) -> Link:
     """See ``links.join``."""
     deadline = time.monotonic() + timeout
     lines, ticket = call(epoch, rank, world_size, rendezvous, card_of_rank(rank), timeout, closed)
     connections = lines.detach()
-    with _closed_on_error(connections), _worker(device, listening.ports) as worker:
+    with _closed_on_error(connections), _worker(device, listen.ports) as worker:
         _write(connections[0], worker.address)
         previous, following = (_read(connections[0], deadline, 0) for _ in range(2))
         (chunk_bytes,) = _TICKET.unpack_from(ticket)
@@ -108,16 +108,16 @@ def join(
         return _UcxLink(place, connections, worker, device)
 
 
-class _UcxMeeting(Meeting):
+class _UcxRendezvous(Rendezvous):
     def __init__(
         self, epoch: str, world_size: int, host: str, port: int, device: torch.device
     ) -> None:
         self._epoch = epoch
         self._device = device
         self._gathering = Gathering(epoch, world_size, host, port)
-        self.rendezvous = self._gathering.rendezvous
+        self.address = self._gathering.address
 
-    def form(self, timeout: float) -> Link:
+    def form_group(self, timeout: float) -> Link:
         deadline = time.monotonic() + timeout
         lines = self._gathering.gather(card_of_rank(0), timeout)
         chunk_bytes = _DEVICE_CHUNK_BYTES if self._device.type == "cuda" else _HOST_CHUNK_BYTES

@@ -83,10 +83,10 @@ def in_slabs(
             slabs.append([])
             size = 0
         slabs[-1].append(transport.describe(name, target))
-        size += transport.padded(target.nbytes)
+        size += transport.padded_nbytes(target.nbytes)
     staged: dict[str, Tensor] = {}
     for slab in slabs:
-        staged |= transport.lay(slab, take(transport.room(slab)))
+        staged |= transport.packed_views(slab, take(transport.packed_nbytes(slab)))
     return staged
 
 

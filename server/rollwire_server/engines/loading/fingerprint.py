@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from rollwire_transport import describe
-from rollwire_transport._digest import digest_of_sum, summing
+from rollwire_transport._digest import compile_sums, digest_of_sum
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,7 +56,7 @@ class _Part:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         as_they_lie = {name: _as_it_lies(tensor) for name, tensor in tensors.items()}
         self.specs = [describe(name, tensor) for name, tensor in as_they_lie.items()]
-        self._summed = summing(list(as_they_lie.values()))
+        self._summed = compile_sums(list(as_they_lie.values()))
 
     def sums(self) -> Tensor:
         """The sum of each."""

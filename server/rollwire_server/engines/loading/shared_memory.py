@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from rollwire_transport import padded
+from rollwire_transport import padded_nbytes
 from rollwire_transport._tensors import nbytes
 
 from rollwire_server.engines.allocating import allocating
@@ -214,7 +214,7 @@ def _open(part: dict[str, Any], rank: int) -> Tensor:
 
 def _divide(specs: Sequence[TensorSpec], *, parts: int) -> tuple[dict[str, int], list[int]]:
     """The part of each tensor, so that they are of about the same size; and those sizes."""
-    share = sum(padded(nbytes(spec)) for spec in specs) / parts
+    share = sum(padded_nbytes(nbytes(spec)) for spec in specs) / parts
     part_of = {}
     sizes = [0] * parts
     before = 0  # of all parts
@@ -222,9 +222,9 @@ def _divide(specs: Sequence[TensorSpec], *, parts: int) -> tuple[dict[str, int],
         size = nbytes(spec)
         part = min(int((before + size / 2) / share), parts - 1) if share else 0
         part_of[spec.name] = part
-        sizes[part] += padded(size)
-        before += padded(size)
-    return part_of, [max(size, padded(1)) for size in sizes]
+        sizes[part] += padded_nbytes(size)
+        before += padded_nbytes(size)
+    return part_of, [max(size, padded_nbytes(1)) for size in sizes]
 
 
 def _arrange(specs: Sequence[TensorSpec], part_of: dict[str, int]) -> list[Place]:
@@ -234,5 +234,5 @@ def _arrange(specs: Sequence[TensorSpec], part_of: dict[str, int]) -> list[Place
     for spec in specs:
         part, size = part_of[spec.name], nbytes(spec)
         places.append(Place(spec.name, spec.dtype, spec.shape, part, ends.get(part, 0), size))
-        ends[part] = ends.get(part, 0) + padded(size)
+        ends[part] = ends.get(part, 0) + padded_nbytes(size)
     return places

@@ -195,10 +195,11 @@ class Lead:
             self._unchanged[rank].set()
 
     def _gather(self, name: str, given: Given) -> Tensor:
-        from rollwire_transport import whole
 
         self._tell(Word.GATHER, name)
-        return whole(given)
+        from rollwire_transport import materialize
+
+        return materialize(given)
 
     def _tell(self, word: Word, text: str = "") -> None:
         with self._telling:

@@ -79,7 +79,7 @@ class Follower:
 
     def _beginning(self) -> Callable[[], None]:
         """What the thread does; rank 0, which knows that this rank is here, hears if it fails."""
-        from rollwire_transport import beside
+        from rollwire_transport import on_side_stream
 
         from rollwire_client._publishing.change_detector import Changes
         from rollwire_client._publishing.schema import device_of, require_tensors
@@ -92,7 +92,7 @@ class Follower:
             else:
                 for name, tensor in self._tensors.items():
                     self._changes.note(name, tensor)
-            return beside(device_of(self._tensors), self._work)
+            return on_side_stream(device_of(self._tensors), self._work)
         except Exception as error:
             return functools.partial(self._fail, error)
 
@@ -170,7 +170,6 @@ class Follower:
                 self._name, self._given = next(self._items, ("", None))
 
     def _gather(self, name: str) -> None:
-        from rollwire_transport import whole
 
         if callable(self._tensors):
             self._in_step(name)
@@ -181,7 +180,9 @@ class Follower:
             raise SourceError(f"rank 0 gathers {name}, which this rank does not have")
         if not (callable(given) or hasattr(given, "full_tensor")):
             raise SourceError(f"rank 0 gathers {name}, which is no DTensor here")
-        whole(given)
+        from rollwire_transport import materialize
+
+        materialize(given)
 
     def _in_step(self, name: str) -> None:
         if name != self._name:
