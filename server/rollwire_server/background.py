@@ -6,9 +6,10 @@ import asyncio
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
+from rollwire.reasons import Reason
 
 from rollwire_server.engines.base import EngineError
-from rollwire_server.errors import Reason, ServiceError, of_engine
+from rollwire_server.errors import ServiceError, from_engine_error
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -25,7 +26,7 @@ async def outcome(work: Coroutine[Any, Any, T]) -> T | ServiceError:
     except ServiceError as error:
         return _without_frames(error)
     except EngineError as error:
-        return of_engine(error)
+        return from_engine_error(error)
     except Exception as error:
         log.exception("a bug: something under way failed")
         return ServiceError(Reason.INTERNAL, f"{type(error).__name__}: {error}")

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
+from rollwire.reasons import Reason
 from rollwire.types import FinishReason, ServerState
 
 from rollwire_server import __version__
-from rollwire_server.errors import Reason
 from rollwire_server.weights.update import Outcome, Phase
 
 if TYPE_CHECKING:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import structlog
 from grpc_health.v1 import health
+from rollwire.reasons import Reason
 from rollwire.v1 import rollout_pb2, weights_pb2
 
-from rollwire_server.errors import Reason, ServiceError, answer
+from rollwire_server.errors import ServiceError, abort
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -214,7 +215,7 @@ def _refusing(error: ServiceError) -> Handler:
     """A handler that only says why not, and asks for no message: gRPC then takes none in."""
 
     async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await answer(context, error)
+        await abort(context, error)
 
     make: Callable[..., Handler] = grpc.stream_stream_rpc_method_handler
     return make(refuse)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import rollwire_transport as transport
 import structlog
+from rollwire.reasons import Reason
 from rollwire.types import ServerState
 from rollwire.v1 import rollout_pb2_grpc, weights_pb2_grpc
 
@@ -20,7 +21,6 @@ from rollwire_server.counters import ServerCounters
 from rollwire_server.endpoints import EndpointError, Endpoints, transfers_listen
 from rollwire_server.engines.base import EngineError
 from rollwire_server.engines.choice import make_engine
-from rollwire_server.errors import Reason
 from rollwire_server.metrics import Metrics
 from rollwire_server.rpc.rollout_service import RolloutService
 from rollwire_server.rpc.server_info import ServerInfo

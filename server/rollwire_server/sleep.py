@@ -6,11 +6,12 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import structlog
+from rollwire.reasons import Reason
 from rollwire.types import ServerState, SleepingWeights
 
 from rollwire_server.background import outcome, result
 from rollwire_server.engines.base import EngineError
-from rollwire_server.errors import Reason, ServiceError, of_engine
+from rollwire_server.errors import ServiceError, from_engine_error
 from rollwire_server.state import Rpc, StateMachine
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Memory:
                 log.error("the server cannot fall asleep", why=str(error))  # noqa: TRY400  no bug
                 self._state.enter(ServerState.SERVING, "sleep failed")
                 state = f"nothing was freed, and the server is {self._state.current.value}"
-                raise of_engine(error, state) from error
+                raise from_engine_error(error, state) from error
             self._asleep = weights
             return freed
 
@@ -101,7 +102,7 @@ class Memory:
             except EngineError as error:
                 log.error("the server cannot wake up", why=str(error))  # noqa: TRY400  no bug
                 state = "the server sleeps on: wake it up again, or use another server"
-                raise of_engine(error, state) from error
+                raise from_engine_error(error, state) from error
             empty = discarded and not reload_checkpoint
             after = ServerState.AWAITING_WEIGHTS if empty else ServerState.SERVING
             self._state.enter(after, "wake up")

@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING
 
 import structlog
 from rollwire.patience import Deadline
+from rollwire.reasons import Reason
 from rollwire.types import ServerState
 
 from rollwire_server.engines.base import EngineError
-from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.errors import ServiceError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable

@@ -14,10 +14,11 @@ import grpc
 import pytest
 import rollwire_transport as transport
 import torch
+from rollwire.reasons import Reason
 from rollwire.types import KvPolicy, ServerState, SleepingWeights
 from rollwire.v1 import common_pb2, rollout_pb2
 from rollwire_server.engines.base import ChangedWeightsError, EngineError, TornWeightsError
-from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.errors import ServiceError
 from rollwire_server.weights.update import Announcement, Membership, Outcome, Phase, Publisher
 from structlog.testing import capture_logs
 from support.calls import connected, generate, reason_of, request

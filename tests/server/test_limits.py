@@ -12,8 +12,9 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from hypothesis import given
 from hypothesis import strategies as st
+from rollwire.reasons import Reason
 from rollwire.v1 import rollout_pb2, weights_pb2
-from rollwire_server.errors import Reason, ServiceError, told_float
+from rollwire_server.errors import ServiceError, float_text
 from rollwire_server.rpc import conversion
 from rollwire_server.rpc.validation import STOP_TOKENS, read_request
 from support.calls import Api, connected, generate, reason_of, request
@@ -254,7 +255,7 @@ async def test_a_value_is_told_as_it_was_sent(field: str, value: float, told: st
 
 @given(st.floats(width=32))
 def test_any_float_is_told_so_that_it_is_no_other(value: float) -> None:
-    told = float(told_float(value))
+    told = float(float_text(value))
     assert struct.pack("f", told) == struct.pack("f", value) or math.isnan(value)
 
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 import rollwire_transport as transport
+from rollwire.reasons import Reason
 from rollwire.v1 import weights_pb2
 from rollwire_server.counters import ServerCounters
 from rollwire_server.engines.base import SamplingParams, SequenceSpec
-from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.errors import ServiceError
 from rollwire_server.rpc.weight_service import MOST_ANNOUNCEMENTS, WeightService
 from rollwire_server.sequences import registry
 from rollwire_server.sequences.cursor import Outbox

@@ -6,10 +6,11 @@ import dataclasses
 from typing import Any
 
 import pytest
+from rollwire.reasons import Reason
 from rollwire.types import LogprobBasis
 from rollwire.v1 import rollout_pb2
 from rollwire_server.engines.base import EngineInfo, SamplingParams, SequenceSpec
-from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.errors import ServiceError
 from rollwire_server.rpc.validation import read_request
 from rollwire_server.sequences.cursor import Outbox
 from rollwire_server.sequences.registry import NOT_COMPARED, check_pick_up

@@ -6,9 +6,10 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
+from rollwire.reasons import Reason
 from rollwire.types import Finish, FinishReason
 from rollwire_server.engines.base import SamplingParams, SequenceSpec, Step
-from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.errors import ServiceError
 from rollwire_server.sequences import registry
 from rollwire_server.sequences.cursor import Outbox
 from rollwire_server.sequences.sequence import Request

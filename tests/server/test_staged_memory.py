@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import pytest
 import rollwire_transport as transport
 import torch
+from rollwire.reasons import Reason
 from rollwire.types import KvPolicy
 from rollwire_server.background import outcome, result
 from rollwire_server.engines.base import EngineError
-from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.errors import ServiceError
 from rollwire_server.weights.update import Announcement, Membership, Phase, Publisher
 from support.engine_room import updating
 from support.memory_link import MemoryLink

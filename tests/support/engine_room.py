@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import rollwire_transport as transport
+from rollwire.reasons import Reason
 from rollwire.types import ServerState, WeightTag
 from rollwire_server.counters import ServerCounters
 from rollwire_server.engines.synthetic import SyntheticConfig, SyntheticEngine
-from rollwire_server.errors import Reason
 from rollwire_server.sequences.manager import Sequences
 from rollwire_server.sleep import Memory
 from rollwire_server.state import StateMachine

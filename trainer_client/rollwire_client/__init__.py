@@ -10,6 +10,7 @@
 Importing it needs no torch; publishing and tensors do (``pip install 'rollwire[transport]'``).
 """
 
+from rollwire.reasons import ErrorScope
 from rollwire.types import Finish, FinishReason, KvPolicy, LogprobBasis, ServerState, WeightTag
 
 from rollwire_client._batches import (
@@ -33,7 +34,6 @@ from rollwire_client._errors import (
     CallbackError,
     ClosedError,
     DigestMismatchError,
-    ErrorScope,
     FrozenError,
     InvalidRequestError,
     MissingDependencyError,

@@ -1,4 +1,4 @@
-"""Every error that the library raises, and how each is told from what a server answers.
+"""Every error that the library raises.
 
     RollwireError
     ├── RefusedError                   the request cannot work as it is: never sent again
@@ -40,38 +40,14 @@ whom it concerns: that sequence, that server, or every sequence alike.
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import grpc
-from google.protobuf.message import DecodeError
-from google.rpc import error_details_pb2, status_pb2
-
-from rollwire_client._rpc.unreachable import explain
+from rollwire.reasons import ErrorScope
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rollwire.v1 import rollout_pb2
-
     from rollwire_client._trajectory import Trajectory
-
-DOMAIN = "rollwire"
-DETAILS_KEY = "grpc-status-details-bin"
-
-
-class ErrorScope(enum.Enum):
-    """Whom an error concerns."""
-
-    SEQUENCE = "sequence"
-    """This sequence, or its request: it would fail elsewhere too, and others go on."""
-    SERVER = "server"
-    """The server as it is now: another one, or the same one later, may do better."""
-    CONFIGURATION = "configuration"
-    """Every sequence alike: the caller, or whoever runs the servers, has to change something."""
-    UPDATE = "update"
-    """A weight update; no sequence ends with it."""
 
 
 class RollwireError(Exception):
@@ -315,147 +291,3 @@ class NotOpenHereError(ClosedError):
 
 class MissingDependencyError(RollwireError, ImportError):
     """An extra is not installed; the message says how to install it."""
-
-
-# What each reason of the API becomes, and whom it concerns. One that is missing here is told by its
-# code, below; a test holds the table against the server's.
-_SEQUENCE, _SERVER = ErrorScope.SEQUENCE, ErrorScope.SERVER
-_CONFIGURATION, _UPDATE = ErrorScope.CONFIGURATION, ErrorScope.UPDATE
-_BY_REASON: Mapping[str, tuple[type[RollwireError], ErrorScope]] = {
-    "EMPTY_PROMPT": (InvalidRequestError, _SEQUENCE),
-    "TOKEN_OUT_OF_RANGE": (InvalidRequestError, _SEQUENCE),
-    "CONTEXT_EXCEEDED": (InvalidRequestError, _SEQUENCE),
-    "BAD_SAMPLING": (InvalidRequestError, _SEQUENCE),  # it may depend on the prompt's length
-    "UNSUPPORTED_LOGPROB_BASIS": (InvalidRequestError, _CONFIGURATION),
-    "UNSUPPORTED_ROUTING": (InvalidRequestError, _CONFIGURATION),
-    "BAD_REQUEST": (InvalidRequestError, _SEQUENCE),
-    "UNAUTHENTICATED": (RefusedError, _CONFIGURATION),
-    "PERMISSION_DENIED": (RefusedError, _CONFIGURATION),
-    "TOO_MANY_STREAMS": (QueueFullError, _SERVER),
-    "TOO_MANY_CALLS": (QueueFullError, _SERVER),
-    "STALE_ATTEMPT": (StaleAttemptError, _SEQUENCE),
-    "PREFIX_MISMATCH": (PrefixMismatchError, _SEQUENCE),
-    "REQUEST_MISMATCH": (RefusedError, _SEQUENCE),
-    "WEIGHTS_TOO_OLD": (WeightVersionError, _CONFIGURATION),
-    "WEIGHTS_TOO_NEW": (WeightVersionError, _CONFIGURATION),
-    "TIMED_OUT": (TimedOutError, _SEQUENCE),
-    "INTERNAL": (ServerFailedError, _SERVER),
-    "ENGINE_FAILED": (ServerFailedError, _SERVER),
-    "NO_MEMORY": (ServerFailedError, _SERVER),
-    "NOT_FINITE": (NotFiniteError, _SEQUENCE),
-    "STEP_FAILED": (StepFailedError, _SEQUENCE),
-    "QUEUE_FULL": (QueueFullError, _SERVER),
-    "STARTING": (ServerNotReadyError, _SERVER),
-    "DRAINING": (ServerNotReadyError, _SERVER),
-    "SLEEPING": (ServerNotReadyError, _SERVER),
-    "AWAITING_WEIGHTS": (ServerNotReadyError, _SERVER),
-    "QUARANTINED": (ServerNotReadyError, _SERVER),
-    "UNSUPPORTED_SLEEP": (RefusedError, _CONFIGURATION),
-    "FROZEN": (FrozenError, _UPDATE),
-    "STALE_PUBLISHER": (StalePublisherError, _UPDATE),
-    "UPDATE_IN_PROGRESS": (UpdateRefusedError, _UPDATE),
-    "NOT_STAGED": (UpdateRefusedError, _UPDATE),
-    "VERSION_NOT_NEWER": (UpdateRefusedError, _UPDATE),
-    "VERSION_CONFLICT": (UpdateRefusedError, _UPDATE),
-    "BASE_MISMATCH": (UpdateRefusedError, _UPDATE),
-    "MANIFEST_MISMATCH": (UpdateRefusedError, _UPDATE),
-    "UNSUPPORTED_ENCODING": (UpdateRefusedError, _UPDATE),
-    "STAGING_FAILED": (UpdateRefusedError, _UPDATE),
-    "COMMIT_FAILED": (UpdateRefusedError, _UPDATE),
-    "DIGEST_MISMATCH": (DigestMismatchError, _UPDATE),
-    "TRANSPORT_FAILED": (TransferError, _UPDATE),
-    "TRANSPORT_TIMEOUT": (TransferError, _UPDATE),
-}
-
-# What a status without a known reason becomes, such as one of a proxy, or of a later release.
-_BY_CODE: Mapping[int, tuple[type[RollwireError], ErrorScope]] = {
-    code.value[0]: told
-    for code, told in {
-        grpc.StatusCode.INVALID_ARGUMENT: (InvalidRequestError, _SEQUENCE),
-        grpc.StatusCode.NOT_FOUND: (RefusedError, _SEQUENCE),
-        grpc.StatusCode.ALREADY_EXISTS: (RefusedError, _SEQUENCE),
-        grpc.StatusCode.PERMISSION_DENIED: (RefusedError, _CONFIGURATION),
-        grpc.StatusCode.UNAUTHENTICATED: (RefusedError, _CONFIGURATION),
-        grpc.StatusCode.FAILED_PRECONDITION: (RefusedError, _SEQUENCE),
-        grpc.StatusCode.OUT_OF_RANGE: (RefusedError, _SEQUENCE),
-        grpc.StatusCode.UNIMPLEMENTED: (RefusedError, _CONFIGURATION),
-        grpc.StatusCode.DEADLINE_EXCEEDED: (TimedOutError, _SEQUENCE),
-        grpc.StatusCode.UNAVAILABLE: (ServerUnreachableError, _SERVER),
-        grpc.StatusCode.CANCELLED: (ServerUnreachableError, _SERVER),  # by the other: it shuts down
-    }.items()
-}
-_OTHERWISE = ServerFailedError, _SERVER
-
-
-@dataclass(slots=True)
-class _Details:
-    """What google.rpc.Status says beside code and message."""
-
-    reason: str = ""
-    retry_after: float | None = None
-    violations: Mapping[str, str] | None = None
-    metadata: Mapping[str, str] | None = None
-
-
-def from_rpc(error: grpc.aio.AioRpcError, server: str) -> RollwireError:
-    """What a call that ended with ``error`` raises."""
-    message = error.details() or error.code().name
-    details = _details_of(error)
-    fields = "".join(
-        f"; {field}: {what}"
-        for field, what in (details.violations or {}).items()
-        if what not in message
-    )
-    return _make(error.code().value[0], f"{message}{fields}", server, details)
-
-
-def from_sequence(error: rollout_pb2.SequenceError, server: str) -> RollwireError:
-    """What a sequence that ended with ``error`` raises."""
-    details = _Details(reason=error.reason, metadata=error.metadata)
-    if error.HasField("retry_delay"):
-        details.retry_after = error.retry_delay.ToTimedelta().total_seconds()
-    if error.field:
-        details.violations = {error.field: error.message}
-    return _make(error.code, error.message, server, details)
-
-
-def _make(code: int, message: str, server: str, details: _Details) -> RollwireError:
-    kind, scope = _BY_REASON.get(details.reason) or _BY_CODE.get(code, _OTHERWISE)
-    if kind is ServerUnreachableError:
-        message = f"cannot be reached: {explain(message, server)}"
-    reason = f" ({details.reason})" if details.reason else ""
-    error = kind(
-        f"{server}: {message}{reason}",
-        server=server,
-        reason=details.reason,
-        retry_after=details.retry_after,
-        violations=details.violations,
-        metadata=details.metadata,
-    )
-    error.scope = scope
-    return error
-
-
-def _details_of(error: grpc.aio.AioRpcError) -> _Details:
-    found = _Details()
-    for key, value in error.trailing_metadata() or ():
-        if key != DETAILS_KEY or not isinstance(value, bytes):
-            continue
-        try:
-            packed = status_pb2.Status.FromString(value).details
-        except DecodeError:  # from a proxy on the way, not from a rollwire server
-            continue
-        for detail in packed:
-            _read_detail(detail, found)
-    return found
-
-
-def _read_detail(packed: Any, found: _Details) -> None:
-    info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
-    retry = error_details_pb2.RetryInfo()
-    if packed.Unpack(info) and info.domain == DOMAIN:
-        found.reason, found.metadata = info.reason, info.metadata
-    elif packed.Unpack(bad):
-        found.violations = {v.field: v.description for v in bad.field_violations}
-    elif packed.Unpack(retry):
-        found.retry_after = retry.retry_delay.ToTimedelta().total_seconds()

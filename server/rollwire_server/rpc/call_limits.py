@@ -19,8 +19,9 @@ from weakref import WeakValueDictionary
 import grpc
 import structlog
 from grpc_reflection.v1alpha import reflection
+from rollwire.reasons import Reason
 
-from rollwire_server.errors import Reason, ServiceError, answer
+from rollwire_server.errors import ServiceError, abort
 from rollwire_server.rpc.message_limits import LARGEST_BYTES, Parser
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Reception(grpc.aio.ServerInterceptor):
             except ServiceError as error:  # handlers answer theirs
                 self._counters.refusals[error.reason.name.lower()] += 1
                 log.info("refused", rpc=name, reason=error.reason.name, message=error.message)
-                await answer(context, error)
+                await abort(context, error)
 
         make: Callable[..., Handler] = grpc.stream_stream_rpc_method_handler
         return make(

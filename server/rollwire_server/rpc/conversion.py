@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
-from rollwire.conversion import finish_to_proto, weight_tag_to_proto
+from rollwire.conversion import duration_to_proto, finish_to_proto, weight_tag_to_proto
+from rollwire.reasons import Reason
 from rollwire.v1 import rollout_pb2, weights_pb2
 
-from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.errors import ServiceError
 from rollwire_server.weights.update import Phase
 
 if TYPE_CHECKING:
@@ -31,12 +32,13 @@ MOST_BUCKETS = 200_000
 
 def sequence_error(error: ServiceError) -> rollout_pb2.SequenceError:
     """A sequence's error as a message."""
+    retry_after = error.reason.retry_after
     return rollout_pb2.SequenceError(
         code=error.reason.code.value[0],
         reason=error.reason.name,
         message=error.message,
         metadata=error.metadata,
-        retry_delay=error.retry_delay,
+        retry_delay=None if retry_after is None else duration_to_proto(retry_after),
         field=error.field or "",
     )
 

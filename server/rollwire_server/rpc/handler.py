@@ -12,7 +12,7 @@ import grpc
 import structlog
 
 from rollwire_server.engines.base import EngineError
-from rollwire_server.errors import ServiceError, answer, of_engine
+from rollwire_server.errors import ServiceError, abort, from_engine_error
 from rollwire_server.logs import bind, is_callers_fault
 from rollwire_server.rpc.message_limits import check_parsed
 
@@ -42,12 +42,12 @@ def answering(handler: Handler[Response]) -> Handler[Response]:
             check_parsed(request)
             return await handler(self, request, context)
         except (ServiceError, EngineError) as raised:
-            error = raised if isinstance(raised, ServiceError) else of_engine(raised)
+            error = raised if isinstance(raised, ServiceError) else from_engine_error(raised)
             self.counters.refusals[error.reason.name.lower()] += 1
             log.info(
                 "refused", rpc=handler.__name__, reason=error.reason.name, message=error.message
             )
-            await answer(context, error)
+            await abort(context, error)
         except grpc.aio.AbortError:
             raise
         except Exception as error:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf import descriptor_pool
 from google.protobuf.message import DecodeError
+from rollwire.reasons import Reason
 
-from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.errors import ServiceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

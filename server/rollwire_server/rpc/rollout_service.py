@@ -6,9 +6,10 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from rollwire.conversion import SLEEPING_WEIGHTS_FROM_PROTO, weight_tag_to_proto
+from rollwire.reasons import Reason
 from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
 
-from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.errors import ServiceError
 from rollwire_server.logs import bind
 from rollwire_server.rpc import conversion
 from rollwire_server.rpc.call_limits import client_of

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import structlog
 from rollwire.conversion import finish_to_proto, weight_tag_to_proto
+from rollwire.reasons import Reason
 from rollwire.v1 import rollout_pb2
 
-from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.errors import ServiceError
 from rollwire_server.logs import MOST_CHARACTERS
 from rollwire_server.rpc import conversion
 from rollwire_server.rpc.message_limits import check_parsed

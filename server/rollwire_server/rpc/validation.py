@@ -12,10 +12,11 @@ import uuid
 from typing import TYPE_CHECKING
 
 from rollwire.conversion import LOGPROB_BASIS_FROM_PROTO
+from rollwire.reasons import Reason
 from rollwire.types import LogprobBasis
 
 from rollwire_server.engines.base import SamplingParams, SequenceSpec
-from rollwire_server.errors import Reason, ServiceError, told_float
+from rollwire_server.errors import ServiceError, float_text
 from rollwire_server.sequences.sequence import Request
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def _check_extras(
         raise ServiceError(
             Reason.BAD_SAMPLING,
             f"prompt_logprobs come from the {info.engine} engine at temperature 0 or 1 only, not "
-            f"at {told_float(sampling.temperature)}: ask for them in a request of their own",
+            f"at {float_text(sampling.temperature)}: ask for them in a request of their own",
             field="prompt_logprobs",
         )
     if message.routed_experts and not info.routed_experts:
@@ -199,14 +200,14 @@ def _read_sampling(
     temperature = message.temperature if message.HasField("temperature") else 1.0
     if temperature != 0:
         if not (math.isfinite(temperature) and temperature >= LEAST_ON_THE_WIRE):
-            problem = f"is {told_float(temperature)}, neither 0 nor at least {LEAST_TEMPERATURE:g}"
+            problem = f"is {float_text(temperature)}, neither 0 nor at least {LEAST_TEMPERATURE:g}"
             raise _bad_sampling("temperature", problem)
         temperature = max(temperature, LEAST_TEMPERATURE)
     top_p = message.top_p if message.HasField("top_p") else 1.0
     if not 0 < top_p <= 1:
-        raise _bad_sampling("top_p", f"is {told_float(top_p)}, not above 0 and at most 1")
+        raise _bad_sampling("top_p", f"is {float_text(top_p)}, not above 0 and at most 1")
     if not 0 <= message.min_p <= 1:
-        raise _bad_sampling("min_p", f"is {told_float(message.min_p)}, not from 0 to 1")
+        raise _bad_sampling("min_p", f"is {float_text(message.min_p)}, not from 0 to 1")
     for name in info.unsupported_sampling:
         if getattr(message, name):
             raise _bad_sampling(name, f"is not supported by the {info.engine} engine: leave it out")

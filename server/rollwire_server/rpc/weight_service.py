@@ -12,9 +12,10 @@ from rollwire.conversion import (
     duration_to_proto,
     weight_tag_to_proto,
 )
+from rollwire.reasons import Reason
 from rollwire.v1 import weights_pb2, weights_pb2_grpc
 
-from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.errors import ServiceError
 from rollwire_server.rpc import conversion
 from rollwire_server.rpc.handler import answering
 from rollwire_server.rpc.validation import check_id, read_duration

@@ -12,10 +12,11 @@ import itertools
 from typing import TYPE_CHECKING
 
 import structlog
+from rollwire.reasons import Reason
 from rollwire.types import FinishReason, version_text
 
 from rollwire_server.engines.base import EndReason, EngineError
-from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.errors import ServiceError
 from rollwire_server.sequences.cursor import Reader
 from rollwire_server.sequences.registry import Records, check_pick_up
 from rollwire_server.sequences.sequence import Sequence, new_sequence

@@ -7,8 +7,10 @@ import enum
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from rollwire.reasons import Reason
+
 from rollwire_server.engines.base import SamplingParams, SequenceSpec
-from rollwire_server.errors import Reason, ServiceError, told_float
+from rollwire_server.errors import ServiceError, float_text
 from rollwire_server.sequences.retained import Retained
 from rollwire_server.sequences.sequence import Request
 
@@ -155,7 +157,7 @@ def _told(value: object) -> str:
     if value is None:
         return "absent"
     if isinstance(value, float):
-        return told_float(value)
+        return float_text(value)
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, frozenset | tuple):

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
 import structlog
+from rollwire.reasons import Reason
 
-from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.errors import ServiceError
 from rollwire_server.weights.update import Phase, told
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
 import structlog
+from rollwire.reasons import Reason
 from rollwire.types import KvPolicy, ServerState, WeightTag
 
 from rollwire_server.engines.base import (
@@ -16,7 +17,7 @@ from rollwire_server.engines.base import (
     StagedUpdate,
     TornWeightsError,
 )
-from rollwire_server.errors import Reason, ServiceError, of_engine
+from rollwire_server.errors import ServiceError, from_engine_error
 from rollwire_server.weights.update import Commit, named, told
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class ServedWeights:
             except ChangedWeightsError:
                 return False
             except EngineError as error:
-                raise of_engine(error, "so nothing is known of what serves") from error
+                raise from_engine_error(error, "so nothing is known of what serves") from error
             if committed is self._digests:  # else a commit came between
                 return digests == committed
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import rollwire_transport as transport
 import structlog
 from rollwire.patience import Timer
+from rollwire.reasons import Reason
 
 from rollwire_server.background import outcome, result
 from rollwire_server.engines.base import EngineError
-from rollwire_server.errors import Reason, ServiceError, of_engine
+from rollwire_server.errors import ServiceError, from_engine_error
 from rollwire_server.logs import bind
 from rollwire_server.state import Rpc
 from rollwire_server.weights.receiving import Receiving
@@ -281,7 +282,7 @@ class Updates:
             staged = await self._engine.stage(manifest)
         except EngineError as error:
             state = f"the server holds {told(self.weights)}"
-            raise of_engine(error, state, no_memory=Reason.STAGING_FAILED) from error
+            raise from_engine_error(error, state, no_memory=Reason.STAGING_FAILED) from error
         receiver = await asyncio.to_thread(transport.Receiver, manifest, staged)
         return Update(announcement, staged, receiver)
 

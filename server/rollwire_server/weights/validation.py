@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
+from rollwire.reasons import Reason
 from rollwire.types import ServerState
 
-from rollwire_server.errors import Reason, ServiceError
+from rollwire_server.errors import ServiceError
 from rollwire_server.weights.update import Phase, told
 
 if TYPE_CHECKING:

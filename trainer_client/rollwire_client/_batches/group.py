@@ -9,13 +9,14 @@ import uuid
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from rollwire.reasons import ErrorScope
+
 from rollwire_client._batches.batch import DropReason, Group, Prompt, Sample
 from rollwire_client._batches.seeds import seed_of
 from rollwire_client._concurrency.tasks import cancel_all
 from rollwire_client._errors import (
     CallbackError,
     ClosedError,
-    ErrorScope,
     QueueFullError,
     RefusedError,
     RolloutFailedError,

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from rollwire.conversion import duration_to_proto
+from rollwire.reasons import ErrorScope
 from rollwire.types import FinishReason, version_text
 
 from rollwire_client._arguments import integer, seconds
 from rollwire_client._errors import (
-    ErrorScope,
     QueueFullError,
     RolloutFailedError,
     RollwireError,

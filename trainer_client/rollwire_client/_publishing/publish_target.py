@@ -15,7 +15,6 @@ from rollwire.patience import Deadline, Patience
 from rollwire.types import version_text
 from rollwire.v1 import weights_pb2, weights_pb2_grpc
 
-from rollwire_client import _errors as errors
 from rollwire_client._arguments import all_seconds
 from rollwire_client._errors import (
     PublishError,
@@ -24,6 +23,7 @@ from rollwire_client._errors import (
     UpdateRefusedError,
 )
 from rollwire_client._rpc.calls import unary
+from rollwire_client._rpc.status import error_from_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -220,7 +220,7 @@ class Recipient:
                 server=self.address,
             ) from error
         except grpc.aio.AioRpcError as error:
-            raise errors.from_rpc(error, self.address) from error
+            raise error_from_call(error, self.address) from error
         finally:
             call.cancel()
 

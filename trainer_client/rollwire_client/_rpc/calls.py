@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TypeVar
 import grpc
 from rollwire.patience import Patience
 
-from rollwire_client import _errors as errors
 from rollwire_client._errors import ClosedError, ServerUnreachableError
+from rollwire_client._rpc.status import error_from_call
 
 if TYPE_CHECKING:
     Request = TypeVar("Request")
@@ -48,7 +48,7 @@ async def unary(
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise _no_answer(server, timeout) from error
-        raise errors.from_rpc(error, server) from error
+        raise error_from_call(error, server) from error
     except asyncio.CancelledError:
         # gRPC cancels whoever waits for a call of a channel that is closed.
         task = asyncio.current_task()

@@ -19,7 +19,6 @@ from rollwire.conversion import finish_from_proto, weight_tag_from_proto
 from rollwire.patience import listened
 from rollwire.v1 import common_pb2, rollout_pb2
 
-from rollwire_client import _errors as errors
 from rollwire_client._concurrency.tasks import cancel_all
 from rollwire_client._errors import (
     ClosedError,
@@ -29,6 +28,7 @@ from rollwire_client._errors import (
 )
 from rollwire_client._rpc import conversion
 from rollwire_client._rpc.attempt import Attempt
+from rollwire_client._rpc.status import error_from_call, error_from_sequence
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -142,7 +142,7 @@ class Stream:
                 for task in beside:
                     task.cancel()
         except* grpc.aio.AioRpcError as group:
-            error = errors.from_rpc(_first(group), self.address)
+            error = error_from_call(_first(group), self.address)
         except* RollwireError as group:
             error = _first(group)
         except* asyncio.CancelledError:
@@ -239,7 +239,7 @@ class Stream:
                 attempt.end(error)
         elif event.HasField("error"):
             self._forget(attempt)
-            attempt.end(errors.from_sequence(event.error, self.address))
+            attempt.end(error_from_sequence(event.error, self.address))
 
     def _weights(self, message: common_pb2.WeightTag) -> WeightTag:
         # One object for equal tags, so that pieces can compare them by identity.
