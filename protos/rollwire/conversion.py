@@ -18,9 +18,10 @@ from rollwire.types import (
     LogprobBasis,
     ServerState,
     SleepingWeights,
+    UpdatePhase,
     WeightTag,
 )
-from rollwire.v1 import common_pb2, rollout_pb2
+from rollwire.v1 import common_pb2, rollout_pb2, weights_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,6 +51,8 @@ SLEEPING_WEIGHTS_TO_PROTO = _to_proto(
     SleepingWeights, rollout_pb2.SleepingWeights, "SLEEPING_WEIGHTS_"
 )
 SLEEPING_WEIGHTS_FROM_PROTO = _from_proto(SLEEPING_WEIGHTS_TO_PROTO, SleepingWeights.HOST_BACKUP)
+UPDATE_PHASE_TO_PROTO = _to_proto(UpdatePhase, weights_pb2.UpdatePhase, "UPDATE_PHASE_")
+UPDATE_PHASE_FROM_PROTO = _from_proto(UPDATE_PHASE_TO_PROTO)
 
 
 def duration_to_proto(seconds: float) -> Duration:

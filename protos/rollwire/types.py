@@ -69,6 +69,20 @@ class SleepingWeights(enum.Enum):
     DISCARD = "discard"
 
 
+class UpdatePhase(enum.Enum):
+    """How far a server is with a weight update."""
+
+    ANNOUNCED = "announced"
+    """The server has not reported yet; only ever seen by a publisher."""
+    READY = "ready"
+    """Checked, and memory for it reserved."""
+    RECEIVING = "receiving"
+    STALLED = "stalled"
+    """The transport group broke; it waits to join the next one."""
+    STAGED = "staged"
+    """Received and verified: it can be committed."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightTag:
     """Which weights sampled a token, or are held by a server.

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
+from rollwire.conversion import SERVER_STATE_TO_PROTO, UPDATE_PHASE_TO_PROTO
 from rollwire.reasons import Reason
 from rollwire.types import FinishReason, ServerState
 
 from rollwire_server import __version__
-from rollwire_server.weights.update import Outcome, Phase
+from rollwire_server.weights.update import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,7 +78,7 @@ class Metrics(Collector):
         counters, state = self._counters, self._state.current
         yield _gauges(
             "state", "1 for the state that the server is in.", "state",
-            {s.value: int(s is state) for s in ServerState if s is not ServerState.UNKNOWN},
+            {s.value: int(s is state) for s in SERVER_STATE_TO_PROTO},
         )  # fmt: skip
         yield _counter("sampled_tokens", "Tokens sampled.", counters.sampled_tokens)
         yield _counters(
@@ -125,7 +126,7 @@ class Metrics(Collector):
         update, weights, committed_at = updates.update, updates.weights, updates.served.committed_at
         yield _gauges(
             "update_phase", "1 for how far the update under way is, if there is one.", "phase",
-            {p.value: int(update is not None and update.phase is p) for p in Phase},
+            {p.value: int(update is not None and update.phase is p) for p in UPDATE_PHASE_TO_PROTO},
         )  # fmt: skip
         if weights.version is not None:
             yield _gauge("weights_version", "The trainer's step.", weights.version)

@@ -15,11 +15,11 @@ import pytest
 import rollwire_transport as transport
 import torch
 from rollwire.reasons import Reason
-from rollwire.types import KvPolicy, ServerState, SleepingWeights
+from rollwire.types import KvPolicy, ServerState, SleepingWeights, UpdatePhase
 from rollwire.v1 import common_pb2, rollout_pb2
 from rollwire_server.engines.base import ChangedWeightsError, EngineError, TornWeightsError
 from rollwire_server.errors import ServiceError
-from rollwire_server.weights.update import Announcement, Membership, Outcome, Phase, Publisher
+from rollwire_server.weights.update import Announcement, Membership, Outcome, Publisher
 from structlog.testing import capture_logs
 from support.calls import connected, generate, reason_of, request
 from support.checkpoints import dense
@@ -52,7 +52,7 @@ async def staged(room: Room, monkeypatch: pytest.MonkeyPatch, value: float) -> i
     reports = room.updates.announce(Announcement(PUBLISHER, "u", 1, False, room.manifest, 30.0))
     await anext(reports)
     await room.updates.join(PUBLISHER, "u", MEMBERSHIP, 5)
-    while (await anext(reports)).phase is not Phase.STAGED:
+    while (await anext(reports)).phase is not UpdatePhase.STAGED:
         pass
     return sender.digest
 
@@ -148,7 +148,7 @@ async def test_what_an_engine_cannot_do_to_its_weights_changes_nothing(
         assert caught.value.reason.code is grpc.StatusCode.FAILED_PRECONDITION
         assert room.state.current is ServerState.SERVING
         assert room.updates.update is not None
-        assert room.updates.update.phase is Phase.STAGED
+        assert room.updates.update.phase is UpdatePhase.STAGED
         await room.memory.sleep(SleepingWeights.DISCARD)
         assert room.state.current is ServerState.SLEEPING
 

@@ -12,11 +12,11 @@ import pytest
 import rollwire_transport as transport
 import torch
 from rollwire.reasons import Reason
-from rollwire.types import KvPolicy
+from rollwire.types import KvPolicy, UpdatePhase
 from rollwire_server.background import outcome, result
 from rollwire_server.engines.base import EngineError
 from rollwire_server.errors import ServiceError
-from rollwire_server.weights.update import Announcement, Membership, Phase, Publisher
+from rollwire_server.weights.update import Announcement, Membership, Publisher
 from support.engine_room import updating
 from support.memory_link import MemoryLink
 
@@ -101,7 +101,7 @@ async def the_next_waits(
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(memory.asked.wait(), 0.3)
     go.set()
-    assert (await ready).phase is Phase.READY
+    assert (await ready).phase is UpdatePhase.READY
     await reports.aclose()
     assert memory.held_while_staging == [False, False]
     assert memory.staged == 2
@@ -115,12 +115,12 @@ async def test_an_update_whose_memory_is_not_let_go_of_ends(
     async with updating() as room, asyncio.timeout(20):
         updates, manifest = room.updates, room.manifest
         reports = updates.announce(Announcement(PUBLISHER, "u", 1, False, manifest, 30.0))
-        assert (await anext(reports)).phase is Phase.READY
+        assert (await anext(reports)).phase is UpdatePhase.READY
         await updates.join(PUBLISHER, "u", Membership("e", "gloo", 1, 2, "127.0.0.1:1", 0), 5)
 
         async def until_stalled() -> None:
             async for report in reports:
-                if report.phase is Phase.STALLED and lets_go:
+                if report.phase is UpdatePhase.STALLED and lets_go:
                     return
 
         if lets_go:
@@ -144,7 +144,7 @@ async def test_a_discarded_update_keeps_no_memory(monkeypatch: pytest.MonkeyPatc
         assert updates.update is not None
         memory = [weakref.ref(t.untyped_storage()) for t in updates.update.staged.values()]
         await updates.join(PUBLISHER, "u", Membership("e", "gloo", 1, 2, "127.0.0.1:1", 0), 5)
-        while (await anext(reports)).phase is not Phase.STALLED:
+        while (await anext(reports)).phase is not UpdatePhase.STALLED:
             pass
         assert all(there() is not None for there in memory)
         await updates.discard(PUBLISHER, "u")
@@ -166,7 +166,7 @@ async def test_no_update_is_staged_while_the_one_before_is_let_go_of(
         reports = updates.announce(Announcement(PUBLISHER, "u", 1, False, manifest, 30.0))
         await anext(reports)
         await updates.join(PUBLISHER, "u", Membership("e", "gloo", 1, 2, "127.0.0.1:1", 0), 5)
-        while (await anext(reports)).phase is not Phase.STALLED:
+        while (await anext(reports)).phase is not UpdatePhase.STALLED:
             pass
         link.given.clear()
         await reports.aclose()  # its call has ended
@@ -236,7 +236,7 @@ async def test_an_update_that_is_staged_as_it_leaves_a_group_stays_so(
         await anext(reports)
         for epoch in ("first", "second"):
             await updates.join(PUBLISHER, "u", Membership(epoch, "gloo", 1, 2, "127.0.0.1:1", 0), 5)
-        while (await anext(reports)).phase is not Phase.STAGED:
+        while (await anext(reports)).phase is not UpdatePhase.STAGED:
             pass
         assert updates.update is not None
         if updates.update.receiving is not None:  # in whatever group

@@ -102,7 +102,7 @@ class EndReason(enum.Enum):
     """NaN or infinity in its logits: no token was sampled."""
     STEP_FAILED = "step_failed"
     """The engine's step raised for this sequence alone, while it computes others."""
-    FAILED = "failed"
+    INTERRUPTED = "interrupted"
     """The engine's step raised whatever it computed; the sequence can go on elsewhere."""
 
 

@@ -10,7 +10,6 @@ from rollwire.reasons import Reason
 from rollwire.v1 import rollout_pb2, weights_pb2
 
 from rollwire_server.errors import ServiceError
-from rollwire_server.weights.update import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from rollwire_server.engines.base import PromptLogprobs, RoutedExperts
     from rollwire_server.sequences.cursor import Chunk
 
-PHASES = {phase: weights_pb2.UpdatePhase.Value(f"UPDATE_PHASE_{phase.name}") for phase in Phase}
 ENCODINGS = {
     weights_pb2.ENCODING_UNSPECIFIED: transport.Encoding.FULL,
     weights_pb2.ENCODING_FULL: transport.Encoding.FULL,

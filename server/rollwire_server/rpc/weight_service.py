@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rollwire.conversion import (
     KV_POLICY_FROM_PROTO,
     SERVER_STATE_TO_PROTO,
+    UPDATE_PHASE_TO_PROTO,
     duration_to_proto,
     weight_tag_to_proto,
 )
@@ -104,7 +105,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
             async for progress in reports:
                 await context.write(
                     weights_pb2.UpdateWeightsResponse(
-                        phase=conversion.PHASES[progress.phase],
+                        phase=UPDATE_PHASE_TO_PROTO[progress.phase],
                         received_bytes=progress.received_bytes,
                         forwarded_bytes=progress.forwarded_bytes,
                         next_bucket=progress.next_bucket,
@@ -201,7 +202,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
             response.update_id = update.announcement.update_id
             if update.announcement.version is not None:
                 response.update_version = update.announcement.version
-            response.update_phase = conversion.PHASES[update.phase]
+            response.update_phase = UPDATE_PHASE_TO_PROTO[update.phase]
             if update.lease is not None:
                 response.stage_lease_left.CopyFrom(duration_to_proto(update.lease.left))
         return response

@@ -414,7 +414,7 @@ def _end_of(sequence: Sequence, end: End) -> Finish | ServiceError:
             return sequence.finish(FinishReason.STOP)
         case EndReason.LENGTH:
             return sequence.finish(FinishReason.LENGTH)
-        case EndReason.FAILED:
+        case EndReason.INTERRUPTED:
             return sequence.finish(FinishReason.INTERRUPTED, end.message)
         case EndReason.STEP_FAILED:
             return ServiceError(

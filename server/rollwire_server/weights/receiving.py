@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import rollwire_transport as transport
 import structlog
 from rollwire.reasons import Reason
+from rollwire.types import UpdatePhase
 
 from rollwire_server.errors import ServiceError
-from rollwire_server.weights.update import Phase, told
+from rollwire_server.weights.update import told
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +49,7 @@ class Receiving:
         *,
         bucket_timeout: float,
         listening: transport.ListenOptions,
-        move: Callable[[Update, Phase, str], None],
+        move: Callable[[Update, UpdatePhase, str], None],
         give_up: Callable[[Update, str], None],
     ) -> None:
         self._engine = engine
@@ -66,7 +67,7 @@ class Receiving:
         """
         await self.leave(update)
         _check_still_wanted(update, membership)
-        if update.phase is Phase.STAGED:  # by what was still under way in the former group
+        if update.phase is UpdatePhase.STAGED:  # by what was still under way in the former group
             return
         update.left = threading.Event()
         try:
@@ -84,7 +85,7 @@ class Receiving:
             )
         except transport.TransportError as error:
             _check_still_wanted(update, membership)
-            self._move(update, Phase.STALLED, str(error))
+            self._move(update, UpdatePhase.STALLED, str(error))
             late = isinstance(error, transport.TransportTimeout)
             raise ServiceError(
                 Reason.TRANSPORT_TIMEOUT if late else Reason.TRANSPORT_FAILED,
@@ -97,7 +98,7 @@ class Receiving:
             await asyncio.to_thread(link.close)
             raise
         update.link = link
-        self._move(update, Phase.RECEIVING, "")
+        self._move(update, UpdatePhase.RECEIVING, "")
         update.receiving = self._tasks.create_task(
             self._receive(update, link, membership.first_bucket),
             name=f"receive {update.announcement.update_id}",
@@ -127,15 +128,15 @@ class Receiving:
                 Reason.DIGEST_MISMATCH,
                 f"{error}; the update is discarded, the server serves {told(self._served.weights)}",
             )
-            self._move(update, Phase.STALLED, str(error))
+            self._move(update, UpdatePhase.STALLED, str(error))
         except transport.TransportError as error:
             if update.link is link:
-                self._move(update, Phase.STALLED, str(error))
+                self._move(update, UpdatePhase.STALLED, str(error))
         except Exception as error:
             log.exception("a bug: receiving failed")
-            self._move(update, Phase.STALLED, f"{type(error).__name__}: {error}")
+            self._move(update, UpdatePhase.STALLED, f"{type(error).__name__}: {error}")
         else:
-            self._move(update, Phase.STAGED, "")
+            self._move(update, UpdatePhase.STAGED, "")
         finally:
             update.receive_ns += time.monotonic_ns() - began
             self._counters.received_bytes += update.receiver.received_bytes - had

@@ -17,7 +17,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rollwire.types import version_text
+from rollwire.types import UpdatePhase, version_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,15 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rollwire_server.errors import ServiceError
-
-
-class Phase(enum.Enum):
-    """How far an update is."""
-
-    READY = "ready"
-    RECEIVING = "receiving"
-    STALLED = "stalled"
-    STAGED = "staged"
 
 
 class Outcome(enum.Enum):
@@ -51,7 +42,7 @@ class Outcome(enum.Enum):
 
 
 # It waits for its publisher: to name a group, to name the next one, to commit.
-WAITING = {Phase.READY, Phase.STALLED, Phase.STAGED}
+WAITING = {UpdatePhase.READY, UpdatePhase.STALLED, UpdatePhase.STAGED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +81,7 @@ class Membership:
 class Progress:
     """What UpdateWeights reports."""
 
-    phase: Phase
+    phase: UpdatePhase
     received_bytes: int
     forwarded_bytes: int
     next_bucket: int
@@ -119,7 +110,7 @@ class Update:
     announcement: Announcement
     staged: Mapping[str, Tensor]
     receiver: transport.Receiver
-    phase: Phase = Phase.READY
+    phase: UpdatePhase = UpdatePhase.READY
     detail: str = ""
     failure: ServiceError | None = None
     epoch: str = ""
@@ -136,7 +127,7 @@ class Update:
 
     def progress(self) -> Progress:
         """How far it is now."""
-        staged = self.phase is Phase.STAGED
+        staged = self.phase is UpdatePhase.STAGED
         return Progress(
             phase=self.phase,
             received_bytes=self.receiver.received_bytes,
@@ -147,7 +138,7 @@ class Update:
             epoch=self.phase_epoch,
         )
 
-    def move(self, phase: Phase, detail: str = "") -> None:
+    def move(self, phase: UpdatePhase, detail: str = "") -> None:
         """Enters a phase and tells who watches."""
         self.phase, self.detail, self.phase_epoch = phase, detail, self.epoch
         self.changed.set()

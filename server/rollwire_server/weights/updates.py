@@ -14,6 +14,7 @@ import rollwire_transport as transport
 import structlog
 from rollwire.patience import Timer
 from rollwire.reasons import Reason
+from rollwire.types import UpdatePhase
 
 from rollwire_server.background import outcome, result
 from rollwire_server.engines.base import EngineError
@@ -21,7 +22,7 @@ from rollwire_server.errors import ServiceError, from_engine_error
 from rollwire_server.logs import bind
 from rollwire_server.state import Rpc
 from rollwire_server.weights.receiving import Receiving
-from rollwire_server.weights.update import WAITING, Commit, Outcome, Phase, Update, named, told
+from rollwire_server.weights.update import WAITING, Commit, Outcome, Update, named, told
 from rollwire_server.weights.validation import (
     check_commit,
     check_kind,
@@ -143,7 +144,7 @@ class Updates:
                 update.changed.clear()
                 progress = update.progress()
                 yield progress
-                if progress.phase is Phase.STAGED:
+                if progress.phase is UpdatePhase.STAGED:
                     return
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(REPORT_SECONDS):
@@ -151,7 +152,7 @@ class Updates:
                 if update.failure is not None:
                     raise update.failure
         finally:
-            if update.phase is not Phase.STAGED and self.update is update:
+            if update.phase is not UpdatePhase.STAGED and self.update is update:
                 self._give_up(update, "its UpdateWeights call ended before it was staged")
 
     async def join(self, publisher: Publisher, update_id: str, membership: Membership,
@@ -160,7 +161,7 @@ class Updates:
         self._check(Rpc.JOIN_TRANSPORT)
         self._check_publisher(publisher)
         update = self._expect(update_id)
-        if update.phase is Phase.STAGED:
+        if update.phase is UpdatePhase.STAGED:
             return
         check_membership(update, membership, self.listening)
         if update.epoch != membership.epoch:
@@ -273,7 +274,7 @@ class Updates:
                 update.let_go()
                 raise
             self.update = update
-            self._move(update, Phase.READY)
+            self._move(update, UpdatePhase.READY)
             return update
 
     async def _stage(self, announcement: Announcement) -> Update:
@@ -286,7 +287,7 @@ class Updates:
         receiver = await asyncio.to_thread(transport.Receiver, manifest, staged)
         return Update(announcement, staged, receiver)
 
-    def _move(self, update: Update, phase: Phase, detail: str = "") -> None:
+    def _move(self, update: Update, phase: UpdatePhase, detail: str = "") -> None:
         """Enters a phase; where it waits for its publisher, its lease begins."""
         update.end_lease()
         if phase in WAITING and update.failure is None:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
 from rollwire.reasons import Reason
-from rollwire.types import ServerState
+from rollwire.types import ServerState, UpdatePhase
 
 from rollwire_server.errors import ServiceError
-from rollwire_server.weights.update import Phase, told
+from rollwire_server.weights.update import told
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,7 +60,7 @@ def check_manifest(manifest: transport.Manifest, schema: Sequence[transport.Tens
 def check_commit(update: Update, expected_digest: int, serves: WeightTag) -> None:
     """Raises ServiceError when an update is not staged, or is not what was sent."""
     update_id = update.announcement.update_id
-    if update.phase is not Phase.STAGED:
+    if update.phase is not UpdatePhase.STAGED:
         raise ServiceError(
             Reason.NOT_STAGED,
             f"update {update_id} is {update.phase.value}, not staged; the server serves "
@@ -87,7 +87,7 @@ def in_progress(current: Update) -> ServiceError:
 
 def picks_up(announcement: Announcement, current: Update) -> bool:
     """Whether this is a staged update announced again: its answer was lost."""
-    return announcement == current.announcement and current.phase is Phase.STAGED
+    return announcement == current.announcement and current.phase is UpdatePhase.STAGED
 
 
 def check_membership(

@@ -198,7 +198,7 @@ async def test_an_engine_whose_every_step_fails_is_dead(
             breaking.always = fails
             for _ in range(MOST_IN_A_ROW - 1):
                 (told,) = await driver.sample(spec(prompt, 2))
-                assert told.reason is (EndReason.FAILED if fails else EndReason.LENGTH)
+                assert told.reason is (EndReason.INTERRUPTED if fails else EndReason.LENGTH)
         driver.submit(spec(prompt))
         await driver.recorder.until(lambda: driver.recorder.failure is not None)
     assert str(driver.recorder.failure) == (

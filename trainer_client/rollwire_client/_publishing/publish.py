@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
 from rollwire.conversion import duration_to_proto, weight_tag_from_proto
+from rollwire.types import UpdatePhase
 from rollwire.v1 import weights_pb2
 
 from rollwire_client._concurrency.tasks import cancel_all, run_to_end
@@ -22,7 +23,7 @@ from rollwire_client._errors import (
     ServerUnreachableError,
     StalePublisherError,
 )
-from rollwire_client._publishing.publish_target import Phase, PublishTimeouts, Recipient
+from rollwire_client._publishing.publish_target import PublishTimeouts, Recipient
 from rollwire_client._publishing.report import PublishReport, ServerReport
 from rollwire_client._publishing.transfer import Transfer
 from rollwire_client._rpc import conversion
@@ -158,7 +159,7 @@ class Publish:
 
     async def _announce(self) -> None:
         await asyncio.gather(
-            *(r.wait(lambda r: r.phase is not Phase.ANNOUNCED) for r in self._recipients)
+            *(r.wait(lambda r: r.phase is not UpdatePhase.ANNOUNCED) for r in self._recipients)
         )
         for recipient in self._recipients:
             if isinstance(recipient.error, StalePublisherError):
@@ -238,7 +239,7 @@ class Publish:
                 recipient.discard()
                 for recipient in self._recipients
                 if recipient not in self._committed
-                and recipient.phase is not Phase.ANNOUNCED
+                and recipient.phase is not UpdatePhase.ANNOUNCED
                 and not isinstance(recipient.error, ServerUnreachableError)
             )
         )

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
-from rollwire.conversion import KV_POLICY_TO_PROTO, weight_tag_from_proto
+from rollwire.conversion import KV_POLICY_TO_PROTO, UPDATE_PHASE_FROM_PROTO, weight_tag_from_proto
 from rollwire.patience import Deadline, Patience
-from rollwire.types import version_text
+from rollwire.types import UpdatePhase, version_text
 from rollwire.v1 import weights_pb2, weights_pb2_grpc
 
 from rollwire_client._arguments import all_seconds
@@ -35,24 +34,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-
-class Phase(enum.Enum):
-    """How far a server is with an update."""
-
-    ANNOUNCED = "announced"
-    READY = "ready"
-    RECEIVING = "receiving"
-    STALLED = "stalled"
-    STAGED = "staged"
-
-
-_PHASES = {
-    weights_pb2.UPDATE_PHASE_READY: Phase.READY,
-    weights_pb2.UPDATE_PHASE_RECEIVING: Phase.RECEIVING,
-    weights_pb2.UPDATE_PHASE_STALLED: Phase.STALLED,
-    weights_pb2.UPDATE_PHASE_STAGED: Phase.STAGED,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +106,7 @@ class Recipient:
         timeouts: PublishTimeouts,
     ) -> None:
         self.address = client.address
-        self.phase = Phase.ANNOUNCED
+        self.phase = UpdatePhase.ANNOUNCED
         self.next_bucket = 0
         self.received_bytes = 0
         self.digest = 0
@@ -143,7 +124,7 @@ class Recipient:
     @property
     def staged(self) -> bool:
         """Whether it has everything, verified."""
-        return self.error is None and self.phase is Phase.STAGED
+        return self.error is None and self.phase is UpdatePhase.STAGED
 
     def fail(self, error: RollwireError) -> None:
         """Cuts the server out of the publish; the first reason counts."""
@@ -203,7 +184,7 @@ class Recipient:
         call = self._stub.UpdateWeights(request)
         try:
             while not self.staged and self.error is None:
-                announced = self.phase is Phase.ANNOUNCED
+                announced = self.phase is UpdatePhase.ANNOUNCED
                 silence = self._timeouts.ready if announced else self._timeouts.silence
                 async with Patience(silence):
                     report = await call.read()
@@ -235,8 +216,8 @@ class Recipient:
         request.publisher.CopyFrom(self._publisher)
         request.update_id = self._update_id
         self._epoch = request.epoch
-        if self.phase is not Phase.STAGED:
-            self.phase = Phase.RECEIVING
+        if self.phase is not UpdatePhase.STAGED:
+            self.phase = UpdatePhase.RECEIVING
         # Longer than the trainer waits for the group, which then knows who is missing.
         limit = Deadline(self._timeouts.join + self._timeouts.call)
         while True:
@@ -322,9 +303,9 @@ class Recipient:
         return True
 
     def _take(self, report: weights_pb2.UpdateWeightsResponse) -> None:
-        phase = _PHASES.get(report.phase, self.phase)
+        phase = UPDATE_PHASE_FROM_PROTO.get(report.phase, self.phase)
         # Where the loop has no time, a report of the former group may be read late.
-        if phase is not Phase.STALLED or report.epoch == self._epoch:
+        if phase is not UpdatePhase.STALLED or report.epoch == self._epoch:
             self.phase = phase
         self.next_bucket = report.next_bucket
         self.received_bytes = report.received_bytes

@@ -17,18 +17,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import rollwire_transport as transport
 from rollwire.patience import Patience, listened
+from rollwire.types import UpdatePhase
 from rollwire.v1 import weights_pb2
 
 from rollwire_client._concurrency.tasks import cancel_all, run_to_end
 from rollwire_client._concurrency.threads import run_in_thread
 from rollwire_client._errors import RollwireError, SchemaMismatchError, SourceError, TransferError
-from rollwire_client._publishing.publish_target import Phase, PublishTimeouts, Recipient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
 
+    from rollwire_client._publishing.publish_target import PublishTimeouts, Recipient
     from rollwire_client._publishing.schema import Source
 
 T = TypeVar("T")
@@ -129,7 +130,7 @@ class Transfer:
                 limit = self._timeouts.staged
                 for late in await _settled(group, limit):
                     late.fail(_unverified(late, f"did not verify it within {limit:g} s"))
-                for r in (r for r in group if r.phase is Phase.STALLED):
+                for r in (r for r in group if r.phase is UpdatePhase.STALLED):
                     error = _unverified(r, "stalled before it had verified it")
                     self._blame(group, _GroupFailed(error, r))
 
@@ -339,7 +340,7 @@ def _group_failed(error: transport.TransportError, group: Sequence[Recipient]) -
 
 async def _settled(group: Sequence[Recipient], timeout: float) -> list[Recipient]:
     """Waits until all are stalled, staged or out; returns those that are not by then."""
-    settled = {Phase.STALLED, Phase.STAGED}
+    settled = {UpdatePhase.STALLED, UpdatePhase.STAGED}
     waits = {
         asyncio.create_task(recipient.wait(lambda r: r.phase in settled)): recipient
         for recipient in group

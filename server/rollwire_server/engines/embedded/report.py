@@ -104,7 +104,7 @@ class Report:
 
     def failed(self, slot: int, error: Exception, *, alone: bool) -> None:
         """Ends a sequence whose step raised, ``alone`` or with all others."""
-        reason = EndReason.STEP_FAILED if alone else EndReason.FAILED
+        reason = EndReason.STEP_FAILED if alone else EndReason.INTERRUPTED
         what = f"{type(error).__name__}: {error}"
         self._end(slot, reason, what if alone else f"the engine's step failed: {what}")
 
