@@ -51,7 +51,7 @@ def endless(name: str) -> Prompt:
 
 def under_way(batcher: Batcher, name: str) -> Group:
     """What there is by now of the group of a prompt, which was not handed out or dropped."""
-    (group,) = (g for g in batcher._stock.pool.groups.values() if g.prompt.id == name)
+    (group,) = (g for g in batcher._buffer.groups.values() if g.prompt.id == name)
     return group.snapshot()
 
 

@@ -51,7 +51,7 @@ async def begun(batcher: Batcher, *names: str) -> None:
     """Returns once each sample of the groups of these prompts has a token."""
 
     def so() -> bool:
-        groups = {group.prompt.id: group for group in batcher._stock.pool.groups.values()}
+        groups = {group.prompt.id: group for group in batcher._buffer.groups.values()}
         return all(
             name in groups and all(s.trajectory.token_ids for s in groups[name].snapshot().samples)
             for name in names

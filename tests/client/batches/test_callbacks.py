@@ -25,7 +25,7 @@ from rollwire_client import (
     Trajectory,
 )
 from rollwire_client._batches import callbacks
-from rollwire_client._batches.callbacks import Caller
+from rollwire_client._batches.callbacks import CallbackRunner
 from rollwire_client.testing import FakeServer
 
 if TYPE_CHECKING:
@@ -112,8 +112,8 @@ async def test_what_a_plain_function_returns_is_awaited_where_it_can_be() -> Non
 async def test_a_call_that_takes_long_is_told_by_name(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(callbacks, "_PATIENCE", 0.01)
-    monkeypatch.setattr(callbacks, "_LOOK", 0.01)
+    monkeypatch.setattr(callbacks, "_LOG_AFTER", 0.01)
+    monkeypatch.setattr(callbacks, "_CHECK_INTERVAL", 0.01)
 
     def told() -> bool:
         line = "reward has taken 0 s for prompt '1', and has not returned; it is given up after 600"
@@ -233,9 +233,9 @@ async def test_a_call_whose_group_is_gone_does_not_hold_the_others_for_ever(
         async with batcher_of(fleet, **named) as batcher:
             collecting = asyncio.create_task(batcher.collect(prompts(), 2))
             await until(begun.is_set)
-            batcher._stock.pool.groups[1].task.cancel()  # as a tail that is dropped
+            batcher._buffer.groups[1].task.cancel()  # as a tail that is dropped
             server.let_go |= {2}
-            await until(lambda: batcher._stock.pool.groups[2].members[0].reward == 1.0)
+            await until(lambda: batcher._buffer.groups[2].samples[0].reward == 1.0)
             collecting.cancel()
             await asyncio.wait([collecting])
 
@@ -297,7 +297,9 @@ async def test_what_a_reward_raises_as_it_is_cancelled_is_of_no_interest() -> No
             ended.set()
             raise LookupError("the session is closed")
 
-    calling = asyncio.create_task(Caller("test", None).call("reward", judge, of="a sample"))
+    calling = asyncio.create_task(
+        CallbackRunner("test", None).call("reward", judge, subject="a sample")
+    )
     await begun.wait()
     calling.cancel()
     await asyncio.wait([calling])

@@ -35,8 +35,8 @@ from rollwire_client import (
     Trajectory,
     WeightTag,
 )
-from rollwire_client._batches import callbacks
-from rollwire_client._batches.group_buffer import Life
+from rollwire_client._batches import prompt_source
+from rollwire_client._batches.group import GroupState
 from rollwire_client.testing import FakeServer
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ async def test_a_batch_that_is_cancelled_as_it_ends_loses_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """While it waits for a prompt that the iterator may be about to give."""
-    monkeypatch.setattr(callbacks, "_STOPPING", 60)
+    monkeypatch.setattr(prompt_source, "_STOP_TIMEOUT", 60)
     gate = threading.Event()
 
     def slow() -> Iterator[Prompt]:
@@ -217,7 +217,7 @@ async def test_a_batch_that_is_cancelled_as_it_ends_loses_nothing(
     async with held(1, 2) as (server, batcher):
         source = slow()
         collecting = asyncio.create_task(batcher.collect(source, 1, prefetch=1))
-        await until(lambda: batcher._stock.ledger.count(Life.CHOSEN) == 1)
+        await until(lambda: batcher._buffer.count(GroupState.CHOSEN) == 1)
         collecting.cancel()
         await asyncio.wait([collecting])
         gate.set()

@@ -27,9 +27,9 @@ from rollwire_client import (
     Trajectory,
     WeightTag,
 )
-from rollwire_client._batches.checkpoint import Counters, read, write
-from rollwire_client._batches.group import LiveGroup, Member, Recipe
-from rollwire_client._batches.training_steps import Step
+from rollwire_client._batches.checkpoint import BufferContents, read, write
+from rollwire_client._batches.group import GroupSampler, LiveGroup, LiveSample
+from rollwire_client._batches.trainer_steps import TrainerStep
 from rollwire_client._trajectory import TrajectoryBuilder
 from rollwire_client.testing import FakeServer
 
@@ -117,7 +117,7 @@ async def test_a_batch_goes_on_while_it_is_saved(tmp_path: Path) -> None:
         async with batcher_of(fleet) as batcher:
             collecting = asyncio.create_task(batcher.collect(source(), 2, decide=decide))
             await until(asked.is_set)
-            await until(lambda: batcher._stock.arrived)
+            await until(lambda: batcher._buffer.prompts)
             batcher.save(tmp_path / "buffer")
             decided.set()
             assert len((await asyncio.wait_for(collecting, 60)).groups) == 2
@@ -137,8 +137,8 @@ async def test_what_is_complete_is_not_sampled_again(tmp_path: Path) -> None:
     async with HeldServer({1, 2, 3}) as server:
         async with fleet_of(server) as fleet, batcher_of(fleet, reward=reward) as batcher:
             await batcher.collect(prompts(), 1, prefetch=2)
-            groups = batcher._stock.pool.groups.values()
-            await until(lambda: all(m.reward == 1.0 for group in groups for m in group.members))
+            groups = batcher._buffer.groups.values()
+            await until(lambda: all(s.reward == 1.0 for group in groups for s in group.samples))
             assert len(asked) == 6
             batcher.save(tmp_path / "buffer")
         sampled = len(server.requests)
@@ -180,18 +180,18 @@ def test_what_a_sample_has_comes_back_as_it_was(tmp_path: Path) -> None:
         (Segment(0, 2, tags[0], 1), Segment(2, 3, tags[1], 0)),
         Finish(FinishReason.STOP, 9, "done", 2, 3, 1), ("x:1", "y:2"), routing,
     )  # fmt: skip
-    recipe = Recipe(None, 1, 2, Sampling(), {}, None, 0)
-    members = [
-        Member(0, TrajectoryBuilder.of(trajectory), 0.25, 3),
-        Member(1, TrajectoryBuilder("", (5, 6))),
+    sampler = GroupSampler(None, 1, 2, Sampling(), {}, None, 0)
+    samples = [
+        LiveSample(0, TrajectoryBuilder.of(trajectory), 0.25, 3),
+        LiveSample(1, TrajectoryBuilder("", (5, 6))),
     ]
-    group = LiveGroup(1, Prompt("p", (5, 6), 4, info=["x", None]), members)
-    counters = Counters(None, 7, 8)
-    steps = [Step(3, None, 7), Step(4, 9, None), Step(8, 13, 2**64 - 1)]
-    write(tmp_path / "buffer", recipe, counters, steps, [group])
-    told, again, ((prompt, (first, second)),) = read(tmp_path / "buffer", recipe)
-    assert again == steps
-    assert (told, prompt) == (counters, group.prompt)
+    group = LiveGroup(Prompt("p", (5, 6), 4, info=["x", None]), samples)
+    steps = [TrainerStep(3, None, 7), TrainerStep(4, 9, None), TrainerStep(8, 13, 2**64 - 1)]
+    write(tmp_path / "buffer", sampler, BufferContents(None, 7, 8, steps, [group]))
+    again = read(tmp_path / "buffer", sampler)
+    assert (again.version, again.handed_out, again.dropped, again.steps) == (None, 7, 8, steps)
+    assert [read_group.prompt for read_group in again.groups] == [group.prompt]
+    first, second = again.groups[0].samples
     assert (first.trajectory(), first.reward, first.refills) == (trajectory, 0.25, 3)
     assert (second.trajectory().token_ids, second.reward, second.refills) == ((), None, 0)
 

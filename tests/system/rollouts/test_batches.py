@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from rollwire_client import Carry, Fleet, Prompt, Publisher, Sampling
-from rollwire_client._batches.seeds import seed_of
+from rollwire_client._batches.group import sample_seed
 from rollwire_client.sync import SyncBatcher, SyncFleet
 from support.batching import (
     GROUP,
@@ -46,7 +46,7 @@ def assert_honest(groups: Iterable[Group]) -> None:
     """Fails unless each token is what the weights of its label sample at its place."""
     for group in groups:
         for member, sample in enumerate(group.samples):
-            seed = seed_of(SEED, group.prompt.id, group.prompt.epoch, member)
+            seed = sample_seed(SEED, group.prompt.id, group.prompt.epoch, member)
             assert labels_are_honest(sample.trajectory, seed)
 
 

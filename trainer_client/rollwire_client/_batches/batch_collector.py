@@ -1,4 +1,4 @@
-"""One batch, from its opening to the groups that it hands out."""
+"""Collects one batch, from its opening to the groups that it hands out."""
 
 from __future__ import annotations
 
@@ -6,345 +6,269 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections import deque
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from rollwire_client._batches.batch import (
-    Batch,
-    Decision,
-    DropReason,
-    Group,
-    Part,
-    Progress,
-    Prompt,
-)
-from rollwire_client._batches.group import is_final, reason_of
-from rollwire_client._batches.group_buffer import Ledger, Life
-from rollwire_client._batches.pool import Pool
-from rollwire_client._batches.training_steps import Steps
+from rollwire_client._batches.batch import Batch, Decision, DropReason, Group, Part, Progress
+from rollwire_client._batches.group import GroupState, drop_reason, ends_group
 from rollwire_client._errors import CallbackError, ClosedError, InvalidRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rollwire_client._batches.callbacks import Caller, Source
-    from rollwire_client._batches.group import LiveGroup, Member, Recipe
-    from rollwire_client._batches.group_buffer import Plan
-    from rollwire_client._batches.progress_bar import Bar
+    from rollwire_client._batches.batch import Prompt
+    from rollwire_client._batches.callbacks import CallbackRunner
+    from rollwire_client._batches.group import LiveGroup
+    from rollwire_client._batches.group_buffer import BatchPlan, GroupBuffer
+    from rollwire_client._batches.progress_bar import ProgressBar
+    from rollwire_client._batches.prompt_source import PromptSource
 
 
 logger = logging.getLogger(__name__)
 
-_FAILURES = 8  # groups in a row, before what ails them counts as everybody's
+_FAILURES_IN_A_ROW = 8  # of groups: then every group is taken to fail so
 
 
-class Stock:
-    """What outlives a batch.
-
-    Attributes:
-        recipe: How they are sampled.
-        pool: The groups.
-        ledger: What each is; under the same numbers.
-        gone: Those that were dropped since the batch before, with their numbers.
-        succeeded: Whether any group was ever complete.
-        steps: Of the trainer.
-        arrived: Prompts that were taken, of which no group was begun yet.
-    """
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self.pool = Pool(recipe)
-        self.ledger = Ledger()
-        self.gone: list[tuple[int, Group]] = []
-        self.succeeded = False
-        self.steps = Steps()
-        self.arrived: deque[Prompt] = deque()
-
-    def add(self, prompt: Prompt, members: list[Member] | None = None) -> LiveGroup:
-        """A group that does not run yet; see ``Pool.add``."""
-        group = self.pool.add(prompt, members)
-        self.ledger.begin(group.number)
-        return group
-
-    def begin_arrived(self) -> None:
-        """Makes groups of the prompts that arrived after their batch had ended."""
-        while self.arrived:
-            prompt = self.arrived.popleft()
-            try:
-                self.add(prompt)
-            except Exception as error:
-                self.refuse(prompt, error)
-
-    def drop(self, number: int, why: DropReason, error: Exception | None = None) -> None:
-        """Lets go of a group that the ledger has dropped."""
-        self.gone.append((number, self.pool.remove(number).snapshot(why, error)))
-
-    def refuse(self, prompt: Prompt, error: Exception) -> None:
-        """Tells of a prompt that no group can be begun of, or of what is none."""
-        after = next(reversed(self.pool.groups), 0)
-        if not isinstance(prompt, Prompt):
-            prompt = Prompt(f"{prompt!r:.80}", ())
-        self.gone.append((after, Group(prompt, (), DropReason.FAILED, error)))
-
-
-class Collecting:
-    """A batch that is collected: await ``batch`` once.
+class BatchCollector:
+    """Collects one batch; call ``collect`` once.
 
     Args:
-        plan: What it is to be.
-        stock: What it is made of, and what it leaves.
-        prompts: Taken from where there is room for more.
-        hooks: Calls the next two.
-        decide: See ``Batcher.collect``, as with ``stop``.
-        stop: See there.
-        bar: Shows how far it is.
-        begun: When it was asked for, on the loop's clock.
+        plan: What the batch is to be.
+        buffer: Its groups come from there; what is left stays there.
+        prompts: Of new groups.
+        hooks: Calls ``decide`` and ``stop``.
+        decide: See ``Batcher.collect``.
+        stop: See ``Batcher.collect``.
+        bar: Shows the progress.
+        started: When the batch was asked for, on the event loop's clock.
     """
 
     def __init__(
         self,
-        plan: Plan,
-        stock: Stock,
-        prompts: Source,
-        hooks: Caller,
+        plan: BatchPlan,
+        buffer: GroupBuffer,
+        prompts: PromptSource,
+        hooks: CallbackRunner,
         decide: Callable[[Group], Decision] | None,
         stop: Callable[[Progress], bool] | None,
-        bar: Bar,
-        begun: float,
+        bar: ProgressBar,
+        started: float,
     ) -> None:
         self._plan = plan
-        self._stock = stock
-        self._pool, self._ledger = stock.pool, stock.ledger
+        self._buffer = buffer
         self._prompts = prompts
         self._hooks = hooks
         self._decide = decide
         self._stop = stop
         self._bar = bar
         self._clock = asyncio.get_running_loop().time
-        self._begun = begun
-        self._failures: list[Exception] = []  # of groups, since the last one that was complete
-        self._undecided: list[Exception] = []  # of ``decide``, since it last said something
+        self._started = started
+        self._group_errors: list[Exception] = []  # since the last group that was complete
+        self._decide_errors: list[Exception] = []  # since ``decide`` last decided
 
-    async def batch(self) -> Batch:
-        """What it hands out; left by an exception it hands out nothing, and loses nothing."""
+    async def collect(self) -> Batch:
+        """The batch. Left by an exception, it hands out nothing and loses nothing."""
         try:
             try:
-                await self._run()
+                await self._fill()
             finally:
                 await self._prompts.stop()
         except BaseException:
-            self._ledger.abandon()
+            self._buffer.abandon_batch()
             raise
-        return self._close()
+        seconds = self._clock() - self._started
+        finished = tuple(group.snapshot() for group in self._buffer.close_batch())
+        carried = tuple(group.snapshot() for group in self._buffer.groups.values())
+        dropped = self._buffer.take_dropped()
+        return Batch(self._plan.version, Part(finished), Part(carried), Part(dropped), seconds)
 
-    async def _run(self) -> None:
+    async def _fill(self) -> None:
         """Returns when the batch has what it is to have."""
-        for number, group in self._pool.groups.items():
-            self._ledger.see(number, group.lag(self._stock.steps))
-        for number in self._ledger.open(self._plan, self._clock()):
-            self._stock.drop(number, DropReason.STALE)
-        self._go_on()
+        buffer = self._buffer
+        buffer.open(self._plan, self._clock())
+        self._resume_groups()
         while True:
-            self._pool.changed.clear()
-            if self._pool.closed:
+            buffer.changed.clear()
+            if buffer.closed:
                 raise ClosedError("the batcher was closed")
-            self._settle_all()
-            self._admit()
-            over = await self._choose()
-            self._show()
-            if over or self._ledger.is_over(self._clock()):
+            self._record_ended()
+            self._start_groups()
+            stopped = await self._decide_on_ready()
+            self._show_progress()
+            if stopped or buffer.is_over(self._clock()):
                 return
-            if self._stock.arrived or (self._may_begin() and not self._prompts.busy):
+            if buffer.prompts or (self._may_start() and not self._prompts.busy):
                 continue
-            if not (self._ledger.waits() or self._prompts.busy):
-                self._check(self._failures, none_is_left=True)
+            if not (buffer.samples_candidates() or self._prompts.busy):
+                self._raise_if_all_fail(self._group_errors, nothing_left=True)
                 return  # there are no more prompts
-            await self._change()
+            await self._wait_for_change()
 
-    def _close(self) -> Batch:
-        seconds = self._clock() - self._begun
-        taken, dropped = self._ledger.close()
-        for number in dropped:
-            self._stock.drop(number, DropReason.TAIL)
-        finished = tuple(self._pool.remove(number).snapshot() for number in taken)
-        carried = tuple(group.snapshot() for group in self._pool.groups.values())
-        gone = tuple(group for _, group in sorted(self._stock.gone, key=itemgetter(0)))
-        self._stock.gone.clear()
-        return Batch(self._plan.version, Part(finished), Part(carried), Part(gone), seconds)
+    def _resume_groups(self) -> None:
+        """Starts again what failed in or after the batch before, by no fault of the group."""
+        for group in self._buffer.groups.values():
+            group.lower_oldest_version(self._plan.oldest_version)
+        for group in self._buffer.ended():
+            if group.error is not None and not ends_group(group.error):
+                self._buffer.start(group, self._plan.oldest_version)
 
-    def _go_on(self) -> None:
-        """Groups that failed between batches are sampled again."""
-        for number, group in self._pool.groups.items():
-            group.allow(self._plan.oldest_version)
-            if self._ledger.entries[number].life is not Life.SAMPLING or group.running:
-                continue
-            if group.failure is not None and not is_final(group.failure):
-                self._pool.run(group, self._plan.oldest_version)
-
-    def _settle_all(self) -> None:
-        """Books what groups came to.
-
-        Raises:
-            Exception: What every group would meet: the first of them.
-        """
-        told: Exception | None = None
-        for group in self._pool.ended():
+    def _record_ended(self) -> None:
+        """Raises the first error that every group would meet, once all are recorded."""
+        shared: Exception | None = None
+        for group in self._buffer.ended():
             try:
-                self._settle(group)
-            except Exception as error:  # after the others
-                told = told or error
-        if told is not None:
-            raise told
+                self._record(group)
+            except Exception as error:
+                shared = shared or error
+        if shared is not None:
+            raise shared
 
-    def _settle(self, group: LiveGroup) -> None:
-        error, number = group.failure, group.number
+    def _record(self, group: LiveGroup) -> None:
+        error = group.error
         if error is None:
-            self._pool.settled(group)
-            self._failures.clear()
-            self._stock.succeeded = True
-            if not self._ledger.complete(number, group.lag(self._stock.steps)):
-                self._stock.drop(number, DropReason.STALE)
-        elif is_final(error):
-            self._drop(number, reason_of(error), error)
-            self._failed(group.prompt, reason_of(error), error, self._failures)
+            self._group_errors.clear()
+            self._buffer.complete(group)
+        elif ends_group(error):
+            self._drop_failed(group, drop_reason(error), error, self._group_errors)
         else:
             raise error
 
-    def _failed(
-        self, prompt: Prompt, why: DropReason, error: Exception, in_a_row: list[Exception]
+    def _drop_failed(
+        self, group: LiveGroup, reason: DropReason, error: Exception, errors: list[Exception]
     ) -> None:
-        """A prompt's group was dropped for an error."""
+        self._buffer.drop(group, reason, error)
+        self._record_failure(group.prompt, reason, error, errors)
+
+    def _record_failure(
+        self, prompt: Prompt, reason: DropReason, error: Exception, errors: list[Exception]
+    ) -> None:
         logger.warning(
             "the group of prompt %r (epoch %d) is dropped as %s: %s",
-            prompt.id, prompt.epoch, why.value, error,
+            prompt.id, prompt.epoch, reason.value, error,
         )  # fmt: skip
-        error.add_note(f"It is of prompt {prompt.id!r}, whose group is dropped as {why.value}.")
-        in_a_row.append(error)
-        self._check(in_a_row)
+        error.add_note(f"It is of prompt {prompt.id!r}, whose group is dropped as {reason.value}.")
+        errors.append(error)
+        self._raise_if_all_fail(errors)
 
-    def _check(self, in_a_row: list[Exception], *, none_is_left: bool = False) -> None:
+    def _raise_if_all_fail(self, errors: list[Exception], *, nothing_left: bool = False) -> None:
         """Raises the last of the errors if every group meets them, as far as can be seen.
 
-        Groups whose prompts cannot be sampled end at once, long before the others: so many of those
-        in a row say little while others are sampled, and no more are begun until one of these ends.
-        That the caller's functions fail in a row says enough.
+        Groups whose prompts cannot be sampled end at once, long before the others. So many of those
+        in a row say little while others are sampled: no more are started until one of the others
+        ends. That the caller's functions fail in a row says enough.
         """
-        if not in_a_row:
+        if not errors:
             return
-        last, count = in_a_row[-1], len(in_a_row)
-        many = count >= _FAILURES and (none_is_left or isinstance(last, CallbackError))
-        if many or (none_is_left and not self._stock.succeeded):
+        last, count = errors[-1], len(errors)
+        many = count >= _FAILURES_IN_A_ROW and (nothing_left or isinstance(last, CallbackError))
+        if many or (nothing_left and not self._buffer.any_completed):
             last.add_note(f"Groups dropped in a row, with none that was complete: {count}.")
             raise last
 
-    def _may_begin(self) -> bool:
-        """Whether there is room for a group, and nothing speaks against one more."""
+    def _may_start(self) -> bool:
         return (
-            not self._prompts.ended and len(self._failures) < _FAILURES and self._ledger.room() > 0
+            not self._prompts.ended
+            and len(self._group_errors) < _FAILURES_IN_A_ROW
+            and self._buffer.room() > 0
         )
 
-    def _admit(self) -> None:
-        """Begins groups of the prompts that arrived, and asks for more where there is room."""
-        for group in self._pool.not_begun():  # loaded, or saved, perhaps while this goes on
-            self._pool.run(group, self._plan.oldest_version)
-        while self._stock.arrived:
-            self._begin(self._stock.arrived.popleft())
+    def _start_groups(self) -> None:
+        """Starts groups of the prompts that came, and asks for more where there is room."""
+        for group in self._buffer.not_started():  # loaded, or saved, perhaps while this goes on
+            self._buffer.start(group, self._plan.oldest_version)
+        while self._buffer.prompts:
+            self._start_group(self._buffer.prompts.popleft())
         if (error := self._prompts.error) is not None:
             error.add_note("So failed `prompts`, which collect takes its prompts from.")
             raise error
-        if self._may_begin():
-            self._prompts.ask(self._ledger.room())
+        if self._may_start():
+            self._prompts.request(self._buffer.room())
 
-    def _begin(self, prompt: Prompt) -> None:
+    def _start_group(self, prompt: Prompt) -> None:
         try:
-            group = self._stock.add(prompt)
+            group = self._buffer.add(prompt)
         except InvalidRequestError as error:
-            self._stock.refuse(prompt, error)
-            self._failed(prompt, DropReason.FAILED, error, self._failures)
+            self._buffer.refuse(prompt, error)
+            self._record_failure(prompt, DropReason.FAILED, error, self._group_errors)
         except Exception as error:
-            self._stock.refuse(prompt, error)
+            self._buffer.refuse(prompt, error)
             raise
         else:
-            self._pool.run(group, self._plan.oldest_version)
+            self._buffer.start(group, self._plan.oldest_version)
 
-    async def _choose(self) -> bool:
-        """Decides on what is complete; True ends the batch."""
-        while (number := self._ledger.offered()) is not None:
+    async def _decide_on_ready(self) -> bool:
+        """Decides on the groups that are complete; True: ``stop`` ends the batch."""
+        while (group := self._buffer.next_ready()) is not None:
             try:
-                decision = await self._decision(self._pool.groups[number].snapshot())
+                decision = await self._decision(group.snapshot())
             except CallbackError as error:
-                prompt = self._pool.groups[number].prompt
-                self._drop(number, DropReason.FAILED, error)
-                self._failed(prompt, DropReason.FAILED, error, self._undecided)
+                self._drop_failed(group, DropReason.FAILED, error, self._decide_errors)
                 continue
-            self._undecided.clear()
+            self._decide_errors.clear()
             if decision is Decision.TAKE:
-                self._ledger.choose(number, self._clock())
+                self._buffer.choose(group, self._clock())
             elif decision is Decision.POSTPONE:
-                self._ledger.postpone(number)
+                self._buffer.postpone(group)
             else:
-                self._drop(number, DropReason.FILTERED)
-            if self._stop is not None and await self._stops(self._stop):
+                self._buffer.drop(group, DropReason.FILTERED)
+            if await self._stops():
                 return True
         return False
 
-    async def _stops(self, stop: Callable[[Progress], bool]) -> bool:
-        """Whether the caller ends the batch here."""
-        try:
-            stopped = await self._hooks.call("stop", stop, self._progress(), of="the batch")
-        except Exception as error:
-            error.add_note("So failed `stop`, which collect was given.")
-            raise
-        if not isinstance(stopped, bool):
-            raise TypeError(f"stop returned {stopped!r}, not True or False")
-        return stopped
-
     async def _decision(self, group: Group) -> Decision:
-        """What the caller says of a group that is complete.
+        """What ``decide`` says of a group.
 
         Raises:
-            CallbackError: It raised, took too long, or said none.
+            CallbackError: It raised, took too long, or returned no Decision.
         """
         if self._decide is None:
             return Decision.TAKE
-        of = f"the group of prompt {group.prompt.id!r}"
+        subject = f"the group of prompt {group.prompt.id!r}"
         try:
-            decision = await self._hooks.call("decide", self._decide, group, of=of)
+            decision = await self._hooks.call("decide", self._decide, group, subject=subject)
         except CallbackError:
             raise
         except Exception as error:
-            told = f"decide failed at the group of prompt {group.prompt.id!r}: {error!r}"
-            raise CallbackError(told, callback="decide") from error
+            raise CallbackError(
+                f"decide failed at {subject}: {error!r}", callback="decide"
+            ) from error
         if not isinstance(decision, Decision):
-            told = (
-                f"decide returned {decision!r:.80}, not a Decision, of prompt {group.prompt.id!r}"
+            raise CallbackError(
+                f"decide returned {decision!r:.80}, not a Decision, of prompt {group.prompt.id!r}",
+                callback="decide",
             )
-            raise CallbackError(told, callback="decide")
         return decision
 
-    def _show(self) -> None:
-        now = self._progress()
-        self._bar.show(now.chosen, f"{now.sampling} sampling, {now.ready} ready")
+    async def _stops(self) -> bool:
+        if self._stop is None:
+            return False
+        try:
+            stops = await self._hooks.call(
+                "stop", self._stop, self._progress(), subject="the batch"
+            )
+        except Exception as error:
+            error.add_note("So failed `stop`, which collect was given.")
+            raise
+        if not isinstance(stops, bool):
+            raise TypeError(f"stop returned {stops!r}, not True or False")
+        return stops
 
-    def _drop(self, number: int, why: DropReason, error: Exception | None = None) -> None:
-        self._ledger.drop(number)
-        self._stock.drop(number, why, error)
+    def _show_progress(self) -> None:
+        progress = self._progress()
+        self._bar.show(progress.chosen, f"{progress.sampling} sampling, {progress.ready} ready")
 
     def _progress(self) -> Progress:
-        count = self._ledger.count
+        count = self._buffer.count
         return Progress(
             version=self._plan.version,
             target=self._plan.target,
-            chosen=count(Life.CHOSEN),
-            sampling=count(Life.SAMPLING),
-            ready=count(Life.READY, Life.POSTPONED),
-            seconds=self._clock() - self._begun,
+            chosen=count(GroupState.CHOSEN),
+            sampling=count(GroupState.SAMPLING),
+            ready=count(GroupState.READY, GroupState.POSTPONED),
+            seconds=self._clock() - self._started,
         )
 
-    async def _change(self) -> None:
-        """Waits for a group to end, or for the tail's time to be up."""
-        deadline = self._ledger.deadline()
+    async def _wait_for_change(self) -> None:
+        deadline = self._buffer.deadline()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline if deadline < math.inf else None):
-                await self._pool.changed.wait()
+                await self._buffer.changed.wait()

@@ -22,14 +22,14 @@ from rollwire.types import version_text
 from rollwire_client._arguments import checked_version, integer, seconds
 from rollwire_client._batches import checkpoint
 from rollwire_client._batches.batch import Drop, Tail
-from rollwire_client._batches.batch_collector import Collecting, Stock
-from rollwire_client._batches.callbacks import Caller, Scorer, Source, read_all
-from rollwire_client._batches.checkpoint import Counters
+from rollwire_client._batches.batch_collector import BatchCollector
+from rollwire_client._batches.callbacks import CallbackRunner, RewardCaller
 from rollwire_client._batches.evaluation import evaluate
-from rollwire_client._batches.group import Recipe
-from rollwire_client._batches.group_buffer import Plan
-from rollwire_client._batches.progress_bar import Bar
-from rollwire_client._batches.training_steps import Steps
+from rollwire_client._batches.group import GroupSampler
+from rollwire_client._batches.group_buffer import BatchPlan, GroupBuffer
+from rollwire_client._batches.progress_bar import ProgressBar
+from rollwire_client._batches.prompt_source import PromptSource, read_all
+from rollwire_client._batches.trainer_steps import TrainerSteps
 from rollwire_client._errors import StalenessError
 from rollwire_client._rpc.request import DEFAULT_SAMPLING, RolloutOptions
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from rollwire_client._fleet.fleet import Fleet
 
 _OWN_OPTIONS = ("request_id", "session_id", "min_weight_version", "max_weight_version")
-_POLL = 0.05  # seconds between two looks at what the servers serve
+_POLL = 0.05  # seconds between two checks of what the servers serve
 
 
 class Batcher:
@@ -111,11 +111,13 @@ class Batcher:
         self.handed_out = 0
         self.dropped = 0
         self._pool = fleet._pool  # noqa: SLF001 - the library's own
-        scorer = Scorer(reward, callback_timeout, refills) if reward is not None else None
-        recipe = Recipe(self._pool, seed, group_size, sampling, options, scorer, refills)
-        self._stock = Stock(recipe)
-        self._reader = Caller("rollwire-prompts", callback_timeout)
-        self._hooks = Caller("rollwire-hooks", callback_timeout)
+        self._reward = RewardCaller(reward, callback_timeout, refills) if reward else None
+        self._sampler = GroupSampler(
+            self._pool, seed, group_size, sampling, options, self._reward, refills
+        )
+        self._buffer = GroupBuffer(self._sampler)
+        self._reader = CallbackRunner("rollwire-prompts", callback_timeout)
+        self._hooks = CallbackRunner("rollwire-hooks", callback_timeout)
         self._max_lag = max_lag
         self._weights_timeout = seconds("weights_timeout", weights_timeout)
         self._bar = bar
@@ -132,18 +134,17 @@ class Batcher:
         """Ends what is under way, on the servers too; it can still be saved. Idempotent."""
         if self._pool.forked:  # what is under way is the parent's
             return
-        await self._stock.pool.close()
-        callers = self._reader, self._hooks, self._stock.recipe.scorer
-        for caller in callers:
-            if caller is not None:
-                caller.close()
+        await self._buffer.close()
+        for callbacks in (self._reader, self._hooks, self._reward):
+            if callbacks is not None:
+                callbacks.close()
 
     @property
     def taken(self) -> int:
         """Prompts so far: handed out, dropped, or under way. Where a data set goes on."""
-        stock = self._stock
-        live = len(stock.pool.groups) + len(stock.arrived)
-        return self.handed_out + self.dropped + len(stock.gone) + live
+        buffer = self._buffer
+        live = len(buffer.groups) + len(buffer.prompts)
+        return self.handed_out + self.dropped + buffer.dropped_count + live
 
     async def collect(
         self,
@@ -198,12 +199,12 @@ class Batcher:
             CallbackError: ``prompts`` or ``stop`` took too long.
             Exception: What these two raise.
         """
-        begun = asyncio.get_running_loop().time()
+        started = asyncio.get_running_loop().time()
         target = integer("target", target, least=1)
         prefetch = integer("prefetch", prefetch)
-        plan = self._plan(
-            Plan(target, over_sample, prefetch, tail, self._version(version), self._max_lag)
-        )
+        version = self._trainer_version(version)
+        plan = BatchPlan(target, over_sample, prefetch, tail, version, self._max_lag)
+        plan = self._advance_steps(plan)
         self._pool.check_open()
         if self._collecting:
             raise RuntimeError("a batch is being collected: one at a time")
@@ -211,11 +212,13 @@ class Batcher:
         try:
             await self._await_weights(plan)
             self.version = plan.version
-            with Bar(_title(plan), target, wanted=self._bar) as bar:
-                stock = self._stock
-                source = Source(iter(prompts), self._reader, stock.arrived, stock.pool.changed)
-                collecting = Collecting(plan, stock, source, self._hooks, decide, stop, bar, begun)
-                batch = await collecting.batch()
+            source = PromptSource(iter(prompts), self._reader, self._buffer)
+            title = "batch" if plan.version is None else f"batch of version {plan.version}"
+            with ProgressBar(title, target, enabled=self._bar) as bar:
+                collector = BatchCollector(
+                    plan, self._buffer, source, self._hooks, decide, stop, bar, started
+                )
+                batch = await collector.collect()
         finally:
             self._collecting = False
         self.handed_out += len(batch.finished.groups)
@@ -256,11 +259,11 @@ class Batcher:
         policy = self._pool.policy.current
         if version is None and policy is not None:
             version = policy.version
-        recipe = replace(
-            self._stock.recipe, size=samples, sampling=sampling or self._stock.recipe.sampling
+        sampler = replace(
+            self._sampler, group_size=samples, sampling=sampling or self._sampler.sampling
         )
         taken = await read_all(iter(prompts), self._reader)
-        return await evaluate(recipe, taken, version, bar=self._bar)
+        return await evaluate(sampler, taken, version, bar=self._bar)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes what is carried or begun, with its tokens so far, and the counters.
@@ -272,11 +275,15 @@ class Batcher:
             TypeError: The ``info`` of a prompt cannot be JSON.
             OSError: It cannot be written.
         """
-        stock = self._stock
-        stock.begin_arrived()
-        groups = tuple(stock.pool.groups.values())
-        counters = Counters(self.version, self.handed_out, self.dropped + len(stock.gone))
-        checkpoint.write(Path(path), stock.recipe, counters, stock.steps.saved(), groups)
+        self._buffer.add_prompts()
+        contents = checkpoint.BufferContents(
+            version=self.version,
+            handed_out=self.handed_out,
+            dropped=self.dropped + self._buffer.dropped_count,
+            steps=self._buffer.steps.saved(),
+            groups=list(self._buffer.groups.values()),
+        )
+        checkpoint.write(Path(path), self._sampler, contents)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Takes over what another process saved; it goes on with the next batch.
@@ -287,18 +294,17 @@ class Batcher:
             OSError: It cannot be read.
             RuntimeError: This batcher has groups already.
         """
-        if self._stock.pool.groups or self._collecting:
+        if self._buffer.groups or self._collecting:
             raise RuntimeError("this batcher has groups of its own: load into a new one")
-        counters, steps, groups = checkpoint.read(Path(path), self._stock.recipe)
-        for prompt, members in groups:
-            self._stock.add(prompt, members)  # which were checked
-        self.version, self.handed_out, self.dropped = (
-            counters.version, counters.handed_out, counters.dropped,
-        )  # fmt: skip
-        self._stock.steps, self._published = Steps(steps, counters.version), 0
+        contents = checkpoint.read(Path(path), self._sampler)
+        for group in contents.groups:
+            self._buffer.add_group(group)
+        self.version = contents.version
+        self.handed_out, self.dropped = contents.handed_out, contents.dropped
+        self._buffer.steps = TrainerSteps(contents.steps, contents.version)
+        self._published = 0
 
-    def _version(self, version: int | None) -> int | None:
-        """The trainer's step."""
+    def _trainer_version(self, version: int | None) -> int | None:
         version = checked_version("version", version)
         if version is None:
             policy = self._pool.policy.current
@@ -310,25 +316,25 @@ class Batcher:
             )
         return version
 
-    def _plan(self, plan: Plan) -> Plan:
-        """The plan with what it means for the steps of the run."""
-        steps = self._stock.steps
+    def _advance_steps(self, plan: BatchPlan) -> BatchPlan:
+        """Counts the plan's version as a step; the plan with the oldest version that it takes."""
+        steps = self._buffer.steps
         published, self._published = self._pool.policy.published_since(self._published)
         for weights in published:
-            steps.published(weights)
+            steps.add_published(weights)
         if plan.version is None:
             return plan
         if steps.version is not None and plan.version < steps.version:
-            steps.follow_back([m.info for m in self._pool.servers if m.info is not None])
+            steps.follow_rollback([m.info for m in self._pool.servers if m.info is not None])
         steps.reach(plan.version)
         if plan.max_lag is None:
             return plan
         return replace(plan, oldest_version=steps.oldest_version(plan.max_lag))
 
-    async def _await_weights(self, plan: Plan) -> None:
-        """Returns once a server serves weights that the bound allows."""
-        least, steps = plan.oldest_version, self._stock.steps
-        if least is None:
+    async def _await_weights(self, plan: BatchPlan) -> None:
+        """Returns once a server serves weights that are new enough for the plan."""
+        oldest, steps = plan.oldest_version, self._buffer.steps
+        if oldest is None:
             return
         clock = asyncio.get_running_loop().time
         give_up = clock() + self._weights_timeout
@@ -337,10 +343,10 @@ class Batcher:
             if any(not plan.is_stale(steps.lag(weights)) for weights in served):
                 return
             if clock() >= give_up:
-                told = ", ".join(sorted({version_text(w.version) for w in served})) or "nothing"
+                texts = ", ".join(sorted({version_text(w.version) for w in served})) or "nothing"
                 raise StalenessError(
                     f"the trainer is at version {plan.version}, and max_lag is {plan.max_lag}; the "
-                    f"servers serve {told}, and version {least} did not come within "
+                    f"servers serve {texts}, and version {oldest} did not come within "
                     f"{self._weights_timeout:g} s: publish the policy, or allow more lag"
                 )
             await asyncio.sleep(_POLL)
@@ -349,7 +355,3 @@ class Batcher:
 def _check_unseeded(sampling: Sampling) -> None:
     if sampling.seed is not None:
         raise ValueError("sampling has a seed, which all samples would share: say seed=…")
-
-
-def _title(plan: Plan) -> str:
-    return "batch" if plan.version is None else f"batch of version {plan.version}"

@@ -1,7 +1,7 @@
-"""A buffer in a file: groups that are under way, with the counters of their batcher.
+"""A batcher's buffer in a file: groups that are under way, counters, and the trainer's steps.
 
-The file says which format it has and what its digest is, so that another file, a later format and
-damage are told apart. Nothing in it is executed.
+The file names its format and its digest, so that another file, a later format and damage are told
+apart. Nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from rollwire.v1 import buffer_pb2
 
 from rollwire_client._arguments import checked_version
 from rollwire_client._batches.batch import Prompt
-from rollwire_client._batches.group import LiveGroup, Member
-from rollwire_client._batches.pool import checked
-from rollwire_client._batches.training_steps import Step
+from rollwire_client._batches.group import LiveGroup, LiveSample, checked_prompt
+from rollwire_client._batches.trainer_steps import TrainerStep
 from rollwire_client._errors import BufferFileError, RollwireError
 from rollwire_client._routing_replay import Routing, RoutingReplay, RoutingSegment
 from rollwire_client._rpc import conversion
@@ -34,46 +33,45 @@ from rollwire_client._rpc.request import sampling_message
 from rollwire_client._trajectory import Segment, Trajectory, TrajectoryBuilder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from rollwire_client._batches.group import Recipe
+    from rollwire_client._batches.group import GroupSampler
 
 _NAME, _FORMAT = b"rollwire buffer ", b"1"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
-    """What a batcher counts.
+class BufferContents:
+    """What a file holds.
 
     Attributes:
-        version: The trainer's step of its latest batch.
-        handed_out, dropped: Groups.
+        version: The trainer's step of the latest batch.
+        handed_out, dropped: Groups so far.
+        steps: Of the trainer, the latest, in order.
+        groups: Neither handed out nor dropped, the oldest first.
     """
 
     version: int | None
     handed_out: int
     dropped: int
+    steps: Sequence[TrainerStep]
+    groups: Sequence[LiveGroup]
 
 
-def write(
-    path: Path,
-    recipe: Recipe,
-    counters: Counters,
-    steps: Iterable[Step],
-    groups: Iterable[LiveGroup],
-) -> None:
+def write(path: Path, sampler: GroupSampler, contents: BufferContents) -> None:
     """Replaces the file as a whole; see ``Batcher.save``."""
     message = buffer_pb2.SavedBuffer(
-        seed=recipe.run,
-        group_size=recipe.size,
-        version=counters.version,
-        handed_out=counters.handed_out,
-        dropped=counters.dropped,
-        groups=[_group_message(group) for group in groups],
+        seed=sampler.run_seed,
+        group_size=sampler.group_size,
+        version=contents.version,
+        handed_out=contents.handed_out,
+        dropped=contents.dropped,
+        groups=[_group_message(group) for group in contents.groups],
         steps=[
-            buffer_pb2.SavedStep(number=s.number, version=s.version, digest=s.digest) for s in steps
+            buffer_pb2.SavedStep(number=step.number, version=step.version, digest=step.digest)
+            for step in contents.steps
         ],
     )
     content = message.SerializeToString()
@@ -89,31 +87,30 @@ def write(
         unfinished.unlink(missing_ok=True)
 
 
-def read(
-    path: Path, recipe: Recipe
-) -> tuple[Counters, list[Step], list[tuple[Prompt, list[Member]]]]:
+def read(path: Path, sampler: GroupSampler) -> BufferContents:
     """What was saved; see ``Batcher.load``."""
     content = _content(path)
     try:
         message = buffer_pb2.SavedBuffer.FromString(content)
     except DecodeError as error:
         raise BufferFileError(f"{path}: no buffer, though its digest is right: {error}") from error
-    if (message.seed, message.group_size) != (recipe.run, recipe.size):
+    seed, size = sampler.run_seed, sampler.group_size
+    if (message.seed, message.group_size) != (seed, size):
         raise BufferFileError(
             f"{path} is of seed {message.seed} and groups of {message.group_size}, this batcher of "
-            f"seed {recipe.run} and groups of {recipe.size}: it belongs to another run"
+            f"seed {seed} and groups of {size}: it belongs to another run"
         )
     version = message.version if message.HasField("version") else None
-    counters = Counters(version, message.handed_out, message.dropped)
     try:
         checked_version("its version", version)
         steps = [_step(step) for step in message.steps]
         _check(all(a.number < b.number for a, b in pairwise(steps)), "steps out of order")
-        groups = [_group(group, recipe.size) for group in message.groups]
-        _check(len({(p.id, p.epoch) for p, _ in groups}) == len(groups), "a prompt is there twice")
+        groups = [_group(group, size) for group in message.groups]
+        keys = {(group.prompt.id, group.prompt.epoch) for group in groups}
+        _check(len(keys) == len(groups), "a prompt is there twice")
     except (ValueError, TypeError, RollwireError, RecursionError) as error:
         raise BufferFileError(f"{path} cannot be what a Batcher saved: {error}") from error
-    return counters, steps, groups
+    return BufferContents(version, message.handed_out, message.dropped, steps, groups)
 
 
 def _content(path: Path) -> bytes:
@@ -147,12 +144,12 @@ def _group_message(group: LiveGroup) -> buffer_pb2.SavedGroup:
         epoch=prompt.epoch,
         info=info,
         sampling=None if prompt.sampling is None else sampling_message(prompt.sampling),
-        samples=[_sample_message(member) for member in group.members],
+        samples=[_sample_message(sample) for sample in group.samples],
     )
 
 
-def _step(message: buffer_pb2.SavedStep) -> Step:
-    return Step(
+def _step(message: buffer_pb2.SavedStep) -> TrainerStep:
+    return TrainerStep(
         message.number,
         checked_version("a step", message.version if message.HasField("version") else None),
         message.digest if message.HasField("digest") else None,
@@ -164,7 +161,7 @@ def _check(holds: bool, otherwise: str) -> None:  # noqa: FBT001 - as an asserti
         raise ValueError(otherwise)
 
 
-def _group(message: buffer_pb2.SavedGroup, size: int) -> tuple[Prompt, list[Member]]:
+def _group(message: buffer_pb2.SavedGroup, size: int) -> LiveGroup:
     _check(bool(message.prompt_token_ids), "a prompt has no tokens")
     _check(len(message.samples) == size, f"{len(message.samples)} samples in a group of {size}")
     prompt = Prompt(
@@ -174,15 +171,15 @@ def _group(message: buffer_pb2.SavedGroup, size: int) -> tuple[Prompt, list[Memb
         info=json.loads(message.info),
         sampling=conversion.sampling(message.sampling) if message.HasField("sampling") else None,
     )
-    prompt = checked(prompt)
-    members = [
-        _member(index, prompt.token_ids, sample) for index, sample in enumerate(message.samples)
+    prompt = checked_prompt(prompt)
+    samples = [
+        _sample(index, prompt.token_ids, sample) for index, sample in enumerate(message.samples)
     ]
-    return prompt, members
+    return LiveGroup(prompt, samples)
 
 
-def _sample_message(member: Member) -> buffer_pb2.SavedSample:
-    trajectory = member.trajectory()
+def _sample_message(sample: LiveSample) -> buffer_pb2.SavedSample:
+    trajectory = sample.trajectory()
     return buffer_pb2.SavedSample(
         request_id=trajectory.request_id,
         token_ids=trajectory.token_ids,
@@ -190,8 +187,8 @@ def _sample_message(member: Member) -> buffer_pb2.SavedSample:
         segments=[_segment_message(segment) for segment in trajectory.segments],
         finish=None if trajectory.finish is None else finish_to_proto(trajectory.finish),
         servers=trajectory.servers,
-        reward=member.reward,
-        refills=member.refills,
+        reward=sample.reward,
+        refills=sample.refills,
         routing=None if trajectory.routing is None else _routing_message(trajectory.routing),
     )
 
@@ -216,7 +213,7 @@ def _routing_message(routing: Routing) -> buffer_pb2.SavedRouting:
     )
 
 
-def _member(index: int, prompt_ids: Sequence[int], message: buffer_pb2.SavedSample) -> Member:
+def _sample(index: int, prompt_ids: Sequence[int], message: buffer_pb2.SavedSample) -> LiveSample:
     tokens = len(message.token_ids)
     _check(len(message.logprobs) == tokens, "not as many log-probabilities as tokens")
     finish = finish_from_proto(message.finish) if message.HasField("finish") else None
@@ -240,7 +237,7 @@ def _member(index: int, prompt_ids: Sequence[int], message: buffer_pb2.SavedSamp
         routing=routing,
     )
     reward = message.reward if message.HasField("reward") else None
-    return Member(index, TrajectoryBuilder.of(trajectory), reward, message.refills)
+    return LiveSample(index, TrajectoryBuilder.of(trajectory), reward, message.refills)
 
 
 def _routing(message: buffer_pb2.SavedRouting) -> Routing:

@@ -1,4 +1,4 @@
-"""Samples of one policy, whole: nothing is left out silently, nothing is of two versions."""
+"""Samples prompts whole, under one policy: nothing is left out silently."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rollwire_client._batches.batch import DropReason, Evaluation, Group, Part
-from rollwire_client._batches.group import is_final, reason_of, sample_group
-from rollwire_client._batches.pool import Pool
-from rollwire_client._batches.progress_bar import Bar
+from rollwire_client._batches.group import drop_reason, ends_group
+from rollwire_client._batches.group_buffer import GroupBuffer
+from rollwire_client._batches.progress_bar import ProgressBar
 from rollwire_client._concurrency.tasks import cancel_all
 from rollwire_client._errors import CallbackError, InvalidRequestError, WeightVersionError
 
@@ -20,51 +20,51 @@ if TYPE_CHECKING:
     from rollwire.types import WeightTag
 
     from rollwire_client._batches.batch import Prompt
-    from rollwire_client._batches.group import LiveGroup, Recipe
+    from rollwire_client._batches.group import GroupSampler, LiveGroup
 
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 1024  # sequences
-_FAILURES = 8  # of the caller's function, before anything else came
+_FAILURES_AT_FIRST = 8  # of the caller's function, before any group is complete
 
 
 async def evaluate(
-    recipe: Recipe, prompts: Sequence[Prompt], version: int | None, *, bar: bool
+    sampler: GroupSampler, prompts: Sequence[Prompt], version: int | None, *, bar: bool
 ) -> Evaluation:
     """See ``Batcher.evaluate``."""
     clock = asyncio.get_running_loop().time
-    begun = clock()
+    started = clock()
     if version is not None:
-        recipe = replace(recipe, options={**recipe.options, "max_weight_version": version})
-    groups = _groups(recipe, prompts)
-    places = asyncio.Semaphore(max(AT_ONCE // recipe.size, 1))
+        sampler = replace(sampler, options={**sampler.options, "max_weight_version": version})
+    slots = asyncio.Semaphore(max(AT_ONCE // sampler.group_size, 1))
 
-    async def sample(place: int, group: LiveGroup | Group) -> Group:
+    async def sample(index: int, group: LiveGroup | Group) -> Group:
         if isinstance(group, Group):
             return group
         group.oldest_version = version
-        async with places:
+        async with slots:
             try:
-                await sample_group(group, recipe)
+                await sampler.sample(group)
             except Exception as error:
-                return _failed(place, group, error)
+                return _failed(index, group, error)
         return group.snapshot()
 
-    tasks = [asyncio.create_task(sample(place, group)) for place, group in enumerate(groups)]
-    with Bar("evaluation", len(tasks), wanted=bar) as shown:
+    groups = _groups(sampler, prompts)
+    tasks = [asyncio.create_task(sample(index, group)) for index, group in enumerate(groups)]
+    with ProgressBar("evaluation", len(tasks), enabled=bar) as shown:
         try:
             failed = 0
             for done, task in enumerate(asyncio.as_completed(tasks), 1):
                 error = (await task).error
                 failed += error is not None
-                if failed == done == _FAILURES and isinstance(error, CallbackError):
-                    raise error  # as it would of all the others
+                if failed == done == _FAILURES_AT_FIRST and isinstance(error, CallbackError):
+                    raise error  # the function would fail at all the others too
                 shown.show(done)
         finally:
             await cancel_all(tasks)
-    outcomes = [task.result() for task in tasks]
-    samples = Part(tuple(group for group in outcomes if group.dropped is None))
-    left_out = Part(tuple(group for group in outcomes if group.dropped is not None))
+    results = [task.result() for task in tasks]
+    samples = Part(tuple(group for group in results if group.dropped is None))
+    left_out = Part(tuple(group for group in results if group.dropped is not None))
     for group in left_out.groups:
         if group.error is not None and not samples.groups:
             raise group.error
@@ -73,46 +73,47 @@ async def evaluate(
         version=weights.version if weights is not None else None,
         digest=weights.digest if weights is not None else None,
         samples=samples,
-        seconds=clock() - begun,
+        seconds=clock() - started,
         failed=left_out,
     )
 
 
-def _groups(recipe: Recipe, prompts: Sequence[Prompt]) -> list[LiveGroup | Group]:
+def _groups(sampler: GroupSampler, prompts: Sequence[Prompt]) -> list[LiveGroup | Group]:
     """One for each prompt; one that cannot be sampled is dropped already."""
-    pool = Pool(recipe)
+    buffer = GroupBuffer(sampler)  # which refuses equal prompts
     groups: list[LiveGroup | Group] = []
-    for place, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         try:
-            groups.append(pool.add(prompt))
+            groups.append(buffer.add(prompt))
         except InvalidRequestError as error:
-            _tell(place, prompt, DropReason.FAILED, error)
+            _warn(index, prompt, DropReason.FAILED, error)
             groups.append(Group(prompt, (), DropReason.FAILED, error))
         except Exception as error:
-            error.add_note(f"It is prompt {place} of the evaluation.")
+            error.add_note(f"It is prompt {index} of the evaluation.")
             raise
     return groups
 
 
-def _failed(place: int, group: LiveGroup, error: Exception) -> Group:
-    """A group that could not be had; raises what ends the others too."""
-    if not is_final(error):
-        error.add_note(f"It was met at prompt {place} of the evaluation, {group.prompt.id!r}.")
+def _failed(index: int, group: LiveGroup, error: Exception) -> Group:
+    """The group as dropped; raises what ends the others too."""
+    if not ends_group(error):
+        error.add_note(f"It was met at prompt {index} of the evaluation, {group.prompt.id!r}.")
         raise error
-    why = reason_of(error)
-    _tell(place, group.prompt, why, error)
-    return group.snapshot(why, error)
+    reason = drop_reason(error)
+    _warn(index, group.prompt, reason, error)
+    return group.snapshot(reason, error)
 
 
-def _tell(place: int, prompt: Prompt, why: DropReason, error: Exception) -> None:
+def _warn(index: int, prompt: Prompt, reason: DropReason, error: Exception) -> None:
     logger.warning(
-        "prompt %d of the evaluation, %r, is left out as %s: %s", place, prompt.id, why.value, error
-    )
-    error.add_note(f"It is of prompt {place} of the evaluation, {prompt.id!r}.")
+        "prompt %d of the evaluation, %r, is left out as %s: %s",
+        index, prompt.id, reason.value, error,
+    )  # fmt: skip
+    error.add_note(f"It is of prompt {index} of the evaluation, {prompt.id!r}.")
 
 
 def _weights(samples: Part) -> WeightTag | None:
-    """What sampled all of it, as one of the servers serves it; None if there is no token.
+    """The weights that sampled everything, as one of the servers has them; None without a token.
 
     Raises:
         WeightVersionError: There are several.

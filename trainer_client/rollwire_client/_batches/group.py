@@ -1,10 +1,14 @@
-"""A group that is being sampled: its members, each a sequence that goes on whatever happens."""
+"""How a group is sampled: each of its samples is a sequence that goes on whatever fails."""
 
 from __future__ import annotations
 
 import asyncio
+import enum
+import hashlib
+import json
 import logging
 import math
+import operator
 import uuid
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -12,7 +16,6 @@ from typing import TYPE_CHECKING
 from rollwire.reasons import ErrorScope
 
 from rollwire_client._batches.batch import DropReason, Group, Prompt, Sample
-from rollwire_client._batches.seeds import seed_of
 from rollwire_client._concurrency.tasks import cancel_all
 from rollwire_client._errors import (
     CallbackError,
@@ -24,13 +27,14 @@ from rollwire_client._errors import (
     ServerFailedError,
     TimedOutError,
 )
+from rollwire_client._rpc.request import checked_token_ids
 from rollwire_client._trajectory import TrajectoryBuilder
 
 if TYPE_CHECKING:
     from rollwire.types import WeightTag
 
-    from rollwire_client._batches.callbacks import Scorer
-    from rollwire_client._batches.training_steps import Steps
+    from rollwire_client._batches.callbacks import RewardCaller
+    from rollwire_client._batches.trainer_steps import TrainerSteps
     from rollwire_client._data import Sampling
     from rollwire_client._fleet.rollout import Rollout
     from rollwire_client._fleet.server_pool import ServerPool
@@ -39,212 +43,267 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NO_ROOM_DELAY = 0.1  # seconds between two rollouts, where ``Retries.seconds`` are next to none
+_QUEUE_FULL_DELAY = 0.1  # seconds between two rollouts, in case ``Retries.seconds`` is near zero
 _NEVER_REFILLED = (RefusedError, TimedOutError, ClosedError)
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How groups are sampled.
-
-    Attributes:
-        pool: The servers that sample.
-        run: The trainer's seed.
-        size: Samples of each prompt.
-        sampling: Without a seed.
-        options: Of the rollouts.
-        scorer: Gives a complete sample its reward; None: there are none.
-        refills: How often in a row a sample that failed is begun again.
-    """
-
-    pool: ServerPool
-    run: int
-    size: int
-    sampling: Sampling
-    options: RolloutOptions
-    scorer: Scorer | None
-    refills: int
-
-
 @dataclass(slots=True)
-class Member:
-    """One sample.
+class LiveSample:
+    """A sample that is under way or complete.
 
     Attributes:
-        index: Which of the group.
-        draft: What was sampled so far.
-        reward: Once it is complete, if there is one.
+        index: Its place in the group.
+        draft: What was sampled, but for what ``rollout`` has not passed on yet.
+        reward: Of the complete sample; None before that, and without a reward function.
         refills: How often it was begun anew, which changes its seed.
+        rollout: Samples it.
     """
 
     index: int
     draft: TrajectoryBuilder
     reward: float | None = None
     refills: int = 0
-    _rollout: Rollout | None = None
+    rollout: Rollout | None = None
 
     def trajectory(self) -> Trajectory:
-        """What there is of it now."""
         self._flush()
         return self.draft.trajectory()
 
     def weights(self) -> list[WeightTag]:
-        """What sampled its tokens."""
         self._flush()
         return self.draft.weights
 
-    def follow(self, rollout: Rollout, draft: TrajectoryBuilder) -> None:
-        """It is sampled by ``rollout`` from now on."""
-        self._rollout, self.draft = rollout, draft
-
-    def allow(self, least: int | None) -> None:
-        """Its next tokens may be of version ``least`` too."""
-        if self._rollout is not None:
-            self._rollout.allow(least)
-
-    def begin_anew(self) -> None:
-        """Forgets what was sampled; the next draws are others."""
+    def restart(self) -> None:
+        """Discards what was sampled; the next draws are others."""
         self.refills += 1
-        self._rollout = None
+        self.rollout = None
         self.draft = TrajectoryBuilder(self.draft.request_id, self.draft.prompt_ids)
 
     def _flush(self) -> None:
-        if self._rollout is not None:
-            self._rollout.flush()
+        if self.rollout is not None:
+            self.rollout.flush()
 
 
-@dataclass(slots=True)
+class GroupState(enum.Enum):
+    """Where a group is on its way into a batch; see ``GroupBuffer``."""
+
+    SAMPLING = "sampling"  # also before its task is started, and after that failed
+    READY = "ready"  # complete
+    POSTPONED = "postponed"  # complete, and not to be decided on before the next batch
+    CHOSEN = "chosen"  # part of the open batch
+
+
+@dataclass(slots=True, eq=False)
 class LiveGroup:
-    """A group that is sampled, or complete and not handed out yet.
+    """A group that is neither handed out nor dropped.
 
     Attributes:
-        number: Rises from group to group.
-        prompt: Of its members.
-        members: In the order of their seeds.
-        oldest_version: That its next tokens may be of; None: any.
-        session_id: Its members share a prefix.
-        task: Samples it.
-        failure: What ended its task before it was complete.
+        prompt: Of all samples.
+        samples: In the order of their seeds.
+        number: Its place among all groups of the batcher, by age.
+        state: Set by ``GroupBuffer``.
+        completed: How many groups were complete by the time that it was.
+        oldest_version: Its next tokens may be of this weight version or newer ones; None: any.
+        task: Samples it; None before it is started.
+        ended: Whether the task came to an end by itself: with ``error`` or, if that is None, with
+            all samples complete.
+        session_id: Sends its samples to the same server, as they share a prefix.
     """
 
-    number: int
     prompt: Prompt
-    members: list[Member]
+    samples: list[LiveSample]
+    number: int = 0
+    state: GroupState = GroupState.SAMPLING
+    completed: int = 0
     oldest_version: int | None = None
     task: asyncio.Task[None] | None = None
-    failure: Exception | None = None
+    ended: bool = False
+    error: Exception | None = None
     session_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def snapshot(self, dropped: DropReason | None = None, error: Exception | None = None) -> Group:
-        """What there is of it now."""
-        samples = tuple(Sample(member.trajectory(), member.reward) for member in self.members)
+        samples = tuple(Sample(sample.trajectory(), sample.reward) for sample in self.samples)
         return Group(self.prompt, samples, dropped, error)
 
-    def lag(self, steps: Steps) -> float:
-        """Of its oldest token, as ``ledger.Entry`` has it."""
-        lags = [steps.lag(weights) for member in self.members for weights in member.weights()]
+    def lag(self, steps: TrainerSteps) -> float:
+        """Steps that its oldest token is behind the trainer: minus infinity without a token, and
+        infinity if weights without a version sampled one.
+        """
+        lags = [steps.lag(weights) for sample in self.samples for weights in sample.weights()]
         return max(lags, default=-math.inf)
 
-    def allow(self, oldest_version: int | None) -> None:
-        """Its next tokens may be of that version too: the trainer went back to it."""
-        if self.oldest_version is None or self.oldest_version == oldest_version:
+    def lower_oldest_version(self, version: int | None) -> None:
+        """Lets older weights sample its next tokens, as after a rollback."""
+        if self.oldest_version is None or self.oldest_version == version:
             return
-        if oldest_version is None or oldest_version < self.oldest_version:
-            self.oldest_version = oldest_version
-            for member in self.members:
-                member.allow(oldest_version)
-
-    @property
-    def running(self) -> bool:
-        """Whether it is being sampled."""
-        return self.task is not None and not self.task.done()
+        if version is None or version < self.oldest_version:
+            self.oldest_version = version
+            for sample in self.samples:
+                if sample.rollout is not None:
+                    sample.rollout.allow(version)
 
 
-def servers_failed(error: Exception) -> bool:
-    """Whether trying elsewhere, or later, does not help."""
-    if isinstance(error, RolloutFailedError):
-        return error.of_servers
-    return isinstance(error, ServerFailedError)
+@dataclass(frozen=True, slots=True)
+class GroupSampler:
+    """Samples groups.
+
+    Attributes:
+        pool: The servers that sample.
+        run_seed: The trainer's seed.
+        group_size: Samples of each prompt.
+        sampling: Of prompts without one of their own; has no seed.
+        options: Of the rollouts.
+        reward: Scores complete samples; None: they have no reward.
+        refills: How often in a row a sample that failed is begun again.
+    """
+
+    pool: ServerPool
+    run_seed: int
+    group_size: int
+    sampling: Sampling
+    options: RolloutOptions
+    reward: RewardCaller | None
+    refills: int
+
+    def new_group(self, prompt: Prompt) -> LiveGroup:
+        """A group of which nothing is sampled yet.
+
+        Raises:
+            Exception: See ``checked_prompt``.
+        """
+        prompt = checked_prompt(prompt)
+        samples = [
+            LiveSample(i, TrajectoryBuilder("", prompt.token_ids)) for i in range(self.group_size)
+        ]
+        return LiveGroup(prompt, samples)
+
+    async def sample(self, group: LiveGroup) -> None:
+        """Samples all members to their ends; each goes on from what it has.
+
+        Raises:
+            Exception: What a sample met: one that ends the group at once, which ends the other
+                samples too; another one when all samples have ended, the first of them.
+        """
+        tasks = [asyncio.create_task(self._complete(group, sample)) for sample in group.samples]
+        running, errors = set(tasks), list[Exception]()
+        try:
+            while running and not any(ends_group(error) for error in errors):
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                found = [_error(task, group) for task in tasks if task in done]
+                errors += [error for error in found if error is not None]
+        finally:
+            await cancel_all(tasks)
+        for error in sorted(errors, key=ends_group, reverse=True):
+            raise error
+
+    async def _complete(self, group: LiveGroup, sample: LiveSample) -> None:
+        failures = 0
+        while not (trajectory := sample.trajectory()).complete:
+            tokens = len(trajectory.token_ids)
+            try:
+                await self._run_rollout(group, sample)
+            except _NEVER_REFILLED:
+                raise
+            except RollwireError as error:
+                if _queue_was_full(error):  # servers are busy or paused: not this sample's failure
+                    await asyncio.sleep(_QUEUE_FULL_DELAY)
+                    continue
+                server_failed = _server_failed(error)
+                progressed = len(sample.draft.token_ids) > tokens and not server_failed
+                failures = 1 if progressed else failures + 1
+                if failures > self.refills:
+                    raise
+                logger.warning("%s; sample %d of %s again", error, sample.index, group.prompt.id)
+                if server_failed:  # the same draws would fail again
+                    sample.restart()
+            else:
+                if not sample.trajectory().complete:
+                    failures += 1
+                    if failures > self.refills:
+                        raise _ended_by_others(sample.trajectory())
+        if sample.reward is None and self.reward is not None:
+            sample.reward = await self.reward.score(group.prompt, trajectory)
+
+    async def _run_rollout(self, group: LiveGroup, sample: LiveSample) -> None:
+        prompt = group.prompt
+        seed = sample_seed(self.run_seed, prompt.id, prompt.epoch, sample.index, sample.refills)
+        options: RolloutOptions = {**self.options, "session_id": group.session_id}
+        if group.oldest_version is not None:
+            options["min_weight_version"] = group.oldest_version
+        sample.draft, sample.rollout = self.pool.begin(
+            prompt.token_ids,
+            replace(prompt.sampling or self.sampling, seed=seed),
+            options,
+            prefix=sample.trajectory(),
+            waiter=(group.session_id, sample.index),
+        )
+        async for _ in sample.rollout.chunks(whole=True):
+            pass
 
 
-def _found_no_room(error: RollwireError) -> bool:
-    causes = error.causes if isinstance(error, RolloutFailedError) else ()
-    return bool(causes) and isinstance(causes[-1], QueueFullError)
+def checked_prompt(prompt: Prompt) -> Prompt:
+    """The prompt with plain integers.
+
+    Raises:
+        TypeError, ValueError: It is no Prompt, its id or epoch cannot be, or its sampling has a
+            seed.
+        InvalidRequestError: Its token ids are none.
+    """
+    if not isinstance(prompt, Prompt):
+        raise TypeError(f"prompts gave {prompt!r:.80}, not a Prompt(id, token_ids)")
+    if not isinstance(prompt.id, str):
+        raise TypeError(f"the id of a prompt is {prompt.id!r}, not text")
+    prompt.id.encode()  # a buffer file must be able to hold it
+    epoch = operator.index(prompt.epoch)
+    if not -(1 << 63) <= epoch < 1 << 63:
+        raise ValueError(f"the epoch of prompt {prompt.id!r} is {epoch}, from -2^63 to 2^63 - 1")
+    if prompt.sampling is not None and prompt.sampling.seed is not None:
+        raise ValueError(f"the sampling of prompt {prompt.id!r} has a seed: leave it out")
+    return replace(prompt, epoch=epoch, token_ids=checked_token_ids(prompt.token_ids))
 
 
-def is_final(error: Exception) -> bool:
-    """Whether it ends a group, as it is of that group; after others, which every group would meet,
-    the group goes on.
+def sample_seed(run_seed: int, prompt_id: str, epoch: int, index: int, refills: int = 0) -> int:
+    """A 64-bit seed: different for each sample of a run, and the same whenever it is computed."""
+    text = json.dumps([run_seed, prompt_id, epoch, index, refills]).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def ends_group(error: Exception) -> bool:
+    """Whether the error is of this group alone. Others every group would meet: those are raised by
+    ``collect``, and the group goes on in the next one.
     """
     return not isinstance(error, RollwireError) or error.scope is ErrorScope.SEQUENCE
 
 
-def reason_of(error: Exception) -> DropReason:
-    """Why a group is dropped that ended with ``error``."""
+def drop_reason(error: Exception) -> DropReason:
     if isinstance(error, TimedOutError):
         return DropReason.CUT
     unscored = isinstance(error, CallbackError) and error.callback == "reward"
     return DropReason.UNSCORED if unscored else DropReason.FAILED
 
 
-async def sample_group(group: LiveGroup, recipe: Recipe) -> None:
-    """Samples all members to their ends; each goes on from what it has.
-
-    Raises:
-        Exception: What a member came to: at once one that is final, which ends the others too; else
-            the first, once all have ended.
-    """
-    tasks = [asyncio.create_task(_sample(group, member, recipe)) for member in group.members]
-    running, errors = set(tasks), list[Exception]()
-    try:
-        while running and not any(is_final(error) for error in errors):
-            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            outcomes = [_outcome(task, group) for task in tasks if task in done]
-            errors += [error for error in outcomes if error is not None]
-    finally:
-        await cancel_all(tasks)
-    for error in sorted(errors, key=is_final, reverse=True):
-        raise error
-
-
-def _outcome(task: asyncio.Task[None], group: LiveGroup) -> Exception | None:
+def _error(task: asyncio.Task[None], group: LiveGroup) -> Exception | None:
     try:
         task.result()
     except Exception as error:
         return error
     except asyncio.CancelledError as error:
-        told = RuntimeError(f"a sample of prompt {group.prompt.id!r} was cancelled")
-        told.__cause__ = error
-        return told
+        cancelled = RuntimeError(f"a sample of prompt {group.prompt.id!r} was cancelled")
+        cancelled.__cause__ = error
+        return cancelled
     return None
 
 
-async def _sample(group: LiveGroup, member: Member, recipe: Recipe) -> None:
-    failures = 0
-    while not (trajectory := member.trajectory()).complete:
-        tokens = len(trajectory.token_ids)
-        try:
-            await _attempt(group, member, recipe)
-        except _NEVER_REFILLED:
-            raise
-        except RollwireError as error:
-            if _found_no_room(error):  # the servers are busy with others, or paused: no failure
-                await asyncio.sleep(_NO_ROOM_DELAY)
-                continue
-            went_on = len(member.draft.token_ids) > tokens and not servers_failed(error)
-            failures = 1 if went_on else failures + 1
-            if failures > recipe.refills:
-                raise
-            logger.warning("%s; sample %d of %s again", error, member.index, group.prompt.id)
-            if servers_failed(error):  # the same draws would fail again
-                member.begin_anew()
-        else:
-            if not member.trajectory().complete:
-                failures += 1
-                if failures > recipe.refills:
-                    raise _ended_by_others(member.trajectory())
-    if member.reward is None and recipe.scorer is not None:
-        member.reward = await recipe.scorer.score(group.prompt, trajectory)
+def _server_failed(error: RollwireError) -> bool:
+    """Whether a server failed at the sequence, so that going on from its tokens does not help."""
+    if isinstance(error, RolloutFailedError):
+        return error.of_servers
+    return isinstance(error, ServerFailedError)
+
+
+def _queue_was_full(error: RollwireError) -> bool:
+    causes = error.causes if isinstance(error, RolloutFailedError) else ()
+    return bool(causes) and isinstance(causes[-1], QueueFullError)
 
 
 def _ended_by_others(trajectory: Trajectory) -> RolloutFailedError:
@@ -252,21 +311,3 @@ def _ended_by_others(trajectory: Trajectory) -> RolloutFailedError:
     error = RolloutFailedError(f"sequence {trajectory.request_id} was {reason} again and again", ())
     error.trajectory = trajectory
     return error
-
-
-async def _attempt(group: LiveGroup, member: Member, recipe: Recipe) -> None:
-    prompt = group.prompt
-    seed = seed_of(recipe.run, prompt.id, prompt.epoch, member.index, member.refills)
-    options: RolloutOptions = {**recipe.options, "session_id": group.session_id}
-    if group.oldest_version is not None:
-        options["min_weight_version"] = group.oldest_version
-    draft, rollout = recipe.pool.begin(
-        prompt.token_ids,
-        replace(prompt.sampling or recipe.sampling, seed=seed),
-        options,
-        prefix=member.trajectory(),
-        waiter=(group.session_id, member.index),
-    )
-    member.follow(rollout, draft)
-    async for _ in rollout.chunks(whole=True):
-        pass

@@ -1,78 +1,41 @@
-"""Which groups there are, and which are whose: the books of a ``Batcher``, without clocks or tasks.
+"""The groups of a ``Batcher`` between their start and their batch.
 
-A group lives like this; what is taken or dropped is gone.
-
-    SAMPLING ──▶ READY ──▶ CHOSEN ──▶ taken
+    SAMPLING ──▶ READY ──▶ CHOSEN ──▶ handed out
                   ▲  │        │
                   │  ▼        │ its batch was abandoned
             POSTPONED         └──▶ READY
 
-A batch of ``target`` groups keeps ``started`` = target * over_sample of them going: its
-*candidates*, the oldest first. Those that are begun beyond that are *ahead*: they are for later
-batches, and become candidates as older ones go.
+A group can be dropped in any state but CHOSEN. A batch of ``target`` groups keeps ``started`` =
+target * over_sample groups going: its *candidates*, the oldest first. Groups beyond those are
+prefetched for later batches, and become candidates as older ones leave.
 """
 
 from __future__ import annotations
 
-import enum
+import asyncio
 import math
+from collections import deque
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING
 
 from rollwire_client._arguments import checked_version
-from rollwire_client._batches.batch import Carry, Drop, Tail
+from rollwire_client._batches.batch import Carry, Drop, DropReason, Group, Prompt, Tail
+from rollwire_client._batches.group import GroupState
+from rollwire_client._batches.trainer_steps import TrainerSteps
+from rollwire_client._concurrency.tasks import cancel_all
 
+if TYPE_CHECKING:
+    from rollwire_client._batches.group import GroupSampler, LiveGroup
 
-class Life(enum.Enum):
-    """What a group is."""
-
-    SAMPLING = "sampling"
-    READY = "ready"
-    POSTPONED = "postponed"
-    CHOSEN = "chosen"
-    TAKEN = "taken"
-    DROPPED = "dropped"
-
-
-class Event(enum.Enum):
-    """What happens to it."""
-
-    COMPLETE = "complete"
-    """Its last sample came to its end."""
-    CHOOSE = "choose"
-    """It is to be part of the batch that is open."""
-    POSTPONE = "postpone"
-    """It is to wait for the next batch."""
-    REOPEN = "reopen"
-    """A batch is opened, or was abandoned."""
-    TAKE = "take"
-    """Its batch was handed out."""
-    DROP = "drop"
-    """It will never be."""
-
-
-TRANSITIONS: dict[Life, dict[Event, Life]] = {
-    Life.SAMPLING: {Event.COMPLETE: Life.READY, Event.DROP: Life.DROPPED},
-    Life.READY: {
-        Event.CHOOSE: Life.CHOSEN,
-        Event.POSTPONE: Life.POSTPONED,
-        Event.DROP: Life.DROPPED,
-    },
-    Life.POSTPONED: {Event.REOPEN: Life.READY, Event.DROP: Life.DROPPED},
-    Life.CHOSEN: {Event.TAKE: Life.TAKEN, Event.REOPEN: Life.READY},
-    Life.TAKEN: {},
-    Life.DROPPED: {},
-}
-
-_LIVE = (Life.SAMPLING, Life.READY, Life.CHOSEN)  # for the batch that is open, or one after it
-
-FIRST_SHARE = 0.8  # of the target: how long these take is what patience is measured by
-
-
+_SAMPLING, _READY, _POSTPONED, _CHOSEN = GroupState
+_BEFORE = {_READY: {_SAMPLING, _POSTPONED, _CHOSEN}, _POSTPONED: {_READY}, _CHOSEN: {_READY}}
+_FIRST_SHARE = 0.8  # of the target: the time that these take is what patience multiplies
 _DROP = Drop()
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BatchPlan:
     """What a batch is to be.
 
     Attributes:
@@ -82,7 +45,7 @@ class Plan:
         tail: What becomes of what is unfinished at its end.
         version: The trainer's step; None: nothing is too old.
         max_lag: Steps that the oldest token of a group may be behind; None: nothing is too old.
-        oldest_version: That may sample for it; None: any.
+        oldest_version: The oldest version that may sample for it; None: any.
     """
 
     target: int
@@ -108,7 +71,7 @@ class Plan:
             return
         if self.version is None:
             raise ValueError("max_lag needs the trainer's version: publish one, or say version=…")
-        if self.max_lag == 0 and (self.outlives or self.prefetch):
+        if self.max_lag == 0 and (self.carried or self.prefetch):
             raise ValueError(
                 "with max_lag=0 no batch can use what was sampled for an earlier one: drop the "
                 "tail, leave prefetch out, or allow a lag of 1"
@@ -120,188 +83,274 @@ class Plan:
         return math.ceil(round(self.target * self.over_sample, 9))
 
     @property
-    def outlives(self) -> int:
-        """How many of those are for later batches, at least."""
+    def carried(self) -> int:
+        """How many of those at least are left to later batches."""
         return self.started - self.target if isinstance(self.tail, Carry) else 0
 
     def is_stale(self, lag: float) -> bool:
-        """Whether a group whose oldest token is so many steps behind is not to be trained on."""
+        """Whether a group with this lag (see ``LiveGroup.lag``) is too old to train on."""
         return self.max_lag is not None and lag > self.max_lag
 
 
-@dataclass(slots=True)
-class Entry:
-    """A group.
+class GroupBuffer:
+    """All groups that are neither handed out nor dropped, and the batch that is open, if one is.
 
     Attributes:
-        life: What it is.
-        lag: Steps that its oldest token is behind the trainer: minus infinity until there is one,
-            and infinity if one is of weights without a version.
-        completed: Counts the groups that were complete before it.
+        sampler: Samples the groups.
+        groups: By number: the oldest first.
+        steps: Of the trainer; lag is counted in them.
+        prompts: Were read from the caller's iterator, and have no group yet.
+        changed: Set when a group's task has ended, when a prompt has come, and by ``close``.
+        closed: No group is sampled any more.
     """
 
-    life: Life = Life.SAMPLING
-    lag: float = -math.inf
-    completed: int = 0
-
-
-class Ledger:
-    """The groups by number, which rises; and the batch that is open, if one is."""
-
-    def __init__(self) -> None:
-        self.entries: dict[int, Entry] = {}
-        self._of: dict[Life, dict[int, None]] = {life: {} for life in Life}  # as they became it
-        self._plan: Plan | None = None
+    def __init__(self, sampler: GroupSampler) -> None:
+        self.sampler = sampler
+        self.groups: dict[int, LiveGroup] = {}
+        self.steps = TrainerSteps()
+        self.prompts: deque[Prompt] = deque()
+        self.changed = asyncio.Event()
+        self.closed = False
+        # By state, in the order in which they came to it: so that no question about a batch has to
+        # look at all groups.
+        self._in_state: dict[GroupState, dict[int, LiveGroup]] = {s: {} for s in GroupState}
+        self._keys: set[tuple[str, int]] = set()
+        self._added = 0
+        self._completed = 0
+        self._dropped: list[tuple[int, Group]] = []  # with the numbers that order them
+        self._cancelled: set[asyncio.Task[None]] = set()
+        self._plan: BatchPlan | None = None
         self._opened = 0.0
         self._first_share_at = math.inf
-        self._completed = 0
-        self._newest_candidate: int | None = None  # None: not known
+        self._newest_candidate: int | None = None  # None: to be found again
 
-    def count(self, *lives: Life) -> int:
-        """Groups that are one of these."""
-        return sum(len(self._of[life]) for life in lives)
+    # Groups: added, started, ended.
 
-    def open(self, plan: Plan, now: float) -> list[int]:
-        """Begins a batch; the groups that are too old for it, which it has dropped."""
+    def add(self, prompt: Prompt) -> LiveGroup:
+        """A new group of a prompt, which is not started.
+
+        Raises:
+            Exception: See ``checked_prompt`` and ``add_group``.
+        """
+        return self.add_group(self.sampler.new_group(prompt))
+
+    def add_group(self, group: LiveGroup) -> LiveGroup:
+        """The group, which is not started.
+
+        Raises:
+            ValueError: The same prompt is under way in the same epoch: samples would be equal.
+        """
+        key = group.prompt.id, group.prompt.epoch
+        if key in self._keys:
+            raise ValueError(
+                f"prompt {group.prompt.id!r} of epoch {group.prompt.epoch} is under way already: "
+                f"the seeds of its samples would be equal; give each pass over the data its epoch"
+            )
+        self._added += 1
+        group.number = self._added
+        self.groups[group.number] = self._in_state[group.state][group.number] = group
+        self._keys.add(key)
+        self._newest_candidate = None
+        return group
+
+    def add_prompts(self) -> None:
+        """Makes groups of the prompts that came after their batch had ended."""
+        while self.prompts:
+            prompt = self.prompts.popleft()
+            try:
+                self.add(prompt)
+            except Exception as error:
+                self.refuse(prompt, error)
+
+    def start(self, group: LiveGroup, oldest_version: int | None) -> None:
+        """Samples it, from what it has on, under weights of that version or newer ones."""
+        group.oldest_version, group.ended, group.error = oldest_version, False, None
+        group.task = asyncio.create_task(self._sample(group), name=f"rollwire {group.prompt.id}")
+
+    async def _sample(self, group: LiveGroup) -> None:
+        try:
+            await self.sampler.sample(group)
+        except Exception as error:  # the next batch raises it, or drops the group
+            group.error = error
+        group.ended = True
+        self.changed.set()
+
+    def not_started(self) -> list[LiveGroup]:
+        return [group for group in self._in_state[_SAMPLING].values() if group.task is None]
+
+    def ended(self) -> list[LiveGroup]:
+        """Those whose task has ended, and that are neither complete nor dropped yet."""
+        return [group for group in self._in_state[_SAMPLING].values() if group.ended]
+
+    def complete(self, group: LiveGroup) -> None:
+        """All its samples are complete. If that is too old for the open batch, it is dropped."""
+        self._move(group, _READY)
+        self._completed += 1
+        group.completed = self._completed
+        if self._plan is not None and self._plan.is_stale(group.lag(self.steps)):
+            self.drop(group, DropReason.STALE)
+
+    def drop(self, group: LiveGroup, reason: DropReason, error: Exception | None = None) -> None:
+        """Frees its place, and aborts what is under way of it."""
+        self._remove(group)
+        self._dropped.append((group.number, group.snapshot(reason, error)))
+
+    def refuse(self, prompt: Prompt, error: Exception) -> None:
+        """Counts as dropped what no group can be made of, also if it is no prompt at all."""
+        newest = next(reversed(self.groups), 0)
+        if not isinstance(prompt, Prompt):
+            prompt = Prompt(f"{prompt!r:.80}", ())
+        self._dropped.append((newest, Group(prompt, (), DropReason.FAILED, error)))
+
+    def take_dropped(self) -> tuple[Group, ...]:
+        """Those that were dropped since the last call, the oldest first."""
+        dropped = sorted(self._dropped, key=itemgetter(0))
+        self._dropped.clear()
+        return tuple(group for _, group in dropped)
+
+    @property
+    def dropped_count(self) -> int:
+        """How many were dropped since the last ``take_dropped``."""
+        return len(self._dropped)
+
+    @property
+    def any_completed(self) -> bool:
+        """Whether a group was ever complete."""
+        return self._completed > 0
+
+    async def close(self) -> None:
+        """Ends what is under way. Idempotent."""
+        self.closed = True
+        self.changed.set()
+        tasks = [group.task for group in self.groups.values() if group.task is not None]
+        await cancel_all([*tasks, *self._cancelled])
+
+    # The batch that is open.
+
+    def open(self, plan: BatchPlan, now: float) -> None:
+        """Begins a batch; groups that are too old for it are dropped."""
         if self._plan is not None:
             raise RuntimeError("a batch is open already")
         self._plan, self._opened, self._first_share_at = plan, now, math.inf
         self._reopen()
-        stale = [n for n, entry in self.entries.items() if plan.is_stale(entry.lag)]
-        for number in stale:
-            self.drop(number)
-        return stale
+        for group in list(self.groups.values()):
+            if plan.is_stale(group.lag(self.steps)):
+                self.drop(group, DropReason.STALE)
 
     def room(self) -> int:
         """How many groups are to be begun now.
 
-        Groups that outlive the batch are handed out ``max_lag`` batches later at the latest, if
-        there are at most max_lag * target of them (the admission control of AReaL,
-        arXiv:2505.24298, in groups). A drop gives its place back by itself. The batch's own target
-        is never held up by that.
+        Groups that are left to later batches are handed out ``max_lag`` batches later at the
+        latest if there are at most max_lag * target of them (the admission control of AReaL,
+        arXiv:2505.24298, in groups). The batch's own target is never held up by that.
         """
         plan = self._open_plan
         most = plan.started + plan.prefetch
         if plan.max_lag is not None:
-            later = plan.prefetch + plan.outlives
-            allowed = max(plan.max_lag * plan.target - self.count(Life.POSTPONED), 0)
+            later = plan.prefetch + plan.carried
+            allowed = max(plan.max_lag * plan.target - self.count(_POSTPONED), 0)
             most -= max(later - allowed, 0)
-        return max(most - self.count(*_LIVE), 0)
+        return max(most - self.count(_SAMPLING, _READY, _CHOSEN), 0)
 
-    def begin(self, number: int) -> None:
-        """A group is begun."""
-        if self.entries and number <= next(reversed(self.entries)):
-            raise ValueError(f"group {number} is not the newest")
-        self.entries[number] = Entry()
-        self._of[Life.SAMPLING][number] = None
-        self._newest_candidate = None
-
-    def see(self, number: int, lag: float) -> None:
-        """How far the oldest token that a group has is behind by now."""
-        self.entries[number].lag = lag
-
-    def complete(self, number: int, lag: float) -> bool:
-        """A group is complete; False: it is too old for the batch that is open, and dropped."""
-        entry = self._move(number, Event.COMPLETE)
-        self._completed += 1
-        entry.lag, entry.completed = lag, self._completed
-        if self._plan is not None and self._plan.is_stale(lag):
-            self.drop(number)
-            return False
-        return True
-
-    def offered(self) -> int | None:
-        """The group that is to be decided on next: the candidate that was complete first."""
+    def next_ready(self) -> LiveGroup | None:
+        """The group to decide on next: the candidate that was complete first."""
         plan = self._open_plan
-        if self.count(Life.CHOSEN) >= (plan.started if plan.tail.patience > 1 else plan.target):
+        if self.count(_CHOSEN) >= (plan.started if plan.tail.patience > 1 else plan.target):
             return None
-        return next((n for n in self._of[Life.READY] if self._is_candidate(n)), None)
+        ready = self._in_state[_READY].values()
+        return next((group for group in ready if self._is_candidate(group)), None)
 
-    def choose(self, number: int, now: float) -> None:
+    def choose(self, group: LiveGroup, now: float) -> None:
         """It is part of the batch."""
-        self._move(number, Event.CHOOSE)
-        if self.count(Life.CHOSEN) >= FIRST_SHARE * self._open_plan.target:
+        self._move(group, _CHOSEN)
+        if self.count(_CHOSEN) >= _FIRST_SHARE * self._open_plan.target:
             self._first_share_at = min(self._first_share_at, now)
 
-    def postpone(self, number: int) -> None:
+    def postpone(self, group: LiveGroup) -> None:
         """It waits for the next batch."""
-        self._move(number, Event.POSTPONE)
-
-    def drop(self, number: int) -> None:
-        """It is gone, and its place free."""
-        self._end(number, Event.DROP)
+        self._move(group, _POSTPONED)
 
     def deadline(self) -> float:
-        """Until when what is unfinished is waited for; infinity while there is too little."""
-        if self.count(Life.CHOSEN) < self._open_plan.target:
+        """Until when the batch waits for unfinished groups; infinity below its target."""
+        if self.count(_CHOSEN) < self._open_plan.target:
             return math.inf
         patience = self._open_plan.tail.patience
         return self._opened + patience * (self._first_share_at - self._opened)
 
     def is_over(self, now: float) -> bool:
-        """Whether the batch has what it is to have, and waits for nothing."""
+        """Whether the batch has its target, and waits for no other group."""
         deadline = self.deadline()
-        return now >= deadline or (deadline < math.inf and not self.waits())
+        return now >= deadline or (deadline < math.inf and not self.samples_candidates())
 
-    def waits(self) -> bool:
-        """Whether a group that may become part of the batch is under way."""
-        oldest = next(iter(self._of[Life.SAMPLING]), None)
+    def samples_candidates(self) -> bool:
+        """Whether a group that may become part of the batch is still sampled."""
+        oldest = next(iter(self._in_state[_SAMPLING].values()), None)
         return oldest is not None and self._is_candidate(oldest)
 
-    def close(self) -> tuple[list[int], list[int]]:
-        """Ends the batch: the groups that it hands out, and those that it drops."""
+    def close_batch(self) -> list[LiveGroup]:
+        """Ends the batch: the groups that it hands out. Its other candidates are dropped, unless
+        the tail is carried.
+        """
         plan = self._open_plan
-        candidates = self._live()[: plan.started]
-        taken = [n for n in candidates if self.entries[n].life is Life.CHOSEN]
-        left = [n for n in candidates if self.entries[n].life is not Life.CHOSEN]
-        dropped = [] if isinstance(plan.tail, Carry) else left
-        for number in taken:
-            self._end(number, Event.TAKE)
-        for number in dropped:
-            self.drop(number)
+        candidates = self._candidates()
+        finished = [group for group in candidates if group.state is _CHOSEN]
+        for group in finished:
+            self._remove(group)
+        if not isinstance(plan.tail, Carry):
+            for group in candidates:
+                if group.state is not _CHOSEN:
+                    self.drop(group, DropReason.TAIL)
         self._plan = None
-        return taken, dropped
+        return finished
 
-    def abandon(self) -> None:
-        """Ends the batch as if it had never been opened; what was dropped stays dropped."""
+    def abandon_batch(self) -> None:
+        """Ends the batch without handing anything out; what was dropped stays dropped."""
         self._plan = None
         self._reopen()
 
+    def count(self, *states: GroupState) -> int:
+        return sum(len(self._in_state[state]) for state in states)
+
     @property
-    def _open_plan(self) -> Plan:
+    def _open_plan(self) -> BatchPlan:
         if self._plan is None:
             raise RuntimeError("no batch is open")
         return self._plan
 
-    def _live(self) -> list[int]:
-        """All but those that are postponed, the oldest first."""
-        return [n for n, entry in self.entries.items() if entry.life in _LIVE]
+    def _candidates(self) -> list[LiveGroup]:
+        live = [group for group in self.groups.values() if group.state is not _POSTPONED]
+        return live[: self._open_plan.started]
 
-    def _is_candidate(self, number: int) -> bool:
+    def _is_candidate(self, group: LiveGroup) -> bool:
         if self._newest_candidate is None:
-            candidates = self._live()[: self._open_plan.started]
-            self._newest_candidate = candidates[-1] if candidates else 0
-        return number <= self._newest_candidate
+            candidates = self._candidates()
+            self._newest_candidate = candidates[-1].number if candidates else 0
+        return group.number <= self._newest_candidate
 
     def _reopen(self) -> None:
-        for number in [*self._of[Life.POSTPONED], *self._of[Life.CHOSEN]]:
-            self._move(number, Event.REOPEN)
-        ready = sorted(self._of[Life.READY], key=lambda n: self.entries[n].completed)
-        self._of[Life.READY] = dict.fromkeys(ready)
+        """All complete groups are to be decided on again, in the order of their ends."""
+        for group in [*self._in_state[_POSTPONED].values(), *self._in_state[_CHOSEN].values()]:
+            self._move(group, _READY)
+        ready = sorted(self._in_state[_READY].values(), key=attrgetter("completed"))
+        self._in_state[_READY] = {group.number: group for group in ready}
         self._newest_candidate = None
 
-    def _end(self, number: int, event: Event) -> None:
-        self._move(number, event)
-        del self._of[self.entries.pop(number).life][number]
-
-    def _move(self, number: int, event: Event) -> Entry:
-        entry = self.entries[number]
-        life = TRANSITIONS[entry.life].get(event)
-        if life is None:
-            raise ValueError(f"group {number} is {entry.life.value}: no {event.value}")
-        del self._of[entry.life][number]
-        self._of[life][number] = None
-        if (entry.life in _LIVE) != (life in _LIVE):
+    def _move(self, group: LiveGroup, state: GroupState) -> None:
+        if group.state not in _BEFORE[state]:
+            raise ValueError(
+                f"group {group.number} is {group.state.value}, not to be {state.value}"
+            )
+        if _POSTPONED in (group.state, state):
             self._newest_candidate = None
-        entry.life = life
-        return entry
+        del self._in_state[group.state][group.number]
+        self._in_state[state][group.number] = group
+        group.state = state
+
+    def _remove(self, group: LiveGroup) -> None:
+        del self.groups[group.number], self._in_state[group.state][group.number]
+        self._keys.discard((group.prompt.id, group.prompt.epoch))
+        self._newest_candidate = None
+        if group.task is not None and not group.task.done():
+            group.task.cancel()
+            self._cancelled.add(group.task)
+            group.task.add_done_callback(self._cancelled.discard)

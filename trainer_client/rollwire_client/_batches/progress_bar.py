@@ -10,17 +10,17 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 
-class Bar:
-    """How many of ``total`` are done, on standard error; gone when it is left.
+class ProgressBar:
+    """Shows on standard error how many of ``total`` are done, until the context is left.
 
-    There is none off a terminal, without rich (it comes with ``rollwire[cli]``), or if it is not
-    ``wanted``.
+    It shows nothing off a terminal, without rich (which comes with ``rollwire[cli]``), or if it is
+    not ``enabled``.
     """
 
-    def __init__(self, what: str, total: int, *, wanted: bool) -> None:
+    def __init__(self, title: str, total: int, *, enabled: bool) -> None:
         self._shown: tuple[Progress, TaskID] | None = None
-        if wanted and sys.stderr.isatty() and importlib.util.find_spec("rich"):
-            self._shown = _bar(what, total)
+        if enabled and sys.stderr.isatty() and importlib.util.find_spec("rich"):
+            self._shown = _bar(title, total)
 
     def __enter__(self) -> Self:
         if self._shown is not None:
@@ -31,14 +31,13 @@ class Bar:
         if self._shown is not None:
             self._shown[0].stop()
 
-    def show(self, done: int, beside: str = "") -> None:
-        """So many are done by now."""
+    def show(self, done: int, note: str = "") -> None:
         if self._shown is not None:
             progress, task = self._shown
-            progress.update(task, completed=done, beside=beside)
+            progress.update(task, completed=done, note=note)
 
 
-def _bar(what: str, total: int) -> tuple[Progress, TaskID]:
+def _bar(title: str, total: int) -> tuple[Progress, TaskID]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -46,10 +45,10 @@ def _bar(what: str, total: int) -> tuple[Progress, TaskID]:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[beside]}"),
+        TextColumn("{task.fields[note]}"),
         TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,
         redirect_stdout=sys.stdout.isatty(),  # else it would go to the terminal, not to its file
     )
-    return progress, progress.add_task(what, total=total, beside="")
+    return progress, progress.add_task(title, total=total, note="")

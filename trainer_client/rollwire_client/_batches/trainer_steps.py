@@ -1,9 +1,9 @@
-"""The steps of a run, in their order: what lag is counted in.
+"""The trainer's steps in their order: the unit that lag is counted in.
 
-A version is a label, which may jump (a trainer that starts again goes on above the highest version
-of the servers) or fall (in a rollback). A publish is one step, whatever its label; so is the way
-from a saved buffer to the version that the next process begins with. Versions that somebody else
-publishes are counted by their labels.
+A version is a label. It may jump (a trainer that starts again goes on above the highest version of
+the servers) or fall (in a rollback). A publish is one step, whatever its label; so is the way from
+a saved buffer to the first version of the next process. Versions that somebody else publishes are
+counted by their labels.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
     from rollwire_client._data import ServerInfo
 
-REMEMBERED = 1000  # steps, the latest
+REMEMBERED = 1000  # steps
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TrainerStep:
     """A version that the trainer came to.
 
     Attributes:
@@ -38,42 +38,38 @@ class Step:
     digest: int | None
 
 
-class Steps:
-    """The steps of a run so far.
+class TrainerSteps:
+    """The steps of a run so far, of which the latest are remembered.
 
     Attributes:
-        version: Of the trainer, as it said last; None before that.
+        version: The trainer's, as it said last; None before that.
     """
 
-    def __init__(self, saved: Iterable[Step] = (), version: int | None = None) -> None:
-        """``saved`` are those of the process before, which ended at ``version``."""
+    def __init__(self, saved: Iterable[TrainerStep] = (), version: int | None = None) -> None:
+        """``saved`` are the steps of an earlier process, which ended at ``version``."""
         self.version = version
-        self._all: deque[Step] = deque(saved, REMEMBERED)
+        self._all: deque[TrainerStep] = deque(saved, REMEMBERED)
         if version is not None and not self._all:  # saved by an older release
-            self._all.append(Step(0, version, None))
+            self._all.append(TrainerStep(0, version, None))
         self._resumes = bool(self._all)
         self._numbers = {(step.version, step.digest): step.number for step in self._all}
         self._now = self._all[-1].number if self._all else 0
 
-    def saved(self) -> list[Step]:
-        """Those that are remembered, in order."""
+    def saved(self) -> list[TrainerStep]:
         return list(self._all)
 
-    def published(self, weights: WeightTag) -> None:
-        """The run published this policy."""
+    def add_published(self, weights: WeightTag) -> None:
         self._append(1, weights.version, weights.digest)
 
-    def follow_back(self, servers: Iterable[ServerInfo]) -> None:
-        """Somebody else rolled servers back from the version that the trainer was at, to one which
-        is a step then.
-        """
+    def follow_rollback(self, servers: Iterable[ServerInfo]) -> None:
+        """Adds the version that somebody else rolled servers back to, from the trainer's."""
         for info in servers:
             weights, highest = info.weights, info.highest_version
             if weights.version is None or highest is None or self.version is None:
                 continue
             known = self._numbers.get((weights.version, weights.digest), -1)
             if weights.version < self.version <= highest and known < self._now:
-                self.published(weights)
+                self.add_published(weights)
                 return
 
     def reach(self, version: int) -> None:
@@ -111,19 +107,19 @@ class Steps:
             versions.append(within[0].version - (within[0].number - least))
         return max(min(versions, default=0), 0)
 
-    def _append(self, jump: int, version: int | None, digest: int | None) -> Step:
+    def _append(self, jump: int, version: int | None, digest: int | None) -> TrainerStep:
         number = self._all[-1].number + jump if self._all else 0
         if len(self._all) == REMEMBERED:
             gone = self._all[0]
             if self._numbers.get((gone.version, gone.digest)) == gone.number:
                 del self._numbers[gone.version, gone.digest]
-        step = Step(number, version, digest)
+        step = TrainerStep(number, version, digest)
         self._all.append(step)
         self._numbers[version, digest] = number
         return step
 
     def _between(self, version: int) -> float:
-        """Where a version belongs that is none of the steps, by its label."""
+        """The number of a version that is no step, by its label."""
         before = -math.inf
         for step in self._all:
             if step.version is not None and step.version >= version:
