@@ -33,6 +33,7 @@ lint: $(VENV)/installed
 	$(RUN)ruff check .
 	$(RUN)ruff format --check .
 	$(RUN)mypy
+	$(RUN)python scripts/check_structure.py
 	cd protos && ../$(RUN)buf lint
 
 protos: $(VENV)/installed ## makes the API's code again after a change of its .proto files

@@ -1,0 +1,184 @@
+"""Checks how the product's modules depend on each other, and that a class name means one thing.
+
+Imports that only type checkers see count: who reads a module reads them too.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+# The packages, where each stands, and which of the others it may import.
+PACKAGES = {
+    "rollwire": ("protos", set()),
+    "rollwire_transport": ("transport", set()),
+    "rollwire_server": ("server", {"rollwire", "rollwire_transport"}),
+    "rollwire_client": ("trainer_client", {"rollwire", "rollwire_transport"}),
+}
+
+# Modules that still import each other, in circles; each line is a knot to untie.
+KNOWN_CIRCLES: list[set[str]] = [
+    {"rollwire_client._errors", "rollwire_client._trajectory"},
+    {
+        "rollwire_client._publishing.change_detector",
+        "rollwire_client._publishing.schema",
+        "rollwire_client._publishing.sharded.coordinator",
+    },
+    {
+        "rollwire_client._publishing.publisher",
+        "rollwire_client._publishing.sharded",
+        "rollwire_client._publishing.sharded.ranks",
+    },
+    {"rollwire_client._rpc.attempt", "rollwire_client._rpc.rollout_stream"},
+    {"rollwire_server.engines.embedded.batch", "rollwire_server.engines.embedded.kv_cache"},
+    {"rollwire_server.sequences.cursor", "rollwire_server.sequences.sequence"},
+]
+
+# Class names that stand more than once, and why.
+SAME_NAMES: dict[str, str] = {
+    "Batch": "not renamed yet",
+    "Chunk": "not renamed yet",
+    "Line": "not renamed yet",
+    "Progress": "not renamed yet",
+    "Publisher": "not renamed yet",
+    "Receiver": "not renamed yet",
+    "Request": "not renamed yet",
+    "Rows": "not renamed yet",
+    "Run": "not renamed yet",
+    "Sequence": "not renamed yet",
+    "Sequences": "not renamed yet",
+    "ServerInfo": "not renamed yet",
+    "SourceError": "not renamed yet",
+    "Transfer": "not renamed yet",
+    "Weights": "not renamed yet",
+    "Word": "not renamed yet",
+}
+
+
+def main() -> int:
+    """Prints what is wrong; the exit status."""
+    found = problems({name: ast.parse(path.read_text()) for name, path in _modules().items()})
+    for problem in found:
+        print(problem)
+    return bool(found)
+
+
+def problems(modules: dict[str, ast.Module]) -> list[str]:
+    """What is wrong with modules, by their dotted names."""
+    imports = {name: _imports(name, tree, modules) for name, tree in modules.items()}
+    return [*_arrows(imports), *_circles(imports), *_names(modules), *_docstrings(modules)]
+
+
+def _modules() -> dict[str, Path]:
+    found = {}
+    for package, (folder, _) in PACKAGES.items():
+        for path in sorted((ROOT / folder / package).rglob("*.py")):
+            if not path.stem.endswith(("_pb2", "_pb2_grpc")):
+                parts = path.relative_to(ROOT / folder).with_suffix("").parts
+                found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+def _imports(name: str, tree: ast.Module, modules: dict[str, ast.Module]) -> set[str]:
+    """The product's modules that a module names in import statements, wherever they stand."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            submodules = inner & modules.keys()
+            found |= submodules
+            if inner - submodules:  # a name of the module itself
+                found.add(node.module)
+    return {module for module in found if module.split(".")[0] in PACKAGES} - {name}
+
+
+def _arrows(imports: dict[str, set[str]]) -> list[str]:
+    found = []
+    for name, imported in imports.items():
+        package = name.split(".")[0]
+        _, allowed = PACKAGES[package]
+        found += [
+            f"{name} imports {other}: {package} may not import {other.split('.')[0]}"
+            for other in sorted(imported)
+            if other.split(".")[0] not in allowed | {package}
+        ]
+    return found
+
+
+def _circles(imports: dict[str, set[str]]) -> list[str]:
+    reachable = {name: _reachable(name, imports) for name in imports}
+    circles = {
+        frozenset(other for other in reached if name in reachable.get(other, ()))
+        for name, reached in reachable.items()
+        if name in reached
+    }
+    known = {frozenset(circle) for circle in KNOWN_CIRCLES}
+    return [
+        *(f"import each other: {', '.join(sorted(circle))}" for circle in circles - known),
+        *(
+            f"no longer import each other: {', '.join(sorted(circle))}: take them from the list"
+            for circle in known - circles
+        ),
+    ]
+
+
+def _reachable(start: str, imports: dict[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = imports.get(waiting.pop(), set()) - found
+        found |= new
+        waiting += new
+    return found
+
+
+def _names(modules: dict[str, ast.Module]) -> list[str]:
+    places = defaultdict(list)
+    for name, tree in modules.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(name)
+    more = {name: where for name, where in places.items() if len(where) > 1}
+    return [
+        *(
+            f"class {name} stands in {', '.join(where)}: give each meaning a name of its own"
+            for name, where in sorted(more.items())
+            if name not in SAME_NAMES
+        ),
+        *(
+            f"class {name} stands once: take it from SAME_NAMES"
+            for name in SAME_NAMES.keys() - more
+        ),
+    ]
+
+
+def _docstrings(modules: dict[str, ast.Module]) -> list[str]:
+    """What ``rollwire_client`` exports from its private modules without a docstring; ruff sees to
+    the public ones.
+    """
+    exported = {
+        (node.module, alias.name)
+        for node in modules["rollwire_client"].body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+    return [
+        f"{module}: {node.name}{'.' + inner.name if inner is not node else ''} is exported and has "
+        "no docstring"
+        for module, tree in modules.items()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and (module, node.name) in exported
+        for inner in (node, *node.body)
+        if isinstance(inner, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if not inner.name.startswith("_") and ast.get_docstring(inner) is None
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
