@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
-from rollwire_client import Credentials
-from rollwire_client._cli.top import show_top
+from rollwire_client._cli.app import run
 from rollwire_client.testing import FakeServer
 
 if TYPE_CHECKING:
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 async def shown(capsys: pytest.CaptureFixture[str], *addresses: str) -> list[list[str]]:
-    code = await show_top(addresses, Credentials(), interval=0.01, timeout=5, as_json=False)
-    assert code == 0
+    arguments = ["top", *addresses, "--interval", "0.1"]
+    assert await asyncio.to_thread(run, arguments) == 0
     return [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
 
 

@@ -7,13 +7,16 @@ import json
 import sys
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.text import Text
 from rollwire.types import FinishReason, WeightTag
 
+from rollwire_client._cli import options, output
 from rollwire_client._concurrency.tasks import cancel_all
+from rollwire_client._data import Sampling
 from rollwire_client._fleet.fleet import Fleet
 from rollwire_client._fleet.rollout import Retries
 from rollwire_client._rpc.client import Timeouts
@@ -21,36 +24,51 @@ from rollwire_client._rpc.client import Timeouts
 if TYPE_CHECKING:
     from rollwire.types import Finish
 
-    from rollwire_client._data import Chunk, Sampling
-    from rollwire_client._rpc.channels import Credentials
-
-# Told apart on dark and on light ground; versions beyond these begin again.
-COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+    from rollwire_client._data import Chunk
 
 
-async def generate_tokens(
-    server: str,
-    prompt_ids: list[int],
-    sampling: Sampling,
-    credentials: Credentials,
+@options.command
+async def generate(
+    context: typer.Context,
+    server: Annotated[
+        str,
+        typer.Option(parser=options.parse_address, metavar="HOST:PORT", help="Who samples."),
+    ],
+    prompt_ids: Annotated[Any, options.token_ids("Token ids of the prompt.")],
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Sample so many at most; fewer if the context is full.")
+    ] = 32,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Of the probability, keep this much.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Keep the likeliest k; 0: all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Least probability, of the likeliest's.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Sample the same every time.")] = None,
     *,
-    timeout: float,
-    as_json: bool,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after it.")] = False,
+    timeout: Annotated[float, options.seconds("Seconds to wait until the server is up.")] = 60.0,
+    as_json: options.Json = False,
 ) -> int:
-    """Samples a sequence and shows it; 0 if it came to its own end.
-
-    A server that is not up, or not ready, is waited for, ``timeout`` seconds each, and one that is
-    paused until it goes on.
-    """
-    finish: Finish | None = None
+    """Sample one sequence and show its tokens as they come, coloured by weight version."""
+    sampling = Sampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        max_new_tokens=max_new_tokens,
+        ignore_eos=ignore_eos,
+        seed=seed,
+    )
+    # A server that is not up, or not ready, is waited for, ``timeout`` seconds each; one that is
+    # paused, until it goes on.
     fleet = Fleet(
         [server],
         timeouts=Timeouts(start=timeout, call=timeout, probe=timeout),
         retries=Retries(attempts=1, seconds=timeout),
-        credentials=credentials,
+        credentials=context.obj,
     )
-    view = _view(as_json=as_json)
-    waiting = asyncio.create_task(_tell_waits(fleet, view))
+    finish: Finish | None = None
+    view = _JsonView() if as_json else _TextView()
+    waiting = asyncio.create_task(_report_waiting(fleet, view))
     try:
         async with fleet:
             async for chunk in fleet.stream(prompt_ids, sampling):
@@ -63,140 +81,103 @@ async def generate_tokens(
     return 0 if complete else 1
 
 
-async def _tell_waits(fleet: Fleet, view: _View) -> None:
-    """Says what it waits for, when that lasts for a second; until it is cancelled."""
-    told: str | None = None
+async def _report_waiting(fleet: Fleet, view: _JsonView | _TextView) -> None:
+    """Says what the command waits for, when that lasts for a second; until it is cancelled."""
+    reported: str | None = None
     while True:
         await asyncio.sleep(1)
-        if (why := fleet.unavailable_reason()) is not None and why != told:
-            view.wait(why)
-        told = why
-
-
-class _View(Protocol):
-    def show(self, chunk: Chunk) -> None: ...
-
-    def wait(self, why: str) -> None:
-        """Nothing comes now."""
-
-    def end(self, finish: Finish | None) -> None:
-        """With None, an error ended it, which is told elsewhere."""
-
-
-def _view(*, as_json: bool) -> _View:
-    if as_json:
-        return _JsonView()
-    return _TerminalView() if sys.stdout.isatty() else _PlainView()
+        if (reason := fleet.unavailable_reason()) is not None and reason != reported:
+            view.wait(reason)
+        reported = reason
 
 
 class _JsonView:
     """One JSON object a chunk; the last one has the finish."""
 
     def show(self, chunk: Chunk) -> None:
-        told: dict[str, Any] = asdict(chunk)
-        told["weights"]["digest"] = f"{chunk.weights.digest:016x}"  # JSON's numbers are too small
+        fields = asdict(chunk)
+        fields["weights"]["digest"] = output.hex_digest(chunk.weights.digest)
         if chunk.finish is not None:
-            told["finish"]["reason"] = chunk.finish.reason.value
-        _write(json.dumps(told) + "\n")
+            fields["finish"]["reason"] = chunk.finish.reason.value
+        sys.stdout.write(json.dumps(fields) + "\n")
+        sys.stdout.flush()
 
-    def wait(self, why: str) -> None:
+    def wait(self, reason: str) -> None:
         pass
 
     def end(self, finish: Finish | None) -> None:
         pass
 
 
-class _PlainView:
-    """Token ids on one line of stdout, a summary on stderr."""
+class _TextView:
+    """Token ids and a summary.
 
-    def __init__(self) -> None:
-        self._summary = _Summary()
-
-    def show(self, chunk: Chunk) -> None:
-        self._summary.add(chunk)
-        _write("".join(f"{token} " for token in chunk.token_ids))
-
-    def wait(self, why: str) -> None:
-        self._summary.waited = True
-        sys.stderr.write(f"waiting: {why}\n")
-
-    def end(self, finish: Finish | None) -> None:
-        if self._summary.counts:
-            _write("\n")
-        if finish is not None:
-            sys.stderr.write(f"{self._summary.told(finish)}\n")
-
-
-class _TerminalView:
-    """Token ids coloured by the weights that sampled them, then a legend and a summary."""
+    On a terminal the tokens have the colour of the weights that sampled them, and a legend. Off it
+    they are one line of stdout, and the summary goes to stderr.
+    """
 
     def __init__(self) -> None:
         self._console = Console(highlight=False)
-        self._summary = _Summary()
+        self._terminal = sys.stdout.isatty()
         self._column = 0
-
-    def show(self, chunk: Chunk) -> None:
-        self._summary.add(chunk)
-        style = self._summary.colour(chunk.weights)
-        for token in chunk.token_ids:
-            word = f"{token} "
-            if self._column + len(word) > self._console.width:
-                self._console.print()
-                self._column = 0
-            self._console.print(Text(word, style=style), end="")
-            self._column += len(word)
-
-    def wait(self, why: str) -> None:
-        self._summary.waited = True
-        if self._column:
-            self._console.print()
-            self._column = 0
-        sys.stderr.write(f"waiting: {why}\n")
-
-    def end(self, finish: Finish | None) -> None:
-        if self._summary.counts:
-            self._console.print()
-        for tag, count in self._summary.counts.items():
-            version = "no version" if tag.version is None else f"version {tag.version}"
-            line = Text("■ ", style=self._summary.colour(tag))
-            line.append(f"{version}, revision {tag.revision}: {count} tokens", style="default")
-            self._console.print(line)
-        if finish is not None:
-            self._console.print(Text(self._summary.told(finish), style="dim"))
-
-
-class _Summary:
-    """What came so far, by weights, in the order in which those came."""
-
-    def __init__(self) -> None:
-        self.counts: dict[WeightTag, int] = {}
-        self.waited = False
+        self._counts: dict[WeightTag, int] = {}  # tokens, in the order in which the weights came
         self._logprob = 0.0
+        self._waited = False
         self._began = time.monotonic()
         self._first = 0.0  # seconds until the first token
 
-    def add(self, chunk: Chunk) -> None:
+    def show(self, chunk: Chunk) -> None:
         if chunk.token_ids:
-            if not self.counts:
+            if not self._counts:
                 self._first = time.monotonic() - self._began
-            self.counts[chunk.weights] = self.counts.get(chunk.weights, 0) + len(chunk.token_ids)
+            self._counts[chunk.weights] = self._counts.get(chunk.weights, 0) + len(chunk.token_ids)
             self._logprob += sum(chunk.logprobs)
+        words = [f"{token} " for token in chunk.token_ids]
+        if not self._terminal:
+            sys.stdout.write("".join(words))
+            sys.stdout.flush()
+            return
+        for word in words:
+            if self._column + len(word) > self._console.width:
+                self._break_line()
+            self._console.print(Text(word, style=self._colour(chunk.weights)), end="")
+            self._column += len(word)
 
-    def colour(self, weights: WeightTag) -> str:
-        order = list(self.counts).index(weights) if weights in self.counts else 0
-        return COLOURS[order % len(COLOURS)]
+    def wait(self, reason: str) -> None:
+        self._waited = True
+        self._break_line()
+        sys.stderr.write(f"waiting: {reason}\n")
 
-    def told(self, finish: Finish) -> str:
-        count = sum(self.counts.values())
+    def end(self, finish: Finish | None) -> None:
+        """Without a finish an error ended it, which is reported elsewhere."""
+        if self._counts:
+            self._console.print()
+        if self._terminal:
+            for tag, count in self._counts.items():
+                version = "no version" if tag.version is None else f"version {tag.version}"
+                line = Text("■ ", style=self._colour(tag))
+                line.append(f"{version}, revision {tag.revision}: {count} tokens", style="default")
+                self._console.print(line)
+        if finish is not None and self._terminal:
+            self._console.print(Text(self._summary(finish), style="dim"))
+        elif finish is not None:
+            sys.stderr.write(f"{self._summary(finish)}\n")
+
+    def _break_line(self) -> None:
+        if self._column:
+            self._console.print()
+            self._column = 0
+
+    def _colour(self, weights: WeightTag) -> str:
+        colours = output.VERSION_COLOURS
+        return colours[list(self._counts).index(weights) % len(colours)]
+
+    def _summary(self, finish: Finish) -> str:
+        count = sum(self._counts.values())
         seconds = time.monotonic() - self._began
         pace = f"{count / seconds:.0f} a second"
-        if self.waited:  # so that this says nothing of the server's pace
+        if self._waited:  # then a rate would say nothing of the server
             pace = f"the first after {self._first:.2f} s"
         mean = f", mean log-probability {self._logprob / count:.3f}" if count else ""
-        why = f" ({finish.message})" if finish.message else ""
-        return f"{count} tokens in {seconds:.2f} s, {pace}{mean}; {finish.reason.value}{why}"
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+        message = f" ({finish.message})" if finish.message else ""
+        return f"{count} tokens in {seconds:.2f} s, {pace}{mean}; {finish.reason.value}{message}"

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from pathlib import Path  # noqa: TC003 - typer reads the annotation
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
+from rollwire.types import KvPolicy
 
+from rollwire_client._cli import options, output
 from rollwire_client._errors import MissingDependencyError, SourceError
 from rollwire_client._fleet.fleet import Fleet
 from rollwire_client._publishing.publisher import Publisher
@@ -22,47 +24,63 @@ from rollwire_client._wording import servers_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
-    from rollwire.types import KvPolicy
+    from rich.table import Table
     from torch import Tensor
 
-    from rollwire_client._fleet.addresses import Addresses
     from rollwire_client._publishing.publish_handle import PublishHandle
     from rollwire_client._publishing.report import PublishReport, ServerReport
-    from rollwire_client._rpc.channels import Credentials
 
-_REFRESH = 0.1  # seconds between two looks at the progress
+_REFRESH_SECONDS = 0.1
 
 
-async def publish_checkpoint(
-    checkpoint: Path,
-    servers: Addresses,
-    version: int | None,
-    credentials: Credentials,
+@options.command
+async def publish(
+    context: typer.Context,
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            exists=True, file_okay=False, metavar="CHECKPOINT", help="Folder of .safetensors files."
+        ),
+    ],
+    servers: Annotated[
+        list[str],
+        typer.Option("--server", metavar="HOST:PORT", help="Each server; or one dns:///NAME:PORT."),
+    ],
+    version: Annotated[
+        int | None,
+        typer.Option(min=0, max=2**63 - 1, help="The trainer's step. Default: an untagged update."),
+    ] = None,
+    kv_policy: Annotated[
+        KvPolicy, typer.Option(help="What becomes of sequences' keys and values.")
+    ] = KvPolicy.RECOMPUTE,
+    backend: Annotated[
+        str | None, typer.Option(help="Of the transport. Default: the first that all can use.")
+    ] = None,
     *,
-    kv_policy: KvPolicy,
-    backend: str | None,
-    rollback: bool,
-    timeout: float,
-    as_json: bool,
+    allow_version_rollback: Annotated[
+        bool, typer.Option("--allow-version-rollback", help="Even below what the servers hold.")
+    ] = False,
+    timeout: Annotated[float, options.seconds("Seconds to wait until a server is up.")] = 10.0,
+    as_json: options.Json = False,
 ) -> int:
-    """Publishes the tensors of a folder and shows the report; 1 if one of the servers failed."""
+    """Make a checkpoint the policy of a fleet; 1 if a server does not serve it then."""
+    addresses, timeouts = options.fleet_addresses(servers), Timeouts(start=timeout)
     with checkpoint_tensors(checkpoint) as tensors:
-        async with Fleet(
-            servers, timeouts=Timeouts(start=timeout), credentials=credentials
-        ) as fleet:
+        async with Fleet(addresses, timeouts=timeouts, credentials=context.obj) as fleet:
             publisher = Publisher(fleet, kv_policy=kv_policy, backend=backend)
-            handle = await publisher.publish(version, tensors, allow_version_rollback=rollback)
-            report = await _followed(handle)
+            handle = await publisher.publish(
+                version, tensors, allow_version_rollback=allow_version_rollback
+            )
+            report = await _with_progress(handle)
     if as_json:
-        sys.stdout.write(json.dumps(_plain(report), indent=2) + "\n")
+        output.print_json(_as_json(report))
     else:
-        Console(width=None if sys.stdout.isatty() else 160).print(_table(report))
+        output.print_table(_table(report))
     for server in report.failed:
-        told = str(server.error)
-        where = "" if server.address in told else f"{server.address}: "
-        sys.stderr.write(f"rollwire: {where}{told}\n")
+        error = str(server.error)
+        where = "" if server.address in error else f"{server.address}: "
+        output.print_error(f"{where}{error}")
     return 1 if report.failed else 0
 
 
@@ -84,35 +102,33 @@ def checkpoint_tensors(folder: Path) -> Iterator[Mapping[str, Tensor]]:
     if not files:
         raise SourceError(f"{folder} has no .safetensors files: it is no checkpoint folder")
     with contextlib.ExitStack() as stack:
-        where: dict[str, Any] = {}
+        file_of: dict[str, Any] = {}
         for path in files:
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise SourceError(f"{path} cannot be read: {error}") from error
-            where |= dict.fromkeys(file.keys(), file)
-        yield _Tensors(where)
+            file_of |= dict.fromkeys(file.keys(), file)
+        yield _LazyTensors(file_of)
 
 
-class _Tensors(Mapping[str, "Tensor"]):
-    """Tensors by name, in files that are open."""
-
-    def __init__(self, where: dict[str, Any]) -> None:
-        self._where = where
+class _LazyTensors(Mapping[str, "Tensor"]):
+    def __init__(self, file_of: dict[str, Any]) -> None:
+        self._file_of = file_of
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._where[name].get_tensor(name)
+        tensor: Tensor = self._file_of[name].get_tensor(name)
         return tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._where)
+        return iter(self._file_of)
 
     def __len__(self) -> int:
-        return len(self._where)
+        return len(self._file_of)
 
 
-async def _followed(handle: PublishHandle) -> PublishReport:
-    """The report; on a terminal a bar shows how it goes meanwhile."""
+async def _with_progress(handle: PublishHandle) -> PublishReport:
+    """The report; until it is there, a bar on a terminal shows how far the publish is."""
     committed = asyncio.ensure_future(handle.committed)
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
@@ -122,10 +138,9 @@ async def _followed(handle: PublishHandle) -> PublishReport:
         with bar:
             task = bar.add_task("sending", total=handle.total_bytes)
             while not committed.done():
-                done = handle.sent_bytes >= handle.total_bytes
-                what = "committing" if done else "sending"
-                bar.update(task, completed=handle.sent_bytes, description=what)
-                await asyncio.wait([committed], timeout=_REFRESH)
+                phase = "committing" if handle.sent_bytes >= handle.total_bytes else "sending"
+                bar.update(task, completed=handle.sent_bytes, description=phase)
+                await asyncio.wait([committed], timeout=_REFRESH_SECONDS)
     except asyncio.CancelledError:
         await handle.cancel()
         raise
@@ -134,19 +149,16 @@ async def _followed(handle: PublishHandle) -> PublishReport:
 
 def _table(report: PublishReport) -> Table:
     version = "untagged" if report.version is None else f"version {report.version}"
-    table = Table(
-        box=None, header_style="bold", pad_edge=False, title_justify="left", title_style="",
-        title=f"{version}, digest {report.digest:016x}: {report.bytes / 1e6:.1f} MB to "
-        f"{servers_text(len(report.servers))} in {report.seconds:.2f} s",
+    table = output.table(
+        "server", "what came of it",
+        ">revision", ">received MB", ">staging s", ">paused ms", ">held",
+        title=f"{version}, digest {output.hex_digest(report.digest)}: {report.bytes / 1e6:.1f} MB "
+        f"to {servers_text(len(report.servers))} in {report.seconds:.2f} s",
     )  # fmt: skip
-    table.add_column("server")
-    table.add_column("what came of it")
-    for name in ("revision", "received MB", "staging s", "paused ms", "held"):
-        table.add_column(name, justify="right")
     for server in report.servers:
         table.add_row(
             server.address,
-            _outcome(server),
+            _result(server),
             "-" if server.weights is None else str(server.weights.revision),
             f"{server.received_bytes / 1e6:.1f}",
             f"{server.staging_seconds:.2f}",
@@ -156,17 +168,17 @@ def _table(report: PublishReport) -> Table:
     return table
 
 
-def _outcome(server: ServerReport) -> str:
+def _result(server: ServerReport) -> str:
     if server.weights is None:
         return "[red]failed[/]"
     return "[green]already current[/]" if server.already_current else "[green]committed[/]"
 
 
-def _plain(report: PublishReport) -> dict[str, Any]:
-    told = asdict(report)
-    told["digest"] = f"{report.digest:016x}"  # JSON's numbers are too small
-    for server, entry in zip(report.servers, told["servers"], strict=True):
+def _as_json(report: PublishReport) -> dict[str, Any]:
+    fields = asdict(report)
+    fields["digest"] = output.hex_digest(report.digest)
+    for server, entry in zip(report.servers, fields["servers"], strict=True):
         entry["error"] = None if server.error is None else str(server.error)
         if server.weights is not None:
-            entry["weights"]["digest"] = f"{server.weights.digest:016x}"
-    return told
+            entry["weights"]["digest"] = output.hex_digest(server.weights.digest)
+    return fields

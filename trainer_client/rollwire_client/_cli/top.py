@@ -3,34 +3,60 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.console import Console
+import typer  # noqa: TC002 - typer reads the annotations
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
-from rollwire_client._cli.info import STYLES, plain
+from rollwire_client._cli import options, output
 from rollwire_client._data import ServerInfo
-from rollwire_client._errors import RollwireError
 from rollwire_client._fleet.fleet import Fleet
 from rollwire_client._rpc.client import Timeouts
 from rollwire_client._wording import servers_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from rich.table import Table
 
-    from rollwire_client._fleet.addresses import Addresses
-    from rollwire_client._rpc.channels import Credentials
+_RATE_WINDOW = 5  # answers that a rate is taken over
 
-_WINDOW = 5  # answers that a rate is taken over
+Answers = dict[str, output.Answer]
 
-Answers = dict[str, ServerInfo | RollwireError]
+
+@options.command
+async def top(
+    context: typer.Context,
+    servers: options.FleetServers,
+    *,
+    interval: Annotated[float, options.seconds("Seconds between two looks.")] = 1.0,
+    timeout: options.AnswerTimeout = 5.0,
+    as_json: options.Json = False,
+) -> int:
+    """Watch a fleet, live; off a terminal, and as JSON, look once."""
+    addresses = options.fleet_addresses(servers)
+    timeouts = Timeouts(start=0, call=timeout, probe=timeout, close=0)
+    recent = RecentAnswers()
+    async with Fleet(
+        addresses, timeouts=timeouts, credentials=context.obj, resolve_interval=interval
+    ) as fleet:
+        answers = await _ask(fleet, recent)
+        if sys.stdout.isatty() and not as_json:
+            with Live(_table(answers, recent), auto_refresh=False, screen=True) as screen:
+                while True:
+                    await asyncio.sleep(interval)
+                    answers = await _ask(fleet, recent)
+                    screen.update(_table(answers, recent), refresh=True)
+        await asyncio.sleep(interval)  # a rate takes two answers
+        answers = await _ask(fleet, recent)
+    if as_json:
+        output.print_json([_as_json(*item, recent) for item in answers.items()])
+    else:
+        output.print_table(_table(answers, recent))
+    return output.print_errors(list(answers.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +72,19 @@ class Rates:
     commits: float
 
 
-class History:
-    """The last answers of each server."""
+class RecentAnswers:
+    """The last answers of each server process."""
 
     def __init__(self) -> None:
         self._answers: dict[str, deque[tuple[float, ServerInfo]]] = {}
 
     def add(self, answers: Answers, now: float) -> None:
-        """What the servers said at a time, in seconds."""
         for address, answer in answers.items():
-            known = self._answers.setdefault(address, deque(maxlen=_WINDOW))
+            known = self._answers.setdefault(address, deque(maxlen=_RATE_WINDOW))
             if not isinstance(answer, ServerInfo) or (
                 known and known[-1][1].server_id != answer.server_id
             ):
-                known.clear()  # what a process did says nothing about the next
+                known.clear()
             if isinstance(answer, ServerInfo):
                 known.append((now, answer))
 
@@ -75,80 +100,33 @@ class History:
         )
 
 
-async def show_top(
-    servers: Addresses,
-    credentials: Credentials,
-    *,
-    interval: float,
-    timeout: float,
-    as_json: bool,
-) -> int:
-    """Shows the servers until interrupted; off a terminal and as JSON once, after two looks.
-
-    Then the code is 1 if one of them did not answer.
-    """
-    history, live = History(), sys.stdout.isatty() and not as_json
-    timeouts = Timeouts(start=0, call=timeout, probe=timeout, close=0)
-    async with Fleet(
-        servers, timeouts=timeouts, credentials=credentials, resolve_interval=interval
-    ) as fleet:
-        answers = await _look(fleet, history)
-        if live:
-            with Live(_table(answers, history), auto_refresh=False, screen=True) as screen:
-                while True:
-                    await asyncio.sleep(interval)
-                    answers = await _look(fleet, history)
-                    screen.update(_table(answers, history), refresh=True)
-        await asyncio.sleep(interval)
-        answers = await _look(fleet, history)
-    if as_json:
-        told = [_told(address, answer, history) for address, answer in answers.items()]
-        sys.stdout.write(json.dumps(told, indent=2) + "\n")
-    else:
-        Console(width=160).print(_table(answers, history))
-    missing = [answer for answer in answers.values() if isinstance(answer, RollwireError)]
-    for error in missing:
-        sys.stderr.write(f"rollwire: {error}\n")
-    return 1 if missing else 0
-
-
-async def _look(fleet: Fleet, history: History) -> Answers:
+async def _ask(fleet: Fleet, recent: RecentAnswers) -> Answers:
     answers = await fleet.info()
-    history.add(answers, time.monotonic())
+    recent.add(answers, time.monotonic())
     return answers
 
 
-def _table(answers: Answers, history: History) -> Table:
-    said = [answer for answer in answers.values() if isinstance(answer, ServerInfo)]
-    infos = list({info.server_id: info for info in reversed(said)}.values())  # each process once
-    count = len(infos) + len(answers) - len(said)
-    newest = _newest(infos)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("server")
-    table.add_column("state")
-    for name in (
-        "version",
-        "lag",
-        "running",
-        "waiting",
-        "held",
-        "KV",
-        "tokens/s",
-        "commits/min",
-    ):
-        table.add_column(name, justify="right")
+def _table(answers: Answers, recent: RecentAnswers) -> Table:
+    infos = [answer for answer in answers.values() if isinstance(answer, ServerInfo)]
+    processes = list({info.server_id: info for info in reversed(infos)}.values())
+    newest = _newest(processes)
+    table = output.table(
+        "server", "state", ">version", ">lag", ">running", ">waiting", ">held", ">KV",
+        ">tokens/s", ">commits/min",
+    )  # fmt: skip
     for address, answer in answers.items():
         if isinstance(answer, ServerInfo):
-            table.add_row(address, *_row(answer, history.rates(address), newest))
+            table.add_row(address, *_row(answer, recent.rates(address), newest))
         else:
             table.add_row(address, Text("no answer", style="red"))
     table.add_section()
-    table.add_row(servers_text(count), *_sums(infos, history), style="bold")
+    count = len(processes) + len(answers) - len(infos)
+    table.add_row(servers_text(count), *_sums(processes, recent), style="bold")
     return table
 
 
 def _newest(infos: list[ServerInfo]) -> int | None:
-    """The newest version that serves; none from which another server was rolled back."""
+    """The newest version that serves, but for those from which a server was rolled back."""
     versions = {i.weights.version for i in infos if i.weights.version is not None}
     left = {
         version
@@ -166,43 +144,41 @@ def _row(info: ServerInfo, rates: Rates | None, newest: int | None) -> list[str]
     if version is not None and newest is not None and version > newest:
         lag = "missed rollback"
     return [
-        f"[{STYLES.get(info.state, 'yellow')}]{info.state.value}[/]",
+        output.state_text(info.state),
         "-" if version is None else str(version),
         lag,
         f"{info.running_sequences}/{info.max_running_sequences}",
         str(info.waiting_sequences),
         str(info.held_sequences),
-        f"{_share(info.kv_tokens_used, info.kv_tokens_total):.0%}",
+        _percentage(info.kv_tokens_used, info.kv_tokens_total),
         "-" if rates is None else f"{rates.tokens:.0f}",
         "-" if rates is None else f"{rates.commits:.1f}",
     ]
 
 
-def _sums(infos: list[ServerInfo], history: History) -> list[str]:
-    rates = [r for info in infos if (r := history.rates(info.address)) is not None]
-    used = sum(info.kv_tokens_used for info in infos)
-    total = sum(info.kv_tokens_total for info in infos)
+def _sums(infos: list[ServerInfo], recent: RecentAnswers) -> list[str]:
+    rates = [r for info in infos if (r := recent.rates(info.address)) is not None]
     return [
         "", "", "",
         str(sum(info.running_sequences for info in infos)),
         str(sum(info.waiting_sequences for info in infos)),
         str(sum(info.held_sequences for info in infos)),
-        f"{_share(used, total):.0%}",
+        _percentage(
+            sum(info.kv_tokens_used for info in infos), sum(info.kv_tokens_total for info in infos)
+        ),
         f"{sum(rate.tokens for rate in rates):.0f}" if rates else "-",
         "",
     ]  # fmt: skip
 
 
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
+def _percentage(part: int, whole: int) -> str:
+    return f"{part / whole if whole else 0.0:.0%}"
 
 
-def _told(address: str, answer: ServerInfo | RollwireError, history: History) -> Mapping[str, Any]:
-    if isinstance(answer, RollwireError):
-        return {"address": address, "error": str(answer)}
-    rates = history.rates(address)
-    return {
-        **plain(answer),
-        "tokens_per_second": None if rates is None else rates.tokens,
-        "commits_per_minute": None if rates is None else rates.commits,
-    }
+def _as_json(address: str, answer: output.Answer, recent: RecentAnswers) -> dict[str, Any]:
+    fields = output.as_json(address, answer)
+    if isinstance(answer, ServerInfo):
+        rates = recent.rates(address)
+        fields["tokens_per_second"] = None if rates is None else rates.tokens
+        fields["commits_per_minute"] = None if rates is None else rates.commits
+    return fields

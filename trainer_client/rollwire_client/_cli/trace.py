@@ -1,8 +1,7 @@
 """``rollwire trace``: a timeline of a fleet, for https://ui.perfetto.dev or chrome://tracing.
 
-It has what a client can see: each server's state, weights and load, looked at every so often, and
-the sequences that the command samples itself. Slices of one version have one name, and so one
-colour.
+It shows what a client can see: each server's state, weights and load, polled, and the sequences
+that the command samples itself. Slices of one version have one name, and so one colour.
 """
 
 from __future__ import annotations
@@ -13,23 +12,24 @@ import json
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rollwire.types import ServerState
 
+from rollwire_client._cli import options
+from rollwire_client._data import Sampling
 from rollwire_client._errors import RollwireError
 from rollwire_client._fleet.fleet import Fleet
 from rollwire_client._rpc.client import Timeouts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from rollwire.types import WeightTag
 
-    from rollwire_client._data import Sampling, ServerInfo
-    from rollwire_client._fleet.addresses import Addresses
-    from rollwire_client._rpc.channels import Credentials
+    from rollwire_client._data import ServerInfo
 
 _PAUSE = 0.1  # seconds without a token that are drawn as such
 _TOKENS = 0.02  # seconds that the tokens after them get
@@ -38,6 +38,48 @@ _COLOURS = (  # chrome://tracing's names; Perfetto has its own for each name of 
 )  # fmt: skip
 _STATE_COLOURS = {ServerState.SERVING: "good", ServerState.PAUSED: "bad"}
 _SEQUENCES = 0  # the track group of the command's own; servers are numbered from 1
+
+
+@options.command
+async def trace(
+    context: typer.Context,
+    servers: options.FleetServers,
+    output: Annotated[Path, typer.Option(dir_okay=False, help="The file.")] = Path("trace.json"),
+    seconds: Annotated[float, options.seconds("Watch so long.")] = 10.0,
+    interval: Annotated[float, options.seconds("Seconds between two looks.", 0.01)] = 0.05,
+    sequences: Annotated[int, typer.Option(min=0, help="Sample so many at a time, to show.")] = 4,
+    prompt_ids: Annotated[Any, options.token_ids("Token ids of their prompt.")] = "1,2,3",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of each.")] = 256,
+    timeout: options.AnswerTimeout = 5.0,
+) -> int:
+    """Watch a fleet and write a timeline for Perfetto: states, updates, sequences by version."""
+    addresses = options.fleet_addresses(servers)
+    sampling = Sampling(max_new_tokens=max_new_tokens)
+    timeline = Timeline()
+    timeouts = Timeouts(start=timeout, probe=timeout, call=timeout)
+    try:
+        async with Fleet(addresses, timeouts=timeouts, credentials=context.obj) as fleet:
+            samplers = [
+                asyncio.create_task(_sample(timeline, fleet, number, prompt_ids, sampling))
+                for number in range(sequences)
+            ]
+            try:
+                async with asyncio.timeout(seconds):
+                    await _watch(timeline, fleet, interval)
+            except TimeoutError:
+                pass
+            finally:
+                for task in samplers:
+                    task.cancel()
+                failures = await asyncio.gather(*samplers, return_exceptions=True)
+    finally:  # interrupted, it writes what it has seen until then
+        with output.open("w") as file:
+            json.dump({"traceEvents": timeline.events, "displayTimeUnit": "ms"}, file)
+        sys.stderr.write(f"{output}: open it at https://ui.perfetto.dev\n")
+    for failure in failures:
+        if isinstance(failure, RollwireError):
+            raise failure
+    return 0
 
 
 class Timeline:
@@ -82,7 +124,7 @@ class Timeline:
 
 
 @dataclass(slots=True)
-class Row:
+class SliceRow:
     """A row of slices, where equal ones that follow each other are one.
 
     Attributes:
@@ -109,7 +151,7 @@ class Row:
         self._end = end
 
 
-class _Server:
+class _ServerTrack:
     """One server's rows; a row of states, a row of weights, and counters."""
 
     def __init__(self, timeline: Timeline, group: int, address: str) -> None:
@@ -117,7 +159,7 @@ class _Server:
         timeline.name("process_name", group, 0, address)
         timeline.name("thread_name", group, 1, "state")
         timeline.name("thread_name", group, 2, "weights")
-        self._states, self._weights = Row(timeline, group, 1), Row(timeline, group, 2)
+        self._states, self._weights = SliceRow(timeline, group, 1), SliceRow(timeline, group, 2)
         self._tag: WeightTag | None = None
 
     def saw(self, answer: ServerInfo | RollwireError, begin: float, end: float) -> None:
@@ -141,58 +183,15 @@ class _Server:
         self._timeline.counter(self._group, "KV tokens", end, used=answer.kv_tokens_used)
 
 
-async def write_trace(
-    output: Path,
-    servers: Addresses,
-    credentials: Credentials,
-    prompt_ids: Sequence[int],
-    sampling: Sampling,
-    *,
-    sequences: int,
-    seconds: float,
-    interval: float,
-    timeout: float,
-) -> int:
-    """Watches a fleet for some seconds, beside so many sequences of its own, and writes the file.
-
-    Interrupted, it writes what it has seen until then.
-    """
-    timeline = Timeline()
-    timeouts = Timeouts(start=timeout, probe=timeout, call=timeout)
-    try:
-        async with Fleet(servers, timeouts=timeouts, credentials=credentials) as fleet:
-            work = [
-                asyncio.create_task(_sample(timeline, fleet, number, prompt_ids, sampling))
-                for number in range(sequences)
-            ]
-            try:
-                async with asyncio.timeout(seconds):
-                    await _watch(timeline, fleet, interval)
-            except TimeoutError:
-                pass
-            finally:
-                for task in work:
-                    task.cancel()
-                failures = await asyncio.gather(*work, return_exceptions=True)
-    finally:
-        with output.open("w") as file:
-            json.dump({"traceEvents": timeline.events, "displayTimeUnit": "ms"}, file)
-        sys.stderr.write(f"{output}: open it at https://ui.perfetto.dev\n")
-    for failure in failures:
-        if isinstance(failure, RollwireError):
-            raise failure
-    return 0
-
-
 async def _watch(timeline: Timeline, fleet: Fleet, interval: float) -> None:
-    known: dict[str, _Server] = {}
+    known: dict[str, _ServerTrack] = {}
     before = time.monotonic()
     while True:
         answers = await fleet.info()
         now = time.monotonic()
         for address, answer in answers.items():
             if address not in known:
-                known[address] = _Server(timeline, len(known) + 1, address)
+                known[address] = _ServerTrack(timeline, len(known) + 1, address)
             known[address].saw(answer, before, now)
         before = now
         await asyncio.sleep(interval)
@@ -204,7 +203,7 @@ async def _sample(
     """One sequence after the other, in a row of its own."""
     if number == 0:
         timeline.name("process_name", _SEQUENCES, 0, "sequences")
-    row = Row(timeline, _SEQUENCES, number)
+    row = SliceRow(timeline, _SEQUENCES, number)
     timeline.name("thread_name", _SEQUENCES, number, f"row {number + 1}")
     for count in itertools.count(1):
         before = time.monotonic()
