@@ -258,7 +258,7 @@ class RolloutServer:
         log.info("draining", live=self._sequences.live, seconds=self._settings.drain_seconds)
         self._state.enter(ServerState.DRAINING, "drain")
         dropping = updates.drop(Reason.DRAINING, "the server goes down")
-        over = asyncio.gather(dropping, self._sequences.idle())
+        over = asyncio.gather(dropping, self._sequences.wait_idle())
         hurry = asyncio.create_task(self._hurry.wait())
         either: list[asyncio.Future[Any]] = [over, hurry]
         try:

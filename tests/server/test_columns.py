@@ -91,7 +91,7 @@ async def test_refusals_wait_for_their_reader_in_messages_of_the_usual_size() ->
             while taken < client.taken:  # as long as it goes on to read
                 taken = client.taken
                 await asyncio.sleep(0.05)
-            assert client.taken < count / 2, "what waits for its reader has no bound"
+            assert client.taken < count / 2, "what waits for its cursor has no bound"
         refused = [
             event for message in client.heard for event in message.events if event.HasField("error")
         ]

@@ -19,8 +19,8 @@ from rollwire_server.engines.base import SamplingParams, SequenceSpec
 from rollwire_server.errors import ServiceError
 from rollwire_server.rpc.weight_service import MOST_ANNOUNCEMENTS, WeightService
 from rollwire_server.sequences import registry
-from rollwire_server.sequences.cursor import Outbox
-from rollwire_server.sequences.sequence import Request
+from rollwire_server.sequences.request import Request
+from rollwire_server.sequences.sequence import ReadyQueue
 from rollwire_server.weights.state import ServedWeights
 from rollwire_server.weights.updates import Updates
 from support.calls import Generation, connected, reason_of, request, until
@@ -30,8 +30,8 @@ from support.publishing import no_update
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rollwire_server.sequences.cursor import Reader
     from rollwire_server.sequences.manager import Sequences
+    from rollwire_server.sequences.sequence import Cursor
     from support.calls import Api
     from support.servers import StartServer
 
@@ -56,57 +56,57 @@ def asked(sequences: Sequences, prompt: int, *, grace: float = 0.0) -> Request:
     return Request(f"request {key}", 0, spec, detach_grace=grace)
 
 
-def read(reader: Reader) -> None:
-    while reader.next_chunk(100) is not None:
+def read(cursor: Cursor) -> None:
+    while cursor.next_output(100) is not None:
         pass
-    assert reader.done
+    assert cursor.done
 
 
 async def test_who_never_reads_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(registry, "MAX_BYTES", 1 << 20)
     async with serving() as (sequences, _, _), asyncio.timeout(60):
         unread = []
         for _ in range(8):  # of some 150 KB each
-            unread.append(sequences.start(asked(sequences, 4000), Outbox()))
-            await sequences.idle()
+            unread.append(sequences.start(asked(sequences, 4000), ReadyQueue()))
+            await sequences.wait_idle()
         with pytest.raises(ServiceError) as caught:
-            sequences.start(asked(sequences, 4000), Outbox())
+            sequences.start(asked(sequences, 4000), ReadyQueue())
         assert caught.value.reason is Reason.QUEUE_FULL
-        for reader in unread:
-            read(reader)
-            sequences.detach(reader)
-        sequences.start(asked(sequences, 4000), Outbox())
-        await sequences.idle()
+        for cursor in unread:
+            read(cursor)
+            sequences.detach(cursor)
+        sequences.start(asked(sequences, 4000), ReadyQueue())
+        await sequences.wait_idle()
 
 
 async def test_of_what_is_kept_large_ones_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(registry, "MAX_BYTES", 1 << 20)
     async with serving() as (sequences, _, _), asyncio.timeout(60):
         ended = []
         for _ in range(20):
-            reader = sequences.start(asked(sequences, 4000, grace=60), Outbox())
-            await sequences.idle()
-            sequences.detach(reader)
-            ended.append(reader.sequence.request)
-        newest = sequences.start(ended[-1], Outbox())
+            cursor = sequences.start(asked(sequences, 4000, grace=60), ReadyQueue())
+            await sequences.wait_idle()
+            sequences.detach(cursor)
+            ended.append(cursor.sequence.request)
+        newest = sequences.start(ended[-1], ReadyQueue())
         assert newest.sequence.end is not None  # picked up
         sequences.detach(newest)
-        oldest = sequences.start(ended[0], Outbox())
+        oldest = sequences.start(ended[0], ReadyQueue())
         assert oldest.sequence.end is None  # begun anew
 
 
 async def test_who_is_superseded_holds_nothing() -> None:
     async with serving() as (sequences, _, _), asyncio.timeout(60):
         asks = asked(sequences, 4000, grace=60)
-        old = sequences.start(asks, Outbox())
-        new = sequences.start(asks, Outbox())
+        old = sequences.start(asks, ReadyQueue())
+        new = sequences.start(asks, ReadyQueue())
         assert old.sequence is not new.sequence
         assert not old.sequence.request.spec.prompt
-        chunk = old.next_chunk(10)
+        chunk = old.next_output(10)
         assert chunk is not None
         assert chunk.end is not None
         sequences.detach(old)
-        await sequences.idle()
+        await sequences.wait_idle()
         read(new)
 
 
@@ -215,7 +215,7 @@ async def test_what_many_ask_for_at_once_is_done_once(monkeypatch: pytest.Monkey
     """Reading all weights takes the engine's time; each announcement holds a manifest."""
     async with serving() as (sequences, state, engine), asyncio.TaskGroup() as tasks:
         served = ServedWeights(engine, state, sequences, ServerCounters())
-        await served.loaded(sequences.tag)
+        await served.loaded(sequences.weights)
         updates = Updates(
             engine, state, served, ServerCounters(), tasks, frozen=False, bucket_timeout=1,
             listening=transport.ListenOptions(),

@@ -12,9 +12,9 @@ from rollwire.v1 import rollout_pb2
 from rollwire_server.engines.base import EngineInfo, SamplingParams, SequenceSpec
 from rollwire_server.errors import ServiceError
 from rollwire_server.rpc.validation import read_request
-from rollwire_server.sequences.cursor import Outbox
-from rollwire_server.sequences.registry import NOT_COMPARED, check_pick_up
-from rollwire_server.sequences.sequence import Request, new_sequence
+from rollwire_server.sequences.manager import check_pick_up
+from rollwire_server.sequences.request import NOT_COMPARED, Request
+from rollwire_server.sequences.sequence import ReadyQueue, Sequence
 from support.calls import request
 from support.engine_room import serving
 
@@ -63,7 +63,7 @@ async def able() -> EngineInfo:
 
 async def picked_up(first: dict[str, Any], second: dict[str, Any]) -> int:
     info = await able()
-    live = new_sequence(read_request(request(**first), info, 1))
+    live = Sequence(read_request(request(**first), info, 1))
     return check_pick_up(live, read_request(request(**second), info, 2))
 
 
@@ -118,12 +118,12 @@ async def test_a_newer_attempt_may_ask_for_something_else() -> None:
     """It takes nothing over: its stream is its own from its prefix on."""
     info = await able()
     async with serving() as (sequences, _, _):
-        old = sequences.start(read_request(request(**BASE), info, 1), Outbox())
+        old = sequences.start(read_request(request(**BASE), info, 1), ReadyQueue())
         with pytest.raises(ServiceError, match="another request"):
-            sequences.start(read_request(request(**BASE | {"seed": 2}), info, 2), Outbox())
+            sequences.start(read_request(request(**BASE | {"seed": 2}), info, 2), ReadyQueue())
         assert old.sequence.end is None
-        assert old.sequence.reader is old
+        assert old.sequence.cursor is old
         other = BASE | {"attempt": 1, "seed": 2, "max_new_tokens": 5}
-        new = sequences.start(read_request(request(**other), info, 3), Outbox())
+        new = sequences.start(read_request(request(**other), info, 3), ReadyQueue())
         assert new.sequence.request.spec.sampling.max_new_tokens == 5
         assert old.behind

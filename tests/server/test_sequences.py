@@ -1,217 +1,85 @@
+"""What the server remembers of requests, and for how long."""
+
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass
+import asyncio
+from typing import TYPE_CHECKING
 
-from hypothesis import given
-from hypothesis import strategies as st
-from rollwire.types import FinishReason, WeightTag
-from rollwire_server.engines.base import (
-    Extras,
-    PromptLogprobs,
-    RoutedExperts,
-    SamplingParams,
-    SequenceSpec,
-    TopLogprobs,
-)
-from rollwire_server.sequences.cursor import Outbox, Reader
-from rollwire_server.sequences.sequence import EXTRA_BYTES, Request, Sequence, new_sequence
+import pytest
+from rollwire.reasons import Reason
+from rollwire.types import Finish, FinishReason
+from rollwire_server.engines.base import SamplingParams, SequenceSpec, Step
+from rollwire_server.errors import ServiceError
+from rollwire_server.sequences import registry
+from rollwire_server.sequences.request import Request
+from rollwire_server.sequences.sequence import ReadyQueue
+from support.engine_room import serving
 
-TAGS = [WeightTag(version, version, "server", version) for version in range(4)]
+if TYPE_CHECKING:
+    from rollwire_server.sequences.manager import Sequences
 
 
-def sequence_of(
-    prefix: tuple[int, ...] = (), interval: float = 0.0, **sampling: object
-) -> Sequence:
-    params = SamplingParams(**{"max_new_tokens": 1000, **sampling})  # type: ignore[arg-type]
-    spec = SequenceSpec(1, (1, 2), params, prefix)
-    return new_sequence(Request("r", 0, spec, delivery_interval=interval))
+def asked(
+    sequences: Sequences, name: str, *, attempt: int = 0, tokens: int = 1, grace: float = 0.0
+) -> Request:
+    spec = SequenceSpec(sequences.next_key(), (1,), SamplingParams(tokens))
+    return Request(name, attempt, spec, detach_grace=grace)
 
 
-@dataclass
-class Taken:
-    tokens: list[int]
-    logprobs: list[float]
-    tags: list[int]
-    tops: list[list[int]]
-
-
-@given(
-    prefix=st.lists(st.integers(0, 99), max_size=5),
-    parts=st.lists(
-        st.tuples(st.integers(0, 3), st.integers(0, 1), st.lists(st.integers(0, 99), max_size=6)),
-        max_size=12,
-    ),
-    most=st.integers(1, 5),
-    reads=st.lists(st.booleans(), min_size=12, max_size=12),
-    tops=st.booleans(),
-)
-def test_a_reader_takes_every_token_once_in_order(
-    prefix: list[int],
-    parts: list[tuple[int, int, list[int]]],
-    most: int,
-    reads: list[bool],
-    *,
-    tops: bool,
+async def test_a_lower_attempt_is_stale_however_many_others_came(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sequence = sequence_of(tuple(prefix))
-    reader = Reader(sequence, Outbox(), 7, len(prefix))
-    expected, taken = Taken([], [], [], []), Taken([], [], [], [])
-
-    def read() -> None:
-        if (run := reader.next_token()) is not None:
-            taken.tokens.append(sequence.tokens[reader.cursor - 1])
-            taken.logprobs.append(sequence.logprobs[reader.cursor - 1 - len(prefix)])
-            taken.tags.append(run.weights.revision * 10 + run.oldest_kv_revision)
-            assert not reader.behind
-        while (chunk := reader.next_chunk(most)) is not None:
-            assert chunk.offset == len(prefix) + len(taken.tokens)
-            assert len(chunk.token_ids) <= most
-            assert len(chunk.logprobs) == len(chunk.token_ids)
-            assert len(chunk.tops) == (len(chunk.token_ids) if tops else 0)
-            taken.tokens += chunk.token_ids
-            taken.logprobs += chunk.logprobs
-            taken.tops += [ids for ids, _ in chunk.tops]
-            if chunk.run is not None:
-                revision = chunk.run.weights.revision * 10 + chunk.run.oldest_kv_revision
-                taken.tags += [revision] * len(chunk.token_ids)
-            if chunk.end is not None:
-                assert not isinstance(chunk.end, Exception)
-                assert chunk.end.output_tokens == len(prefix) + len(taken.tokens)
-
-    for (tag, oldest, tokens), read_now in zip(parts, reads, strict=False):
-        for token in tokens:
-            if tops:
-                top = Extras(top_logprobs=TopLogprobs(2, [token, 5], [-0.5, -1.0]))
-                sequence.extend(top, TAGS[tag])
-                expected.tops.append([token, 5])
-            sequence.append(token, -token / 2, TAGS[tag], oldest)
-            expected.tokens.append(token)
-            expected.logprobs.append(-token / 2)
-            expected.tags.append(tag * 10 + oldest)
-        if read_now:
-            read()
-    sequence.end = sequence.finish(FinishReason.LENGTH)
-    read()
-    assert taken == expected
-    assert reader.done
-    assert reader.next_chunk(most) is None
+    monkeypatch.setattr(registry, "MAX_ATTEMPTS", 10)
+    async with serving() as (sequences, _, _):
+        live = sequences.start(asked(sequences, "mine", attempt=5, tokens=4000), ReadyQueue())
+        for number in range(30):
+            sequences.start(asked(sequences, f"other {number}"), ReadyQueue())
+        with pytest.raises(ServiceError) as caught:
+            sequences.start(asked(sequences, "mine", attempt=1), ReadyQueue())
+        assert caught.value.reason is Reason.STALE_ATTEMPT
+        assert live.sequence.end is None
 
 
-def test_a_finish_without_tokens_is_told_once() -> None:
-    sequence = sequence_of((3, 4))
-    reader = Reader(sequence, Outbox(), 0, 2)
-    assert reader.next_chunk(10) is None
-    sequence.end = sequence.finish(FinishReason.ABORTED)
-    chunk = reader.next_chunk(10)
-    assert chunk is not None
-    assert chunk.offset == 2
-    assert not chunk.token_ids
-    assert reader.done
+async def test_of_what_has_finished_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "MAX_KEPT", 3)
+    async with serving() as (sequences, _, _), asyncio.timeout(30):
+        for number in range(6):
+            sequences.start(asked(sequences, f"request {number}", grace=60), ReadyQueue())
+            await sequences.wait_idle()
+        for number in (5, 4, 3):  # picked up
+            cursor = sequences.start(asked(sequences, f"request {number}", grace=60), ReadyQueue())
+            assert cursor.sequence.end is not None
+        anew = sequences.start(asked(sequences, "request 2", grace=60), ReadyQueue())
+        assert anew.sequence.end is None
 
 
-def test_a_superseded_reader_says_where_it_stopped() -> None:
-    sequence = sequence_of()
-    reader = Reader(sequence, Outbox(), 0, 0)
-    for token in range(3):
-        sequence.append(token, -1.0, TAGS[0], 0)
-    assert reader.next_chunk(2) is not None
-    reader.supersede()
-    chunk = reader.next_chunk(10)
-    assert chunk is not None
-    assert chunk.end is not None
-    assert not isinstance(chunk.end, Exception)
-    assert chunk.end.reason is FinishReason.SUPERSEDED
-    assert chunk.end.output_tokens == 2
+async def test_a_grace_is_no_longer_than_a_sequence() -> None:
+    async with serving() as (sequences, _, _):
+        cursor = sequences.start(asked(sequences, "a", grace=1e9), ReadyQueue())
+        assert cursor.sequence.request.detach_grace == 60
 
 
-def test_large_routing_and_prompt_logprobs_are_cut_to_messages() -> None:
-    sequence = sequence_of()
-    rows, layers, k = 3000, 48, 8
-    experts = bytes(i % 251 for i in range(rows * layers * k))
-    told = [-float(i) for i in range(200_000)]
-    sequence.extend(
-        Extras(
-            prompt_logprobs=[PromptLogprobs(1, told, 1)],
-            routed_experts=[RoutedExperts(0, rows, layers, k, experts, 1, None, 1)],
-        ),
-        TAGS[1],
-    )
-    sequence.end = sequence.finish(FinishReason.LENGTH)
-    reader = Reader(sequence, Outbox(), 0, 0)
-    got_experts, got_logprobs, ends = b"", [], 0
-    while (chunk := reader.next_chunk(10)) is not None:
-        assert chunk.extra_bytes <= EXTRA_BYTES
-        for part in chunk.prompt_logprobs:
-            assert part.start_position == 1 + len(got_logprobs)
-            assert part.oldest_kv_revision == 1
-            got_logprobs += part.logprobs
-        for part, tag in chunk.routed_experts:
-            assert part.start_position == len(got_experts) // (layers * k)
-            assert tag is TAGS[1]
-            assert part.oldest_kv_revision == 1
-            got_experts += part.experts
-        ends += chunk.end is not None
-    assert got_experts == experts
-    assert got_logprobs == told
-    assert ends == 1
-
-
-def test_a_complete_prefix_has_the_finish_that_it_had() -> None:
-    stop = frozenset({9})
-    assert sequence_of((1, 9), stop_token_ids=stop).complete() is FinishReason.STOP
-    assert sequence_of((1, 2), max_new_tokens=2).complete() is FinishReason.LENGTH
-    assert sequence_of((1, 9), stop_token_ids=stop, max_new_tokens=2).complete() is (
-        FinishReason.STOP
-    )
-    assert sequence_of((9, 1), stop_token_ids=stop).complete() is None
-    assert sequence_of((1, 9), stop_token_ids=stop, min_new_tokens=2).complete() is None
-    assert sequence_of(()).complete() is None
-
-
-async def test_readers_of_one_interval_are_given_together_and_those_that_ended_at_once() -> None:
-    outbox = Outbox()
-    a, b, now = (Reader(sequence_of(interval=i), outbox, 0, 0) for i in (0.01, 0.01, 0.0))
-    for reader in (a, b, now, a):
-        outbox.put(reader)
-    assert outbox.take() == [now]
-    await outbox.wait()
-    assert outbox.take() == [a, b]
-    outbox.put(a)
-    outbox.put(b)
-    a.sequence.end = a.sequence.finish(FinishReason.LENGTH)
-    outbox.put(a)
-    b.supersede()
-    assert outbox.take() == [a, b]
-
-
-async def test_an_outbox_whose_stream_is_over_holds_nothing() -> None:
-    outbox = Outbox()
-    reader = Reader(sequence_of(interval=1e9), outbox, 0, 0)
-    tokens = weakref.ref(reader.sequence.tokens)
-    outbox.put(reader)
-    outbox.close()
-    del reader
-    assert tokens() is None
-
-
-async def test_what_ended_is_not_held_to_the_end_of_a_long_interval() -> None:
-    outbox = Outbox()
-    reader = Reader(sequence_of(interval=1e9), outbox, 0, 0)
-    outbox.put(reader)
-    reader.sequence.end = reader.sequence.finish(FinishReason.LENGTH)
-    outbox.put(reader)
-    tokens = weakref.ref(reader.sequence.tokens)
-    assert outbox.take() == [reader]
-    del reader
-    assert tokens() is None
-    outbox.close()
-
-
-def test_an_outbox_gives_each_reader_once() -> None:
-    outbox = Outbox()
-    a, b = Reader(sequence_of(), outbox, 0, 0), Reader(sequence_of(), outbox, 1, 0)
-    for reader in (a, b, a, a):
-        outbox.put(reader)
-    assert outbox.take() == [a, b]
-    assert outbox.take() == []
+@pytest.mark.parametrize("column", ["keys", "token_ids", "logprobs", "oldest_kv_revisions"])
+async def test_a_step_with_ragged_columns_ends_the_server_and_no_token_is_told(
+    monkeypatch: pytest.MonkeyPatch, column: str
+) -> None:
+    async with serving() as (sequences, _, _):
+        died: list[BaseException] = []
+        monkeypatch.setattr(sequences, "_engine_died", died.append)
+        cursors = [
+            sequences.start(asked(sequences, name, tokens=4000), ReadyQueue())
+            for name in ("a", "b")
+        ]
+        keys = [cursor.sequence.request.spec.key for cursor in cursors]
+        step = Step(sequences.weights, keys, [7, 8], [-1.0, -2.0], [0, 0])
+        getattr(step, column).pop()
+        sequences.on_step(step)
+        (error,) = died
+        assert "a bug of the engine" in str(error)
+        for cursor in cursors:
+            end = cursor.sequence.end
+            assert isinstance(end, Finish)
+            assert (end.reason, end.output_tokens) == (FinishReason.INTERRUPTED, 0)
+            assert "one step has " in end.message
+        sequences.on_step(Step(sequences.weights, keys, [7, 8], [-1.0, -2.0]))
+        assert [len(cursor.sequence.tokens) for cursor in cursors] == [0, 0]

@@ -32,7 +32,7 @@ async def serving() -> AsyncIterator[tuple[Sequences, StateMachine, SyntheticEng
         engine, state, ServerCounters(), max_waiting=100, max_sequence_seconds=60,
         engine_died=lambda error: pytest.fail(str(error)),
     )  # fmt: skip
-    sequences.committed(await engine.start("server", sequences))
+    sequences.weights_committed(await engine.start("server", sequences))
     state.enter(ServerState.SERVING, "loaded")
     try:
         yield sequences, state, engine

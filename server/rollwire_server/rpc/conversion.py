@@ -9,6 +9,7 @@ from rollwire.conversion import duration_to_proto, finish_to_proto, weight_tag_t
 from rollwire.reasons import Reason
 from rollwire.v1 import rollout_pb2, weights_pb2
 
+from rollwire_server.engines.base import PromptLogprobs, RoutedExperts
 from rollwire_server.errors import ServiceError
 
 if TYPE_CHECKING:
@@ -16,8 +17,7 @@ if TYPE_CHECKING:
 
     from rollwire.types import WeightTag
 
-    from rollwire_server.engines.base import PromptLogprobs, RoutedExperts
-    from rollwire_server.sequences.cursor import Chunk
+    from rollwire_server.sequences.sequence import Extra, SequenceOutput, TopTokens
 
 ENCODINGS = {
     weights_pb2.ENCODING_UNSPECIFIED: transport.Encoding.FULL,
@@ -41,8 +41,8 @@ def sequence_error(error: ServiceError) -> rollout_pb2.SequenceError:
     )
 
 
-def top_logprobs(tops: list[tuple[list[int], list[float]]]) -> rollout_pb2.TopLogprobs | None:
-    """Those of a chunk, or None where none were asked for."""
+def top_logprobs(tops: list[TopTokens]) -> rollout_pb2.TopLogprobs | None:
+    """Those of an output, or None where none were asked for."""
     if not tops:
         return None
     message = rollout_pb2.TopLogprobs(k=len(tops[0][0]))
@@ -52,22 +52,21 @@ def top_logprobs(tops: list[tuple[list[int], list[float]]]) -> rollout_pb2.TopLo
     return message
 
 
-def prompt_logprobs(told: Iterable[PromptLogprobs]) -> list[rollout_pb2.PromptLogprobs]:
-    """Those of a chunk."""
+def prompt_logprobs(extras: Iterable[Extra]) -> list[rollout_pb2.PromptLogprobs]:
+    """Those among the extras of an output."""
     return [
         rollout_pb2.PromptLogprobs(
             start_position=part.start_position,
             logprobs=part.logprobs,
             oldest_kv_revision=part.oldest_kv_revision,
         )
-        for part in told
+        for extra in extras
+        if isinstance(part := extra.value, PromptLogprobs)
     ]
 
 
-def routed_experts(
-    told: Iterable[tuple[RoutedExperts, WeightTag]],
-) -> list[rollout_pb2.RoutedExperts]:
-    """Those of a chunk."""
+def routed_experts(extras: Iterable[Extra]) -> list[rollout_pb2.RoutedExperts]:
+    """Those among the extras of an output."""
     return [
         rollout_pb2.RoutedExperts(
             start_position=rows.start_position,
@@ -76,37 +75,38 @@ def routed_experts(
             top_k=rows.top_k,
             experts=rows.experts,
             bytes_per_expert=rows.bytes_per_expert,
-            weights=weight_tag_to_proto(weights),
+            weights=weight_tag_to_proto(extra.weights),
             oldest_kv_revision=rows.oldest_kv_revision,
         )
-        for rows, weights in told
+        for extra in extras
+        if isinstance(rows := extra.value, RoutedExperts)
     ]
 
 
 def generate_response(
-    chunk: Chunk, request_id: str, attempt: int, weights: WeightTag
+    output: SequenceOutput, request_id: str, attempt: int, weights: WeightTag
 ) -> rollout_pb2.GenerateResponse:
-    """A chunk as a message of Generate; ``weights`` are told where nothing was computed."""
-    weights = chunk.weights or weights
-    if chunk.run is not None:
-        oldest = chunk.run.oldest_kv_revision
+    """An output as a message of Generate; with ``weights`` where nothing was computed."""
+    weights = output.weights or weights
+    prompt = prompt_logprobs(output.extras)
+    if output.segment is not None:
+        oldest = output.segment.oldest_kv_revision
     else:
-        told = (part.oldest_kv_revision for part in chunk.prompt_logprobs)
-        oldest = min(told, default=weights.revision)
+        oldest = min((part.oldest_kv_revision for part in prompt), default=weights.revision)
     message = rollout_pb2.GenerateResponse(
         request_id=request_id,
         attempt=attempt,
-        offset=chunk.offset,
-        token_ids=chunk.token_ids,
-        logprobs=chunk.logprobs,
+        offset=output.offset,
+        token_ids=output.token_ids,
+        logprobs=output.logprobs,
         weights=weight_tag_to_proto(weights),
         oldest_kv_revision=oldest,
-        top_logprobs=top_logprobs(chunk.tops),
-        prompt_logprobs=prompt_logprobs(chunk.prompt_logprobs),
-        routed_experts=routed_experts(chunk.routed_experts),
+        top_logprobs=top_logprobs(output.tops),
+        prompt_logprobs=prompt,
+        routed_experts=routed_experts(output.extras),
     )
-    if chunk.end is not None and not isinstance(chunk.end, ServiceError):
-        message.finish.CopyFrom(finish_to_proto(chunk.end))
+    if output.end is not None and not isinstance(output.end, ServiceError):
+        message.finish.CopyFrom(finish_to_proto(output.end))
     return message
 
 

@@ -17,7 +17,7 @@ from rollwire_server.rpc.handler import answering
 from rollwire_server.rpc.rollout_stream import RolloutStream
 from rollwire_server.rpc.validation import check_id, read_duration, read_request
 from rollwire_server.security import Scope
-from rollwire_server.sequences.cursor import Outbox
+from rollwire_server.sequences.sequence import ReadyQueue
 from rollwire_server.state import Rpc
 
 if TYPE_CHECKING:
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from rollwire_server.engines.base import Engine
     from rollwire_server.rpc.server_info import ServerInfo
     from rollwire_server.security import Access
-    from rollwire_server.sequences.cursor import Reader
     from rollwire_server.sequences.manager import Sequences
+    from rollwire_server.sequences.request import Request
+    from rollwire_server.sequences.sequence import Cursor
     from rollwire_server.sleep import Memory
     from rollwire_server.state import StateMachine
     from rollwire_server.weights.updates import Updates
@@ -71,32 +72,31 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.GenerateRequest, context: Context
     ) -> None:
         """One sequence."""
-        self._state.check_started(Rpc.GENERATE)  # else see Sequences.start
-        outbox = Outbox()
+        self._state.check_started(Rpc.GENERATE)  # see Sequences.start
+        queue = ReadyQueue()
         checked = read_request(request, self._engine.describe(), self._sequences.next_key())
         bind(request_id=checked.request_id)  # which may be the server's own
-        reader = self._sequences.start(checked, outbox)
+        cursor = self._sequences.start(checked, queue)
         try:
-            await self._write(reader, outbox, context)
+            while not cursor.done:
+                await queue.wait()
+                queue.pop_all()
+                await self._write_outputs(cursor, checked, context)
         finally:
-            outbox.close()
-            self._sequences.detach(reader)
+            queue.close()
+            self._sequences.detach(cursor)
 
-    async def _write(self, reader: Reader, outbox: Outbox, context: Context) -> None:
-        request = reader.sequence.request
-        while not reader.done:
-            await outbox.wait()
-            outbox.take()
-            while (chunk := reader.next_chunk(TOKENS_A_MESSAGE)) is not None:
-                message = conversion.generate_response(
-                    chunk, request.request_id, request.attempt, self._updates.weights
+    async def _write_outputs(self, cursor: Cursor, request: Request, context: Context) -> None:
+        while (output := cursor.next_output(TOKENS_A_MESSAGE)) is not None:
+            error = output.end if isinstance(output.end, ServiceError) else None
+            if error is None or output.token_ids:
+                await context.write(
+                    conversion.generate_response(
+                        output, request.request_id, request.attempt, self._updates.weights
+                    )
                 )
-                if not isinstance(chunk.end, ServiceError):
-                    await context.write(message)
-                    continue
-                if chunk.token_ids:
-                    await context.write(message)
-                raise chunk.end
+            if error is not None:
+                raise error
 
     @answering
     async def StreamRollouts(  # type: ignore[override]  # noqa: N802  reads and writes by itself

@@ -17,7 +17,7 @@ from rollwire.types import LogprobBasis
 
 from rollwire_server.engines.base import SamplingParams, SequenceSpec
 from rollwire_server.errors import ServiceError, float_text
-from rollwire_server.sequences.sequence import Request
+from rollwire_server.sequences.request import Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -1,7 +1,13 @@
-"""One sequence as the server keeps it, whether or not anybody reads."""
+"""One sequence as the server keeps it, and the cursors by which streams read it.
+
+Sequences live apart from streams: the engine appends to a sequence whether or not anybody reads it,
+and a stream takes what lies behind its cursor. So a slow reader costs no more memory than its
+sequence.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -9,22 +15,28 @@ from typing import TYPE_CHECKING
 from rollwire.patience import Timer
 from rollwire.types import Finish, FinishReason
 
+from rollwire_server.engines.base import PromptLogprobs, RoutedExperts
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from collections.abc import Sequence as Ints
 
     from rollwire.types import WeightTag
 
-    from rollwire_server.engines.base import Extras, PromptLogprobs, RoutedExperts, SequenceSpec
+    from rollwire_server.engines.base import Extras
     from rollwire_server.errors import ServiceError
-    from rollwire_server.sequences.cursor import Reader
+    from rollwire_server.sequences.request import Request
 
-EXTRA_BYTES = 1 << 19  # of prompt log-probabilities and routing, a message
-NUMBER_BYTES = 36  # a number of Python's own, and its place in a list
-OWN_BYTES = 4096  # a sequence without any
+EXTRA_BYTES = 1 << 19  # of prompt log-probabilities and routing in one message
+TOP_LOGPROB_BYTES = 9  # of one likely token and its log-probability in a message
+NUMBER_BYTES = 36  # of a Python number and its place in a list
+EMPTY_BYTES = 4096  # of a sequence without tokens
+
+TopTokens = tuple[list[int], list[float]]  # ids and log-probabilities, likeliest first
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Segment:
     """Consecutive output tokens, from ``start`` on, that were sampled under the same weights."""
 
     start: int
@@ -33,60 +45,15 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What a caller asked for, checked: the engine's part, and the server's own.
-
-    Attributes:
-        seed: As asked; None where the server drew the one of ``spec``.
+class Extra:
+    """Prompt log-probabilities or routing, cut to what one message takes, and the weights that
+    computed them.
     """
 
-    request_id: str
-    attempt: int
-    spec: SequenceSpec
-    seed: int | None = None
-    min_weight_version: int | None = None
-    max_weight_version: int | None = None
-    detach_grace: float = 0.0
-    delivery_interval: float = 0.0
-    timeout: float | None = None
-
-    def wants_newer(self, version: int | None) -> bool:
-        """Whether these weights are too old for it; an absent version is older than any."""
-        least = self.min_weight_version
-        return least is not None and (version is None or version < least)
-
-    def wants_older(self, version: int | None) -> bool:
-        """Whether these weights are too new for it."""
-        most = self.max_weight_version
-        return most is not None and version is not None and version > most
-
-
-@dataclass(frozen=True, slots=True)
-class PromptPart:
-    """Prompt log-probabilities, cut to what one message takes; ``size`` in bytes."""
-
-    logprobs: PromptLogprobs
+    value: PromptLogprobs | RoutedExperts
     weights: WeightTag
-    size: int
-
-    @property
-    def held_bytes(self) -> int:
-        """In memory."""
-        return NUMBER_BYTES * len(self.logprobs.logprobs)
-
-
-@dataclass(frozen=True, slots=True)
-class RoutedPart:
-    """Rows of routing, cut to what one message takes, and the weights that computed them."""
-
-    rows: RoutedExperts
-    weights: WeightTag
-    size: int
-
-    @property
-    def held_bytes(self) -> int:
-        """In memory."""
-        return self.size
+    message_bytes: int
+    memory_bytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -94,113 +61,333 @@ class Sequence:
     """One attempt at a request, live or kept.
 
     Attributes:
-        request: What was asked.
         tokens: Output token ids, the given prefix included.
         prefix_length: How many of them the caller brought.
         logprobs: Of the tokens after the prefix.
-        runs: Which weights sampled them.
-        tops: Top log-probabilities of the tokens after the prefix, a pair (ids, logprobs) each, if
-            they were asked for.
-        extras: Prompt log-probabilities and routing, as the engine reported them.
+        segments: Which weights sampled the tokens after the prefix.
+        tops: The likeliest tokens beside each token after the prefix, if they were asked for.
         end: Finish or error, once there is one; nothing is appended afterwards.
-        reader: Who reads it now.
-        timers: Deadlines that are running for it.
+        cursor: Of the stream that reads it now.
     """
 
     request: Request
-    tokens: array[int]
-    prefix_length: int
+    tokens: array[int] = field(init=False)
+    prefix_length: int = field(init=False)
     logprobs: array[float] = field(default_factory=lambda: array("f"))
-    runs: list[Run] = field(default_factory=list)
-    tops: list[tuple[list[int], list[float]]] = field(default_factory=list)
-    extras: list[PromptPart | RoutedPart] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    tops: list[TopTokens] = field(default_factory=list)
+    extras: list[Extra] = field(default_factory=list)
     cached_prompt_tokens: int = 0
     end: Finish | ServiceError | None = None
-    reader: Reader | None = None
+    cursor: Cursor | None = None
     timers: dict[str, Timer] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.tokens = array("I", self.request.spec.prefix)
+        self.prefix_length = len(self.tokens)
+
     def append(self, token: int, logprob: float, weights: WeightTag, oldest: int) -> None:
-        """Takes one sampled token."""
-        runs = self.runs
-        if not runs or runs[-1].weights is not weights or runs[-1].oldest_kv_revision != oldest:
-            runs.append(Run(len(self.tokens), weights, oldest))
+        """Appends a sampled token; no key or value that it attended to is older than the revision
+        ``oldest``.
+        """
+        last = self.segments[-1] if self.segments else None
+        if last is None or last.weights is not weights or last.oldest_kv_revision != oldest:
+            self.segments.append(Segment(len(self.tokens), weights, oldest))
         self.tokens.append(token)
         self.logprobs.append(logprob)
 
-    def extend(self, extras: Extras, weights: WeightTag) -> None:
-        """Takes what an engine step says beside its tokens."""
+    def add_extras(self, extras: Extras, weights: WeightTag) -> None:
+        """Adds what an engine step reports beside its tokens."""
         if (top := extras.top_logprobs) is not None:
             for i in range(0, len(top.token_ids), top.k):
                 self.tops.append((top.token_ids[i : i + top.k], top.logprobs[i : i + top.k]))
-        for told in extras.prompt_logprobs:
-            self.extras += _prompt_parts(told, weights)
+        for logprobs in extras.prompt_logprobs:
+            self.extras += _split_prompt_logprobs(logprobs, weights)
         for rows in extras.routed_experts:
-            self.extras += _routed_parts(rows, rows.weights or weights)
+            self.extras += _split_routing(rows, rows.weights or weights)
         if extras.cached_prompt_tokens is not None:
             self.cached_prompt_tokens = extras.cached_prompt_tokens
 
     def finish(self, reason: FinishReason, message: str = "") -> Finish:
-        """The Finish that this sequence has if it ends now for ``reason``."""
-        stopped = reason is FinishReason.STOP
+        """The Finish that this sequence has if it ends now."""
         return Finish(
             reason=reason,
             output_tokens=len(self.tokens),
             prompt_tokens=len(self.request.spec.prompt),
-            stop_token_id=self.tokens[-1] if stopped else None,
+            stop_token_id=self.tokens[-1] if reason is FinishReason.STOP else None,
             message=message,
             cached_prompt_tokens=self.cached_prompt_tokens,
         )
 
-    def held_bytes(self) -> int:
-        """The memory that it takes, about: what a caller can make large."""
-        spec = self.request.spec
-        numbers = len(spec.prompt) + len(spec.prefix) + len(spec.sampling.stop_token_ids)
-        numbers += 2 * sum(len(token_ids) for token_ids, _ in self.tops)
-        extras = sum(extra.held_bytes for extra in self.extras)
-        return OWN_BYTES + NUMBER_BYTES * numbers + 8 * len(self.tokens) + extras
-
-    def arm(self, name: str, seconds: float, then: Callable[..., None], *arguments: object) -> None:
-        """Calls ``then`` with this sequence in so many seconds, instead of what ``name`` did."""
-        self.disarm(name)
-        self.timers[name] = Timer(seconds, then, self, *arguments)
-
-    def disarm(self, name: str) -> None:
-        """Nothing is called."""
-        if (timer := self.timers.pop(name, None)) is not None:
-            timer.cancel()
-
-    def complete(self) -> FinishReason | None:
-        """Whether the prefix alone ends the sequence, and why."""
+    def finish_reason_of_prefix(self) -> FinishReason | None:
+        """Why the given prefix alone ends the sequence, if it does."""
         sampling = self.request.spec.sampling
         last = self.tokens[-1] if self.tokens else None
         if last in sampling.stop_token_ids and len(self.tokens) > sampling.min_new_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= sampling.max_new_tokens else None
 
+    def memory_bytes(self) -> int:
+        """About the memory that it takes: what a caller can make large."""
+        spec = self.request.spec
+        numbers = len(spec.prompt) + len(spec.prefix) + len(spec.sampling.stop_token_ids)
+        numbers += 2 * sum(len(token_ids) for token_ids, _ in self.tops)
+        extras = sum(extra.memory_bytes for extra in self.extras)
+        return EMPTY_BYTES + NUMBER_BYTES * numbers + 8 * len(self.tokens) + extras
 
-def _prompt_parts(told: PromptLogprobs, weights: WeightTag) -> Iterator[PromptPart]:
-    most = EXTRA_BYTES // 4
-    for i in range(0, len(told.logprobs), most):
-        part = told.logprobs[i : i + most]
-        logprobs = replace(told, start_position=told.start_position + i, logprobs=part)
-        yield PromptPart(logprobs, weights, 4 * len(part))
+    def start_timer(
+        self, name: str, seconds: float, then: Callable[..., None], *arguments: object
+    ) -> None:
+        """Calls ``then`` with this sequence after ``seconds``; replaces the timer of that name."""
+        self.cancel_timer(name)
+        self.timers[name] = Timer(seconds, then, self, *arguments)
+
+    def cancel_timer(self, name: str) -> None:
+        if (timer := self.timers.pop(name, None)) is not None:
+            timer.cancel()
+
+    def cancel_timers(self) -> None:
+        for name in list(self.timers):
+            self.cancel_timer(name)
 
 
-def _routed_parts(rows: RoutedExperts, weights: WeightTag) -> Iterator[RoutedPart]:
+@dataclass(slots=True)
+class SequenceOutput:
+    """What a cursor takes at once: tokens of one segment, and what belongs to them.
+
+    Attributes:
+        offset: Of the first token, among the output tokens.
+        segment: Of the tokens; None where there are none.
+        weights: What computed all of it but the routing; None where nothing was computed.
+        extra_bytes: Of extras and tops in a message.
+        end: With the last output of a cursor, which may bring no tokens.
+    """
+
+    offset: int
+    token_ids: Ints[int]
+    logprobs: Ints[float]
+    segment: Segment | None
+    weights: WeightTag | None
+    tops: list[TopTokens]
+    extras: list[Extra]
+    extra_bytes: int
+    end: Finish | ServiceError | None
+
+
+class Cursor:
+    """A stream's place in one sequence.
+
+    Attributes:
+        queue: Of its stream; the cursor is in it while there is something to take.
+        handle: Names the sequence on that stream.
+        position: The output token that it takes next.
+        delivery_interval: Seconds that the queue collects tokens before it offers them; 0: none.
+        done: Whether the end was taken.
+    """
+
+    __slots__ = (
+        "_extra", "_segment", "delivery_interval", "done", "handle", "position", "queue",
+        "sequence",
+    )  # fmt: skip
+
+    def __init__(self, sequence: Sequence, queue: ReadyQueue, handle: int, position: int) -> None:
+        self.sequence = sequence
+        self.queue = queue
+        self.handle = handle
+        self.position = position
+        self.delivery_interval = sequence.request.delivery_interval
+        self.done = False
+        self._segment = 0  # index of the segment at or before the position
+        self._extra = 0  # index of the next extra
+
+    def supersede(self) -> None:
+        """Ends this cursor where it is: a newer stream reads the sequence on.
+
+        It lets the sequence go and keeps an empty one with this end, so that a stream that is read
+        late holds no tokens.
+        """
+        finish = self.sequence.finish(
+            FinishReason.SUPERSEDED, "a newer stream of this request took over"
+        )
+        request = self.sequence.request
+        spec = replace(request.spec, prompt=(), prefix=())
+        self.sequence = Sequence(replace(request, spec=spec))
+        self.sequence.end = replace(finish, output_tokens=self.position)
+        self._segment = self._extra = 0
+        self.queue.put(self)
+
+    @property
+    def behind(self) -> bool:
+        """Whether there is something to take."""
+        sequence = self.sequence
+        return not self.done and (
+            self.position < len(sequence.tokens)
+            or self._extra < len(sequence.extras)
+            or sequence.end is not None
+        )
+
+    def next_token(self) -> Segment | None:
+        """Takes the next token if that is all there is, and returns its segment; else None.
+
+        The usual case of a stream that keeps up, made cheap; ``next_output`` does all cases.
+        """
+        sequence = self.sequence
+        if (
+            self.position + 1 != len(sequence.tokens)
+            or sequence.end is not None
+            or self._extra < len(sequence.extras)
+            or sequence.tops
+        ):
+            return None
+        self.position += 1
+        self._segment = len(sequence.segments) - 1
+        return sequence.segments[-1]
+
+    def next_output(self, max_tokens: int) -> SequenceOutput | None:
+        """Takes what comes next, at most ``max_tokens`` tokens; None when there is nothing now."""
+        if not self.behind:
+            return None
+        sequence, start = self.sequence, self.position
+        length = len(sequence.tokens)
+        segment, weights, top_bytes = None, self._prompt_weights(), 0
+        # Prompt log-probabilities go with tokens of the same weights only.
+        if start < length and weights in (None, self._next_segment().weights):
+            segment = self._next_segment()
+            weights = segment.weights
+            following = sequence.segments[self._segment + 1 : self._segment + 2]
+            stop = following[0].start if following else length
+            if sequence.tops:
+                k = len(sequence.tops[0][0])
+                max_tokens = max(1, max_tokens // (1 + k))
+                top_bytes = TOP_LOGPROB_BYTES * k * min(stop - start, max_tokens)
+            self.position = min(stop, start + max_tokens)
+        stop = self.position
+        extras, extra_bytes = self._take_extras(weights)
+        all_taken = stop >= length and self._extra == len(sequence.extras)
+        end = sequence.end if all_taken else None
+        self.done = end is not None
+        sampled = slice(start - sequence.prefix_length, stop - sequence.prefix_length)
+        return SequenceOutput(
+            offset=start,
+            token_ids=sequence.tokens[start:stop],
+            logprobs=sequence.logprobs[sampled],
+            segment=segment,
+            weights=weights,
+            tops=sequence.tops[sampled] if top_bytes else [],
+            extras=extras,
+            extra_bytes=extra_bytes + top_bytes,
+            end=end,
+        )
+
+    def _next_segment(self) -> Segment:
+        """The segment of the token at the position, which is there."""
+        segments = self.sequence.segments
+        while (
+            self._segment + 1 < len(segments) and segments[self._segment + 1].start <= self.position
+        ):
+            self._segment += 1
+        return segments[self._segment]
+
+    def _prompt_weights(self) -> WeightTag | None:
+        """What computed the prompt log-probabilities that come next, if they do."""
+        extras = self.sequence.extras
+        extra = extras[self._extra] if self._extra < len(extras) else None
+        return extra.weights if extra and isinstance(extra.value, PromptLogprobs) else None
+
+    def _take_extras(self, weights: WeightTag | None) -> tuple[list[Extra], int]:
+        taken: list[Extra] = []
+        size = 0
+        for extra in self.sequence.extras[self._extra :]:
+            if size and size + extra.message_bytes > EXTRA_BYTES:
+                break
+            if isinstance(extra.value, PromptLogprobs) and extra.weights is not weights:
+                break
+            taken.append(extra)
+            size += extra.message_bytes
+        self._extra += len(taken)
+        return taken, size
+
+
+class ReadyQueue:
+    """The cursors of one stream that have something to take, in order.
+
+    A cursor with a delivery interval is delayed. All cursors of one interval wait for the same
+    moment, so that what they have goes into one message.
+    """
+
+    def __init__(self) -> None:
+        self._ready: dict[Cursor, None] = {}
+        self._delayed: dict[float, dict[Cursor, None]] = {}  # by interval
+        self._timers: dict[float, asyncio.TimerHandle] = {}  # of each interval
+        self._filled = asyncio.Event()
+
+    def put(self, cursor: Cursor) -> None:
+        """Adds a cursor. The end of a sequence is not delayed."""
+        if interval := cursor.delivery_interval:
+            if cursor.sequence.end is None:
+                self._delay(cursor, interval)
+                return
+            self._delayed.get(interval, {}).pop(cursor, None)
+        self._ready[cursor] = None
+        self._filled.set()
+
+    def wake(self) -> None:
+        """Lets ``wait`` return though there may be nothing."""
+        self._filled.set()
+
+    async def wait(self) -> None:
+        """Returns when there is something, or after ``wake``."""
+        await self._filled.wait()
+
+    def pop_all(self) -> list[Cursor]:
+        """The cursors that have something; each is to be read until it has no more, or put back."""
+        self._filled.clear()
+        cursors = list(self._ready)
+        self._ready.clear()
+        return cursors
+
+    def close(self) -> None:
+        """Drops what is delayed: the stream is over."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        self._delayed.clear()
+
+    def _delay(self, cursor: Cursor, interval: float) -> None:
+        if interval not in self._delayed:
+            self._delayed[interval] = {}
+            self._timers[interval] = asyncio.get_running_loop().call_later(
+                interval, self._release, interval
+            )
+        self._delayed[interval][cursor] = None
+
+    def _release(self, interval: float) -> None:
+        del self._timers[interval]
+        self._ready |= self._delayed.pop(interval)
+        self._filled.set()
+
+
+def _split_prompt_logprobs(logprobs: PromptLogprobs, weights: WeightTag) -> Iterator[Extra]:
+    size = EXTRA_BYTES // 4
+    for i in range(0, len(logprobs.logprobs), size):
+        part = logprobs.logprobs[i : i + size]
+        yield Extra(
+            replace(logprobs, start_position=logprobs.start_position + i, logprobs=part),
+            weights,
+            message_bytes=4 * len(part),
+            memory_bytes=NUMBER_BYTES * len(part),
+        )
+
+
+def _split_routing(rows: RoutedExperts, weights: WeightTag) -> Iterator[Extra]:
     row_bytes = rows.num_layers * rows.top_k * rows.bytes_per_expert
-    most = max(1, EXTRA_BYTES // row_bytes)
-    for i in range(0, rows.num_tokens, most):
-        count = min(most, rows.num_tokens - i)
+    size = max(1, EXTRA_BYTES // row_bytes)
+    for i in range(0, rows.num_tokens, size):
+        count = min(size, rows.num_tokens - i)
         part = replace(
             rows,
             start_position=rows.start_position + i,
             num_tokens=count,
             experts=rows.experts[i * row_bytes : (i + count) * row_bytes],
         )
-        yield RoutedPart(part, weights, count * row_bytes)
-
-
-def new_sequence(request: Request) -> Sequence:
-    """A sequence with nothing sampled yet."""
-    prefix = request.spec.prefix
-    return Sequence(request, array("I", prefix), len(prefix))
+        yield Extra(part, weights, count * row_bytes, count * row_bytes)

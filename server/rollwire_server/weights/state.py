@@ -73,7 +73,7 @@ class ServedWeights:
         """Learns the initial checkpoint."""
         self.history.appendleft(weights)
         self._digests = await self._engine.digests()
-        self._sequences.committed(weights)
+        self._sequences.weights_committed(weights)
 
     async def reloaded(self) -> None:
         """The engine holds its first checkpoint again: the same content under a new revision."""
@@ -85,7 +85,7 @@ class ServedWeights:
             self._digests = digests
             self.committed_update_id, self.committed_at = "", None
             self.history.appendleft(weights)
-            self._sequences.committed(weights)
+            self._sequences.weights_committed(weights)
 
     async def intact(self) -> bool:
         """Whether the memory still holds what was committed; raises ServiceError when the engine
@@ -159,7 +159,7 @@ class ServedWeights:
         async with self._state.held_for_commit():
             held_at = time.monotonic_ns()
             held = self._sequences.live
-            await self._sequences.keep_bounds(version)
+            await self._sequences.interrupt_out_of_bounds(version)
             applied = await self._put_in_place(update, weights, policy)
             self._digests = digests
             if version is not None:
@@ -167,8 +167,8 @@ class ServedWeights:
                 self.highest_version = max(version, self.highest_version or 0)
             self.history.appendleft(weights)
             self._state.enter(ServerState.SERVING, "commit")
-            self._sequences.committed(weights)
-            await self._sequences.keep_bounds(version)
+            self._sequences.weights_committed(weights)
+            await self._sequences.interrupt_out_of_bounds(version)
         paused_ns = time.monotonic_ns() - held_at
         log.info(
             "committed",
