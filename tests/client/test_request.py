@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from rollwire_client import InvalidRequestError, RolloutOptions, Sampling
-from rollwire_client._rpc.request import generate_request
+from rollwire_client._rpc import conversion
+from rollwire_client._rpc.request import generate_request, sampling_message
+from support.sampling import NOT_DEFAULT, PARAMETERS
 
 
 @pytest.mark.parametrize(
@@ -98,6 +100,13 @@ def test_how_to_sample_is_said_in_one_place_alone(field: str) -> None:
     assert field not in RolloutOptions.__annotations__
     with pytest.raises(TypeError, match=rf"say Sampling\({field}="):
         generate_request([1], Sampling(), {field: 5})
+
+
+def test_every_parameter_of_the_api_can_be_said_and_is_read_back() -> None:
+    values = {**NOT_DEFAULT, "stop_token_ids": tuple(NOT_DEFAULT["stop_token_ids"])}
+    assert list(values) == PARAMETERS
+    said = Sampling(**values)
+    assert conversion.sampling(sampling_message(said)) == said
 
 
 @pytest.mark.parametrize("sampling", [{"max_new_tokens": 5}, None, 5])

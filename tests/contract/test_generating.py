@@ -10,6 +10,7 @@ import pytest
 from google.rpc import error_details_pb2
 from rollwire.v1 import rollout_pb2
 from support.calls import Api, Generation, Stream, details_of, generate, reason_of, request
+from support.sampling import NOT_DEFAULT, PARAMETERS
 
 LONG = 2000
 
@@ -150,6 +151,18 @@ async def test_bad_requests_are_refused_by_name(
     assert error is not None
     assert (error.code, error.reason) == (3, reason)
     assert outputs[2].reason == "LENGTH"
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+async def test_a_sampling_parameter_is_supported_or_refused_by_name(api: Api, name: str) -> None:
+    asked = request(**{"max_new_tokens": 8, name: NOT_DEFAULT[name]})
+    try:
+        output = await generate(api, asked)
+    except grpc.aio.AioRpcError as error:
+        assert reason_of(error) == "BAD_SAMPLING"  # noqa: PT017
+        assert f"{name} is not supported by" in error.details()  # noqa: PT017
+    else:
+        assert output.reason in ("LENGTH", "STOP")
 
 
 async def test_abort_ends_exactly_the_named_and_tells_what_was_sampled(api: Api) -> None:

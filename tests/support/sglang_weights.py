@@ -46,7 +46,7 @@ class Fragile(Copying):
 FACTS = Facts(
     vocab_size=4, context_length=8, eos_token_ids=(), own_end_tokens=frozenset(),
     dtype=torch.float32, kv_tokens=8, deterministic=False, logprobs_before_temperature=False,
-    can_release_memory=False, keeps_weights_on_release=False, unsupported_sampling=frozenset(),
+    can_release_memory=False, keeps_weights_on_release=False, sampling_parameters=frozenset(),
     processes=[], ranks=1, routed_experts=False,
 )  # fmt: skip
 

@@ -109,7 +109,9 @@ Global___SleepingWeights: _TypeAlias = SleepingWeights  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """proto3 zeros differ from sensible defaults, so every field is optional; the default stands behind it."""
+    """proto3 zeros differ from sensible defaults, so every field is optional; the default stands behind it. A field that the
+    engine does not support, or the server does not know, is refused (BAD_SAMPLING) unless it is set to its default.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

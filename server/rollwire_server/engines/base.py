@@ -202,8 +202,8 @@ class EngineInfo:
         device: Where its weights are, so where links should receive.
         staging: Where an update waits for its commit: "device" or "host".
         staging_bytes: What a full update takes there.
-        unsupported_sampling: Fields of ``SamplingParams`` that it cannot keep to: requests that
-            set them are refused.
+        sampling_parameters: Fields of the API's SamplingParams that it keeps to. A request that
+            sets another one to something else than its default is refused.
         scaled_prompt_logprobs: Those of the prompt can be of logits / temperature.
         unsupported_sleep: What cannot become of its weights while it sleeps, and what to do about
             that.
@@ -222,7 +222,7 @@ class EngineInfo:
     max_running_sequences: int
     max_top_logprobs: int
     routed_experts: bool
-    unsupported_sampling: frozenset[str] = frozenset()
+    sampling_parameters: frozenset[str]
     scaled_prompt_logprobs: bool = True
     unsupported_sleep: Mapping[SleepingWeights, str] = field(default_factory=dict)
 

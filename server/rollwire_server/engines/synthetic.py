@@ -45,6 +45,21 @@ if TYPE_CHECKING:
     from rollwire_server.engines.base import Sink, StagedUpdate
 
 MAX_TOP_LOGPROBS = 64
+# It has no distribution to shape: temperature (but 0) and truncation are taken, so that a load test
+# sends what a trainer sends, and change nothing.
+SAMPLING_PARAMETERS = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "max_new_tokens",
+        "min_new_tokens",
+        "stop_token_ids",
+        "ignore_eos",
+        "seed",
+    }
+)
 IDLE_SECONDS = 0.0005
 """Between two steps that take no time: others have work to do too."""
 
@@ -160,6 +175,7 @@ class SyntheticEngine:
             max_running_sequences=config.max_running_sequences,
             max_top_logprobs=min(MAX_TOP_LOGPROBS, config.vocab_size),
             routed_experts=False,
+            sampling_parameters=SAMPLING_PARAMETERS,
         )
 
     def load(self) -> Load:

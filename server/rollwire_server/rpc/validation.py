@@ -11,6 +11,7 @@ import struct
 import uuid
 from typing import TYPE_CHECKING
 
+from google.protobuf.unknown_fields import UnknownFieldSet
 from rollwire.conversion import LOGPROB_BASIS_FROM_PROTO
 from rollwire.reasons import Reason
 from rollwire.types import LogprobBasis
@@ -27,6 +28,15 @@ if TYPE_CHECKING:
 
     from rollwire_server.engines.base import EngineInfo
 
+# Those that mean nothing when a request sets them: an engine need not support them.
+SAMPLING_DEFAULTS = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "min_new_tokens": 0,
+    "ignore_eos": False,
+}
 LONGEST_SECONDS = 315_576_000_000  # of google.protobuf.Duration
 ID_CHARACTERS = 256
 STOP_TOKENS = 1024
@@ -196,6 +206,7 @@ def _check_extras(
 def _read_sampling(
     message: rollout_pb2.SamplingParams, info: EngineInfo, room: int
 ) -> SamplingParams:
+    _check_supported(message, info)
     _check_tokens("sampling.stop_token_ids", message.stop_token_ids, info)
     temperature = message.temperature if message.HasField("temperature") else 1.0
     if temperature != 0:
@@ -208,9 +219,6 @@ def _read_sampling(
         raise _bad_sampling("top_p", f"is {float_text(top_p)}, not above 0 and at most 1")
     if not 0 <= message.min_p <= 1:
         raise _bad_sampling("min_p", f"is {float_text(message.min_p)}, not from 0 to 1")
-    for name in info.unsupported_sampling:
-        if getattr(message, name):
-            raise _bad_sampling(name, f"is not supported by the {info.engine} engine: leave it out")
     most = min(message.max_new_tokens, room) if message.HasField("max_new_tokens") else room
     if most == 0:
         raise _bad_sampling("max_new_tokens", "is 0: nothing would be sampled")
@@ -229,6 +237,21 @@ def _read_sampling(
         stop_token_ids=stop if message.ignore_eos else stop.union(info.eos_token_ids),
         seed=message.seed if message.HasField("seed") else secrets.randbits(64),
     )
+
+
+def _check_supported(message: rollout_pb2.SamplingParams, info: EngineInfo) -> None:
+    """Refuses what the engine would ignore, fields of a later API among them."""
+    for field, value in message.ListFields():
+        name = field.name
+        if name not in info.sampling_parameters and value != SAMPLING_DEFAULTS.get(name):
+            raise _bad_sampling(name, f"is not supported by the {info.engine} engine: leave it out")
+    if unknown := UnknownFieldSet(message):
+        raise ServiceError(
+            Reason.BAD_SAMPLING,
+            f"sampling has a field {unknown[0].field_number} that this server does not know: leave "
+            "it out, or use a server of a later release",
+            field="sampling",
+        )
 
 
 def _bad_sampling(field: str, problem: str) -> ServiceError:

@@ -22,6 +22,19 @@ if TYPE_CHECKING:
     from rollwire_server.engines.embedded.probe import Findings
 
 MAX_TOP_LOGPROBS = 64
+SAMPLING_PARAMETERS = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "max_new_tokens",
+        "min_new_tokens",
+        "stop_token_ids",
+        "ignore_eos",
+        "seed",
+    }
+)
 
 CPU_CONTEXT_CAP = 4096
 """Longest context on a CPU unless more is asked for."""
@@ -77,6 +90,7 @@ def _start(
         max_running_sequences=config.max_running_sequences,
         max_top_logprobs=min(MAX_TOP_LOGPROBS, model.vocab_size),
         routed_experts=runner.routing is not None,
+        sampling_parameters=SAMPLING_PARAMETERS,
     )
     return runner, info
 

@@ -163,7 +163,7 @@ class SglangEngine:
             max_running_sequences=config.max_running_sequences,
             max_top_logprobs=min(MAX_TOP_LOGPROBS, facts.vocab_size),
             routed_experts=facts.routed_experts,
-            unsupported_sampling=facts.unsupported_sampling,
+            sampling_parameters=facts.sampling_parameters,
             scaled_prompt_logprobs=False,
             unsupported_sleep=_unsupported_sleep(facts),
         )

@@ -27,6 +27,19 @@ if TYPE_CHECKING:
     from rollwire_server.engines.sglang.config import SglangConfig
     from rollwire_server.engines.sglang.outputs import Listener
 
+# Not min_new_tokens, for which SGLang needs a tokenizer.
+SAMPLING_PARAMETERS = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "max_new_tokens",
+        "stop_token_ids",
+        "ignore_eos",
+        "seed",
+    }
+)
 LOADER = "rollwire_server.engines.sglang.loader.load"
 
 
@@ -71,9 +84,9 @@ class Launcher:
         args = engine.server_args
         told = engine._scheduler_init_result.scheduler_infos[0]
         model = manager.model_config
-        unsupported = {"min_new_tokens"}  # needs a tokenizer
+        sampling = SAMPLING_PARAMETERS
         if args.enable_deterministic_inference:
-            unsupported.add("min_p")  # its sampler has no min-p with seeds
+            sampling -= {"min_p"}  # its sampler has no min-p with seeds
         return Facts(
             vocab_size=model.vocab_size,
             # One more output token would end it before its time; longer inputs are refused.
@@ -88,7 +101,7 @@ class Launcher:
             logprobs_before_temperature=_is_set("SGLANG_RETURN_ORIGINAL_LOGPROB"),
             can_release_memory=bool(args.enable_memory_saver),
             keeps_weights_on_release=bool(args.enable_weights_cpu_backup),
-            unsupported_sampling=frozenset(unsupported),
+            sampling_parameters=sampling,
             processes=list(engine.get_all_child_pids()),
             ranks=args.tp_size,
             routed_experts=bool(args.enable_return_routed_experts) and not self._config.on_cpu,

@@ -77,7 +77,7 @@ class Facts:
         kv_tokens: Entries of its KV cache.
         own_end_tokens: Where its scheduler ends a sequence unless it is told to ignore stops.
         processes: Ids of its processes.
-        unsupported_sampling: What would end it, or be ignored.
+        sampling_parameters: Those that neither end it nor are ignored.
         ranks: Scheduler processes, each with its part of the weights.
         routed_experts: It can report them.
     """
@@ -92,7 +92,7 @@ class Facts:
     logprobs_before_temperature: bool
     can_release_memory: bool
     keeps_weights_on_release: bool
-    unsupported_sampling: frozenset[str]
+    sampling_parameters: frozenset[str]
     processes: list[int]
     ranks: int
     routed_experts: bool
