@@ -1,4 +1,4 @@
-"""Work that goes on when its caller goes away, and whose refusals fail nobody else."""
+"""Work that goes on when its caller goes away, and whose failure does not end its task group."""
 
 from __future__ import annotations
 
@@ -19,12 +19,30 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 
-async def outcome(work: Coroutine[Any, Any, T]) -> T | ServiceError:
-    """A task's result or refusal as a value: neither a refusal nor a bug ends the task's group."""
+def spawn(
+    tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, T], name: str
+) -> asyncio.Task[T | ServiceError]:
+    """Starts work as a task; ``result_of`` waits for it."""
+    return tasks.create_task(_with_error_as_value(work), name=name)
+
+
+async def result_of(task: asyncio.Task[T | ServiceError]) -> T:
+    """Waits for a spawned task, which goes on when its waiter is cancelled."""
+    result = await asyncio.shield(task)
+    if isinstance(result, ServiceError):
+        try:
+            raise result
+        finally:
+            del result  # break the cycle: an error's traceback refers to this frame
+    return result
+
+
+async def _with_error_as_value(work: Coroutine[Any, Any, T]) -> T | ServiceError:
+    # A task that raises would cancel all other tasks of its group.
     try:
         return await work
     except ServiceError as error:
-        return _without_frames(error)
+        return _without_tracebacks(error)
     except EngineError as error:
         return from_engine_error(error)
     except Exception as error:
@@ -32,21 +50,10 @@ async def outcome(work: Coroutine[Any, Any, T]) -> T | ServiceError:
         return ServiceError(Reason.INTERNAL, f"{type(error).__name__}: {error}")
 
 
-async def result(task: asyncio.Task[T | ServiceError]) -> T:
-    """Waits for a task that goes on when its waiter goes away."""
-    told = await asyncio.shield(task)
-    if isinstance(told, ServiceError):
-        try:
-            raise told
-        finally:
-            del told  # an error that its own frames know is not freed with its last user
-    return told
-
-
-def _without_frames(error: ServiceError) -> ServiceError:
-    """What an error's frames hold, be it the memory of an update, is not kept with it."""
-    one: BaseException | None = error
-    while one is not None:
-        one.__traceback__ = None
-        one = one.__cause__ or one.__context__
+def _without_tracebacks(error: ServiceError) -> ServiceError:
+    # The frames of a traceback may keep the memory of an update alive.
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
     return error

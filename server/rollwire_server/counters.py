@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rollwire_server.weights.update import Commit, Outcome
+    from rollwire_server.weights.types import CommitResult, UpdateOutcome
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class ServerCounters:
     sampled_tokens: int = 0
     ended_sequences: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
-    updates: Counter[Outcome] = field(default_factory=Counter)
+    updates: Counter[UpdateOutcome] = field(default_factory=Counter)
     received_bytes: int = 0
     forwarded_bytes: int = 0
-    on_commit: list[Callable[[Commit], None]] = field(default_factory=list)
+    on_commit: list[Callable[[CommitResult], None]] = field(default_factory=list)

@@ -12,7 +12,7 @@ from rollwire.reasons import Reason
 from rollwire.types import FinishReason, ServerState
 
 from rollwire_server import __version__
-from rollwire_server.weights.update import Outcome
+from rollwire_server.weights.types import UpdateOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from rollwire_server.engines.base import Engine
     from rollwire_server.sequences.manager import Sequences
     from rollwire_server.state import StateMachine
-    from rollwire_server.weights.update import Commit
-    from rollwire_server.weights.updates import Updates
+    from rollwire_server.weights.manager import UpdateManager
+    from rollwire_server.weights.types import CommitResult
 
 PAUSE_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 STAGING_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
@@ -47,7 +47,7 @@ class Metrics(Collector):
         engine: Engine,
         state: StateMachine,
         sequences: Sequences,
-        updates: Updates,
+        updates: UpdateManager,
     ) -> None:
         self._counters = counters
         self._engine = engine
@@ -68,7 +68,7 @@ class Metrics(Collector):
     def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"rollwire_{name}_seconds", what, buckets=buckets, registry=self.registry)
 
-    def _on_commit(self, commit: Commit) -> None:
+    def _on_commit(self, commit: CommitResult) -> None:
         self._paused.observe(commit.paused_ns / 1e9)
         self._apply.observe(commit.apply_ns / 1e9)
         self._staging.observe(commit.receive_ns / 1e9)
@@ -91,7 +91,7 @@ class Metrics(Collector):
         )  # fmt: skip
         yield _counters(
             "updates", "Weight updates by outcome.", "outcome",
-            {outcome.value: counters.updates[outcome] for outcome in Outcome},
+            {outcome.value: counters.updates[outcome] for outcome in UpdateOutcome},
         )  # fmt: skip
         yield _counter("update_received_bytes", "Bytes of updates.", counters.received_bytes)
         yield _counter(
@@ -123,7 +123,8 @@ class Metrics(Collector):
 
     def _weight_metrics(self) -> Iterator[Metric]:
         updates = self._updates
-        update, weights, committed_at = updates.update, updates.weights, updates.served.committed_at
+        update, weights = updates.current, updates.weights.current
+        committed_at = updates.weights.committed_at
         yield _gauges(
             "update_phase", "1 for how far the update under way is, if there is one.", "phase",
             {p.value: int(update is not None and update.phase is p) for p in UPDATE_PHASE_TO_PROTO},

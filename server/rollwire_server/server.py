@@ -19,18 +19,18 @@ from rollwire.v1 import rollout_pb2_grpc, weights_pb2_grpc
 
 from rollwire_server.counters import ServerCounters
 from rollwire_server.endpoints import EndpointError, Endpoints, transfers_listen
+from rollwire_server.engines import create_engine
 from rollwire_server.engines.base import EngineError
-from rollwire_server.engines.choice import make_engine
 from rollwire_server.metrics import Metrics
 from rollwire_server.rpc.rollout_service import RolloutService
 from rollwire_server.rpc.server_info import ServerInfo
 from rollwire_server.rpc.weight_service import WeightService
 from rollwire_server.security import Access, SecurityError
 from rollwire_server.sequences.manager import Sequences
-from rollwire_server.sleep import Memory
+from rollwire_server.sleep import SleepController
 from rollwire_server.state import StateMachine
-from rollwire_server.weights.state import ServedWeights
-from rollwire_server.weights.updates import Updates
+from rollwire_server.weights.manager import UpdateManager
+from rollwire_server.weights.state import WeightState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,7 +60,7 @@ class RolloutServer:
         self._settings = settings
         self._server_id = uuid.uuid4().hex
         try:
-            self._engine = make_engine(settings)
+            self._engine = create_engine(settings)
             self._access = Access(settings)
             self._listening = transfers_listen(settings)
         except (EngineError, SecurityError, EndpointError) as error:
@@ -89,10 +89,10 @@ class RolloutServer:
         endpoints = self._listen()
         with self._signals():
             async with asyncio.TaskGroup() as tasks:
-                updates = Updates(
+                updates = UpdateManager(
                     self._engine,
                     self._state,
-                    ServedWeights(self._engine, self._state, self._sequences, self._counters),
+                    WeightState(self._engine, self._state, self._sequences, self._counters),
                     self._counters,
                     tasks,
                     frozen=self._settings.frozen,
@@ -140,18 +140,18 @@ class RolloutServer:
             raise StartError(f"cannot write the ready file {path}: it is a folder, or in none")
 
     def _add_services(
-        self, api: grpc.aio.Server, updates: Updates, tasks: asyncio.TaskGroup
+        self, api: grpc.aio.Server, updates: UpdateManager, tasks: asyncio.TaskGroup
     ) -> None:
         engine, state, sequences = self._engine, self._state, self._sequences
-        memory = Memory(engine, state, sequences, updates, tasks)
+        sleep = SleepController(engine, state, sequences, updates, tasks)
         info = ServerInfo(self._server_id, engine, state, sequences, updates, self._counters)
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(
             RolloutService(
                 engine,
                 state,
                 sequences,
-                updates,
-                memory,
+                updates.weights,
+                sleep,
                 info,
                 self._counters,
                 self._access,
@@ -163,11 +163,11 @@ class RolloutServer:
             WeightService(engine, state, updates, self._counters), api
         )
 
-    async def _load(self, updates: Updates) -> None:
+    async def _load(self, updates: UpdateManager) -> None:
         """Loads the model; calls are answered meanwhile, with STARTING where they need it."""
         log.info("loading", model=self._settings.model)
         weights = await self._engine.start(self._server_id, self._sequences)
-        await updates.served.loaded(weights)
+        await updates.weights.loaded(weights)
         device = self._engine.describe().device
         await asyncio.to_thread(transport.warm_up, device, self._listening)
         if self._stopping.is_set():  # a signal came, or the engine died: it never serves
@@ -253,11 +253,11 @@ class RolloutServer:
         self._stopping.set()
         self._hurry.set()
 
-    async def _drain(self, updates: Updates) -> None:
+    async def _drain(self, updates: UpdateManager) -> None:
         """Lets sequences run to their end, as long as it may take; then they go on elsewhere."""
         log.info("draining", live=self._sequences.live, seconds=self._settings.drain_seconds)
         self._state.enter(ServerState.DRAINING, "drain")
-        dropping = updates.drop(Reason.DRAINING, "the server goes down")
+        dropping = updates.discard_current(Reason.DRAINING, "the server goes down")
         over = asyncio.gather(dropping, self._sequences.wait_idle())
         hurry = asyncio.create_task(self._hurry.wait())
         either: list[asyncio.Future[Any]] = [over, hurry]

@@ -1,4 +1,4 @@
-"""Sleep and WakeUp: a server that gives its device memory back for a while."""
+"""Sleep and WakeUp: a server frees its device memory for a while."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import structlog
 from rollwire.reasons import Reason
 from rollwire.types import ServerState, SleepingWeights
 
-from rollwire_server.background import outcome, result
+from rollwire_server.background import result_of, spawn
 from rollwire_server.engines.base import EngineError
 from rollwire_server.errors import ServiceError, from_engine_error
 from rollwire_server.state import Rpc, StateMachine
@@ -17,20 +17,23 @@ from rollwire_server.state import Rpc, StateMachine
 if TYPE_CHECKING:
     from rollwire_server.engines.base import Engine
     from rollwire_server.sequences.manager import Sequences
-    from rollwire_server.weights.updates import Updates
+    from rollwire_server.weights.manager import UpdateManager
 
 log = structlog.get_logger()
 
 
-class Memory:
-    """Puts one server to sleep and wakes it up; goes through once begun, whoever waits for it."""
+class SleepController:
+    """Puts one server to sleep and wakes it up.
+
+    What has begun is completed, also when its caller goes away.
+    """
 
     def __init__(
         self,
         engine: Engine,
         state: StateMachine,
         sequences: Sequences,
-        updates: Updates,
+        updates: UpdateManager,
         tasks: asyncio.TaskGroup,
     ) -> None:
         self._engine = engine
@@ -38,29 +41,30 @@ class Memory:
         self._sequences = sequences
         self._updates = updates
         self._tasks = tasks
-        self._one_at_a_time = asyncio.Lock()
-        self._asleep = SleepingWeights.KEEP
+        self._lock = asyncio.Lock()
+        self._sleeping_weights = SleepingWeights.KEEP
 
     async def sleep(self, weights: SleepingWeights) -> int:
-        """Ends what is live, frees the KV cache and the weights as asked; returns bytes freed.
+        """Interrupts all sequences, then frees the KV cache and the weights as asked.
 
-        Where the engine fails at it, the server goes on as before, without what was live.
+        Returns the bytes freed. When the engine fails to sleep, the server goes on serving; the
+        sequences stay interrupted.
         """
-        return await result(self._tasks.create_task(outcome(self._sleep(weights))))
+        return await result_of(spawn(self._tasks, self._sleep(weights), "sleep"))
 
     async def wake(self, *, reload_checkpoint: bool) -> None:
-        """Takes the memory back; no-op when awake.
+        """Takes the memory back; does nothing when the server is awake.
 
-        Weights that were discarded are gone: the server then awaits an update, or reloads the
-        checkpoint that it started with.
+        Discarded weights are gone: the server then awaits an update, or reloads the checkpoint
+        that it started with.
         """
-        await result(self._tasks.create_task(outcome(self._wake(reload_checkpoint))))
+        await result_of(spawn(self._tasks, self._wake(reload_checkpoint), "wake up"))
 
     async def _sleep(self, weights: SleepingWeights) -> int:
-        async with self._one_at_a_time:
+        async with self._lock:
             self._state.check(Rpc.SLEEP)
             self._check_supported(weights)
-            await self._updates.drop(Reason.SLEEPING, "the server goes to sleep")
+            await self._updates.discard_current(Reason.SLEEPING, "the server goes to sleep")
             self._state.check(Rpc.SLEEP)
             self._state.enter(ServerState.SLEEPING, "sleep")
             try:
@@ -71,7 +75,7 @@ class Memory:
                 self._state.enter(ServerState.SERVING, "sleep failed")
                 state = f"nothing was freed, and the server is {self._state.current.value}"
                 raise from_engine_error(error, state) from error
-            self._asleep = weights
+            self._sleeping_weights = weights
             return freed
 
     def _check_supported(self, weights: SleepingWeights) -> None:
@@ -84,11 +88,11 @@ class Memory:
             )
 
     async def _wake(self, reload_checkpoint: bool) -> None:  # noqa: FBT001
-        async with self._one_at_a_time:
+        async with self._lock:
             self._state.check(Rpc.WAKE_UP)
             if self._state.current is not ServerState.SLEEPING:
                 return
-            discarded = self._asleep is SleepingWeights.DISCARD
+            discarded = self._sleeping_weights is SleepingWeights.DISCARD
             if reload_checkpoint and not discarded:
                 raise ServiceError(
                     Reason.BAD_REQUEST,
@@ -98,7 +102,7 @@ class Memory:
             try:
                 await self._engine.wake(reload_checkpoint=reload_checkpoint)
                 if reload_checkpoint:
-                    await self._updates.served.reloaded()
+                    await self._updates.weights.reloaded()
             except EngineError as error:
                 log.error("the server cannot wake up", why=str(error))  # noqa: TRY400  no bug
                 state = "the server sleeps on: wake it up again, or use another server"

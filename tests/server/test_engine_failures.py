@@ -19,7 +19,12 @@ from rollwire.types import KvPolicy, ServerState, SleepingWeights, UpdatePhase
 from rollwire.v1 import common_pb2, rollout_pb2
 from rollwire_server.engines.base import ChangedWeightsError, EngineError, TornWeightsError
 from rollwire_server.errors import ServiceError
-from rollwire_server.weights.update import Announcement, Membership, Outcome, Publisher
+from rollwire_server.weights.types import (
+    GroupMembership,
+    PublisherId,
+    UpdateAnnouncement,
+    UpdateOutcome,
+)
 from structlog.testing import capture_logs
 from support.calls import connected, generate, reason_of, request
 from support.checkpoints import dense
@@ -32,8 +37,8 @@ if TYPE_CHECKING:
 
     from support.servers import ServerProcess, StartServer
 
-PUBLISHER = Publisher("trainer", 1)
-MEMBERSHIP = Membership("e", "gloo", 1, 2, "127.0.0.1:1", 0)
+PUBLISHER = PublisherId("trainer", 1)
+MEMBERSHIP = GroupMembership("e", "gloo", 1, 2, "127.0.0.1:1", 0)
 
 
 def raising(error: Exception) -> Callable[..., Any]:
@@ -48,8 +53,10 @@ async def staged(room: Room, monkeypatch: pytest.MonkeyPatch, value: float) -> i
     link, sender = MemoryLink(), transport.Sender(room.manifest)
     tensors = {"weight": torch.full(room.manifest.tensors[0].shape, value)}
     sender.send(link, tensors.items, first_bucket=0, bucket_timeout=5)
-    monkeypatch.setattr(transport, "join", lambda *_, **__: link)
-    reports = room.updates.announce(Announcement(PUBLISHER, "u", 1, False, room.manifest, 30.0))
+    monkeypatch.setattr(transport, "join_group", lambda *_, **__: link)
+    reports = room.updates.announce(
+        UpdateAnnouncement(PUBLISHER, "u", 1, False, room.manifest, 30.0)
+    )
     await anext(reports)
     await room.updates.join(PUBLISHER, "u", MEMBERSHIP, 5)
     while (await anext(reports)).phase is not UpdatePhase.STAGED:
@@ -84,8 +91,8 @@ async def test_a_commit_that_fails_is_told_by_the_log_first(
         assert str(error) in failed["why"]
         states = [line for line in lines if line["event"] == "state"]
         assert all(lines.index(failed) < lines.index(line) for line in states)
-        assert room.counters.updates == {Outcome.FAILED: 1}
-        assert room.updates.update is None
+        assert room.counters.updates == {UpdateOutcome.FAILED: 1}
+        assert room.updates.current is None
 
 
 async def test_a_version_with_other_content_is_a_failed_commit(
@@ -101,7 +108,7 @@ async def test_a_version_with_other_content_is_a_failed_commit(
         assert caught.value.reason is Reason.VERSION_CONFLICT
         (failed,) = (line for line in lines if line["event"] == "commit failed")
         assert failed["reason"] == "VERSION_CONFLICT"
-        assert room.counters.updates == {Outcome.COMMITTED: 1, Outcome.FAILED: 1}
+        assert room.counters.updates == {UpdateOutcome.COMMITTED: 1, UpdateOutcome.FAILED: 1}
 
 
 # Whether what serves is intact.
@@ -109,12 +116,12 @@ async def test_a_version_with_other_content_is_a_failed_commit(
 
 async def test_only_weights_that_changed_are_not_intact(monkeypatch: pytest.MonkeyPatch) -> None:
     async with updating() as room, asyncio.timeout(20):
-        assert await room.updates.intact()
+        assert await room.updates.verify()
         monkeypatch.setattr(room.engine, "digests", raising(ChangedWeightsError("a bit")))
-        assert not await room.updates.intact()
+        assert not await room.updates.verify()
         monkeypatch.setattr(room.engine, "digests", raising(EngineError("they could not obey")))
         with pytest.raises(ServiceError, match="they could not obey") as caught:
-            await room.updates.intact()
+            await room.updates.verify()
         assert caught.value.reason is Reason.ENGINE_FAILED
 
 
@@ -143,13 +150,13 @@ async def test_what_an_engine_cannot_do_to_its_weights_changes_nothing(
         monkeypatch.setattr(room.engine, "describe", lambda: able)
         await staged(room, monkeypatch, 1.0)
         with pytest.raises(ServiceError, match="ask for DISCARD") as caught:
-            await room.memory.sleep(SleepingWeights.HOST_BACKUP)
+            await room.sleep.sleep(SleepingWeights.HOST_BACKUP)
         assert caught.value.reason is Reason.UNSUPPORTED_SLEEP
         assert caught.value.reason.code is grpc.StatusCode.FAILED_PRECONDITION
         assert room.state.current is ServerState.SERVING
-        assert room.updates.update is not None
-        assert room.updates.update.phase is UpdatePhase.STAGED
-        await room.memory.sleep(SleepingWeights.DISCARD)
+        assert room.updates.current is not None
+        assert room.updates.current.phase is UpdatePhase.STAGED
+        await room.sleep.sleep(SleepingWeights.DISCARD)
         assert room.state.current is ServerState.SLEEPING
 
 
@@ -164,7 +171,7 @@ async def test_a_server_whose_engine_does_not_fall_asleep_serves_on(
         with monkeypatch.context() as patch:
             patch.setattr(room.engine, "sleep", raising(EngineError("it did not end its steps")))
             with capture_logs() as lines, pytest.raises(ServiceError) as caught:
-                await room.memory.sleep(SleepingWeights.KEEP)
+                await room.sleep.sleep(SleepingWeights.KEEP)
         assert caught.value.reason is Reason.ENGINE_FAILED
         assert caught.value.message == (
             f"it did not end its steps; nothing was freed, and the server is {before.value}"
@@ -174,7 +181,7 @@ async def test_a_server_whose_engine_does_not_fall_asleep_serves_on(
         assert events == [
             ("state", "sleeping"), ("the server cannot fall asleep", None), ("state", before.value),
         ]  # fmt: skip
-        await room.memory.sleep(SleepingWeights.KEEP)
+        await room.sleep.sleep(SleepingWeights.KEEP)
         assert room.state.current is ServerState.SLEEPING
 
 
@@ -253,7 +260,7 @@ async def test_an_engine_that_fails_at_staging_lacks_no_memory(
 ) -> None:
     async with updating() as room, asyncio.timeout(20):
         monkeypatch.setattr(room.engine, "stage", raising(EngineError("SGLang is dead")))
-        announcement = Announcement(PUBLISHER, "u", 1, False, room.manifest, 30.0)
+        announcement = UpdateAnnouncement(PUBLISHER, "u", 1, False, room.manifest, 30.0)
         held = "the server holds weights without a version, revision 0"
         with pytest.raises(ServiceError, match=f"SGLang is dead; {held}") as caught:
             await anext(room.updates.announce(announcement))

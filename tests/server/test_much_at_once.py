@@ -21,8 +21,8 @@ from rollwire_server.rpc.weight_service import MOST_ANNOUNCEMENTS, WeightService
 from rollwire_server.sequences import registry
 from rollwire_server.sequences.request import Request
 from rollwire_server.sequences.sequence import ReadyQueue
-from rollwire_server.weights.state import ServedWeights
-from rollwire_server.weights.updates import Updates
+from rollwire_server.weights.manager import UpdateManager
+from rollwire_server.weights.state import WeightState
 from support.calls import Generation, connected, reason_of, request, until
 from support.engine_room import serving
 from support.publishing import no_update
@@ -214,10 +214,10 @@ class Caller:
 async def test_what_many_ask_for_at_once_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading all weights takes the engine's time; each announcement holds a manifest."""
     async with serving() as (sequences, state, engine), asyncio.TaskGroup() as tasks:
-        served = ServedWeights(engine, state, sequences, ServerCounters())
-        await served.loaded(sequences.weights)
-        updates = Updates(
-            engine, state, served, ServerCounters(), tasks, frozen=False, bucket_timeout=1,
+        weights = WeightState(engine, state, sequences, ServerCounters())
+        await weights.loaded(sequences.weights)
+        updates = UpdateManager(
+            engine, state, weights, ServerCounters(), tasks, frozen=False, bucket_timeout=1,
             listening=transport.ListenOptions(),
         )  # fmt: skip
         service = WeightService(engine, state, updates, ServerCounters())
@@ -270,7 +270,7 @@ async def test_what_many_ask_for_at_once_is_done_once(monkeypatch: pytest.Monkey
         assert len(looks) == 2
 
         async def one_is_taken() -> bool:
-            return updates.update is not None
+            return updates.current is not None
 
         await until(one_is_taken, 20)
         assert threading.current_thread() not in makers  # it goes through the whole manifest
@@ -278,7 +278,7 @@ async def test_what_many_ask_for_at_once_is_done_once(monkeypatch: pytest.Monkey
             task.cancel()
         ends = await asyncio.gather(*announcing, return_exceptions=True)
         assert all(isinstance(end, ServiceError | asyncio.CancelledError) for end in ends)
-        await updates.drop(Reason.DRAINING, "the test ends")
+        await updates.discard_current(Reason.DRAINING, "the test ends")
 
 
 async def until_waiting(tasks: list[asyncio.Task[Any]]) -> None:

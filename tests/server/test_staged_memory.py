@@ -13,10 +13,10 @@ import rollwire_transport as transport
 import torch
 from rollwire.reasons import Reason
 from rollwire.types import KvPolicy, UpdatePhase
-from rollwire_server.background import outcome, result
+from rollwire_server.background import result_of, spawn
 from rollwire_server.engines.base import EngineError
 from rollwire_server.errors import ServiceError
-from rollwire_server.weights.update import Announcement, Membership, Publisher
+from rollwire_server.weights.types import GroupMembership, PublisherId, UpdateAnnouncement
 from support.engine_room import updating
 from support.memory_link import MemoryLink
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from rollwire_server.engines.base import Engine
-    from rollwire_server.weights.updates import Updates
+    from rollwire_server.weights.manager import UpdateManager
     from torch import Tensor
 
-PUBLISHER = Publisher("trainer", 1)
+PUBLISHER = PublisherId("trainer", 1)
 
 
 class Failing(MemoryLink):
@@ -89,14 +89,14 @@ def no_collector() -> Iterator[None]:
 
 
 async def the_next_waits(
-    updates: Updates,
+    updates: UpdateManager,
     manifest: transport.Manifest,
     memory: Memory,
     go: asyncio.Event | threading.Event,
 ) -> None:
     """Another update is staged only after ``go``; both have been then."""
     memory.asked.clear()
-    reports = updates.announce(Announcement(PUBLISHER, "next", 2, False, manifest, 30.0))
+    reports = updates.announce(UpdateAnnouncement(PUBLISHER, "next", 2, False, manifest, 30.0))
     ready = asyncio.create_task(anext(reports))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(memory.asked.wait(), 0.3)
@@ -111,12 +111,12 @@ async def the_next_waits(
 async def test_an_update_whose_memory_is_not_let_go_of_ends(
     monkeypatch: pytest.MonkeyPatch, lets_go: bool
 ) -> None:
-    monkeypatch.setattr(transport, "join", lambda *_, **__: Failing(lets_go=lets_go))
+    monkeypatch.setattr(transport, "join_group", lambda *_, **__: Failing(lets_go=lets_go))
     async with updating() as room, asyncio.timeout(20):
         updates, manifest = room.updates, room.manifest
-        reports = updates.announce(Announcement(PUBLISHER, "u", 1, False, manifest, 30.0))
+        reports = updates.announce(UpdateAnnouncement(PUBLISHER, "u", 1, False, manifest, 30.0))
         assert (await anext(reports)).phase is UpdatePhase.READY
-        await updates.join(PUBLISHER, "u", Membership("e", "gloo", 1, 2, "127.0.0.1:1", 0), 5)
+        await updates.join(PUBLISHER, "u", GroupMembership("e", "gloo", 1, 2, "127.0.0.1:1", 0), 5)
 
         async def until_stalled() -> None:
             async for report in reports:
@@ -125,25 +125,25 @@ async def test_an_update_whose_memory_is_not_let_go_of_ends(
 
         if lets_go:
             await until_stalled()
-            assert updates.update is not None
+            assert updates.current is not None
         else:
             with pytest.raises(ServiceError, match="may still write") as caught:
                 await until_stalled()
             assert caught.value.reason is Reason.NOT_STAGED
-            assert updates.update is None
+            assert updates.current is None
         await reports.aclose()
 
 
 @pytest.mark.usefixtures("no_collector")
 async def test_a_discarded_update_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "join", lambda *_, **__: Failing(lets_go=True))
+    monkeypatch.setattr(transport, "join_group", lambda *_, **__: Failing(lets_go=True))
     async with updating() as room, asyncio.timeout(20):
         updates, manifest = room.updates, room.manifest
-        reports = updates.announce(Announcement(PUBLISHER, "u", 1, False, manifest, 30.0))
+        reports = updates.announce(UpdateAnnouncement(PUBLISHER, "u", 1, False, manifest, 30.0))
         await anext(reports)
-        assert updates.update is not None
-        memory = [weakref.ref(t.untyped_storage()) for t in updates.update.staged.values()]
-        await updates.join(PUBLISHER, "u", Membership("e", "gloo", 1, 2, "127.0.0.1:1", 0), 5)
+        assert updates.current is not None
+        memory = [weakref.ref(t.untyped_storage()) for t in updates.current.staged.values()]
+        await updates.join(PUBLISHER, "u", GroupMembership("e", "gloo", 1, 2, "127.0.0.1:1", 0), 5)
         while (await anext(reports)).phase is not UpdatePhase.STALLED:
             pass
         assert all(there() is not None for there in memory)
@@ -159,18 +159,18 @@ async def test_no_update_is_staged_while_the_one_before_is_let_go_of(
 ) -> None:
     """An engine may have memory for one."""
     link = Lingering()
-    monkeypatch.setattr(transport, "join", lambda *_, **__: link)
+    monkeypatch.setattr(transport, "join_group", lambda *_, **__: link)
     async with updating() as room, asyncio.timeout(20):
         updates, manifest = room.updates, room.manifest
         memory = Memory(room.engine, monkeypatch)
-        reports = updates.announce(Announcement(PUBLISHER, "u", 1, False, manifest, 30.0))
+        reports = updates.announce(UpdateAnnouncement(PUBLISHER, "u", 1, False, manifest, 30.0))
         await anext(reports)
-        await updates.join(PUBLISHER, "u", Membership("e", "gloo", 1, 2, "127.0.0.1:1", 0), 5)
+        await updates.join(PUBLISHER, "u", GroupMembership("e", "gloo", 1, 2, "127.0.0.1:1", 0), 5)
         while (await anext(reports)).phase is not UpdatePhase.STALLED:
             pass
         link.given.clear()
         await reports.aclose()  # its call has ended
-        assert updates.update is None
+        assert updates.current is None
         await the_next_waits(updates, manifest, memory, link.may_close)
 
 
@@ -183,7 +183,7 @@ async def test_no_update_is_staged_while_one_is_that_nobody_waits_for(
         updates, manifest = room.updates, room.manifest
         memory = Memory(room.engine, monkeypatch)
         memory.may_stage.clear()
-        reports = updates.announce(Announcement(PUBLISHER, "u", 1, False, manifest, 30.0))
+        reports = updates.announce(UpdateAnnouncement(PUBLISHER, "u", 1, False, manifest, 30.0))
         asking = asyncio.create_task(anext(reports))
         await memory.asked.wait()
         asking.cancel()
@@ -201,8 +201,9 @@ async def test_a_refusal_keeps_no_memory_of_what_was_refused() -> None:
         memory.append(weakref.ref(held.untyped_storage()))
         raise ServiceError(Reason.COMMIT_FAILED, "no room") from EngineError("no room")
 
-    with pytest.raises(ServiceError, match="no room"):
-        await result(asyncio.create_task(outcome(fails())))
+    async with asyncio.TaskGroup() as tasks:
+        with pytest.raises(ServiceError, match="no room"):
+            await result_of(spawn(tasks, fails(), "fails"))
     assert memory[0]() is None
 
 
@@ -231,15 +232,17 @@ async def test_an_update_that_is_staged_as_it_leaves_a_group_stays_so(
         weight = torch.ones(manifest.tensors[0].shape)
         sender.send(sent, {"weight": weight}.items, first_bucket=0, bucket_timeout=5)
         links = [LastMoment(sent), Failing(lets_go=True)]
-        monkeypatch.setattr(transport, "join", lambda *_, **__: links.pop(0))
-        reports = updates.announce(Announcement(PUBLISHER, "u", 1, False, manifest, 30.0))
+        monkeypatch.setattr(transport, "join_group", lambda *_, **__: links.pop(0))
+        reports = updates.announce(UpdateAnnouncement(PUBLISHER, "u", 1, False, manifest, 30.0))
         await anext(reports)
         for epoch in ("first", "second"):
-            await updates.join(PUBLISHER, "u", Membership(epoch, "gloo", 1, 2, "127.0.0.1:1", 0), 5)
+            await updates.join(
+                PUBLISHER, "u", GroupMembership(epoch, "gloo", 1, 2, "127.0.0.1:1", 0), 5
+            )
         while (await anext(reports)).phase is not UpdatePhase.STAGED:
             pass
-        assert updates.update is not None
-        if updates.update.receiving is not None:  # in whatever group
-            await updates.update.receiving
+        assert updates.current is not None
+        if updates.current.receiving is not None:  # in whatever group
+            await updates.current.receiving
         commit = await updates.commit(PUBLISHER, "u", sender.digest, KvPolicy.KEEP)
         assert commit.weights.version == 1

@@ -14,10 +14,10 @@ from rollwire.types import ServerState, WeightTag
 from rollwire_server.counters import ServerCounters
 from rollwire_server.engines.synthetic import SyntheticConfig, SyntheticEngine
 from rollwire_server.sequences.manager import Sequences
-from rollwire_server.sleep import Memory
+from rollwire_server.sleep import SleepController
 from rollwire_server.state import StateMachine
-from rollwire_server.weights.state import ServedWeights
-from rollwire_server.weights.updates import Updates
+from rollwire_server.weights.manager import UpdateManager
+from rollwire_server.weights.state import WeightState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -48,8 +48,8 @@ class Room:
     state: StateMachine
     engine: SyntheticEngine
     counters: ServerCounters
-    updates: Updates
-    memory: Memory
+    updates: UpdateManager
+    sleep: SleepController
     manifest: transport.Manifest
 
 
@@ -58,17 +58,17 @@ async def updating() -> AsyncIterator[Room]:
     """A server that takes updates and sleeps, in this process, with the synthetic engine."""
     async with serving() as (sequences, state, engine), asyncio.TaskGroup() as tasks:
         counters = ServerCounters()
-        served = ServedWeights(engine, state, sequences, counters)
+        weights = WeightState(engine, state, sequences, counters)
         digest = transport.sum_digests((await engine.digests()).values())
-        await served.loaded(WeightTag(None, 0, "server", digest))
-        updates = Updates(
-            engine, state, served, counters, tasks,
+        await weights.loaded(WeightTag(None, 0, "server", digest))
+        updates = UpdateManager(
+            engine, state, weights, counters, tasks,
             frozen=False, bucket_timeout=5, listening=transport.ListenOptions("127.0.0.1"),
         )  # fmt: skip
-        memory = Memory(engine, state, sequences, updates, tasks)
+        sleep = SleepController(engine, state, sequences, updates, tasks)
         state.attach(engine)
         holding = tasks.create_task(state.run())
         manifest = transport.plan(engine.schema())
-        yield Room(sequences, state, engine, counters, updates, memory, manifest)
-        await updates.drop(Reason.DRAINING, "the test is over")
+        yield Room(sequences, state, engine, counters, updates, sleep, manifest)
+        await updates.discard_current(Reason.DRAINING, "the test is over")
         holding.cancel()

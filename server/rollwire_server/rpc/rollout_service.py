@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from rollwire_server.sequences.manager import Sequences
     from rollwire_server.sequences.request import Request
     from rollwire_server.sequences.sequence import Cursor
-    from rollwire_server.sleep import Memory
+    from rollwire_server.sleep import SleepController
     from rollwire_server.state import StateMachine
-    from rollwire_server.weights.updates import Updates
+    from rollwire_server.weights.state import WeightState
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -48,8 +48,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         engine: Engine,
         state: StateMachine,
         sequences: Sequences,
-        updates: Updates,
-        memory: Memory,
+        weights: WeightState,
+        sleep: SleepController,
         info: ServerInfo,
         counters: ServerCounters,
         access: Access,
@@ -60,8 +60,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self._engine = engine
         self._state = state
         self._sequences = sequences
-        self._updates = updates
-        self._memory = memory
+        self._weights = weights
+        self._sleep = sleep
         self._info = info
         self._access = access
         self._max_streams = max_streams_per_client
@@ -92,7 +92,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             if error is None or output.token_ids:
                 await context.write(
                     conversion.generate_response(
-                        output, request.request_id, request.attempt, self._updates.weights
+                        output, request.request_id, request.attempt, self._weights.current
                     )
                 )
             if error is not None:
@@ -170,7 +170,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.ResumeResponse(
             resumed_sequences=self._sequences.live if resumed else 0,
             remaining_pauses=len(self._state.pauses),
-            weights=weight_tag_to_proto(self._updates.weights),
+            weights=weight_tag_to_proto(self._weights.current),
         )
 
     @answering
@@ -182,7 +182,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             raise ServiceError(
                 Reason.BAD_REQUEST, f"weights {request.weights} is not known", field="weights"
             )
-        freed = await self._memory.sleep(SLEEPING_WEIGHTS_FROM_PROTO[request.weights])
+        freed = await self._sleep.sleep(SLEEPING_WEIGHTS_FROM_PROTO[request.weights])
         return rollout_pb2.SleepResponse(freed_bytes=freed)
 
     @answering
@@ -190,8 +190,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.WakeUpRequest, _: Context
     ) -> rollout_pb2.WakeUpResponse:
         """Takes the memory back."""
-        await self._memory.wake(reload_checkpoint=request.reload_checkpoint)
-        return rollout_pb2.WakeUpResponse(weights=weight_tag_to_proto(self._updates.weights))
+        await self._sleep.wake(reload_checkpoint=request.reload_checkpoint)
+        return rollout_pb2.WakeUpResponse(weights=weight_tag_to_proto(self._weights.current))
 
     @answering
     async def GetServerInfo(  # noqa: N802

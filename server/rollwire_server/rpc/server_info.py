@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rollwire_server.engines.base import Engine
     from rollwire_server.sequences.manager import Sequences
     from rollwire_server.state import StateMachine
-    from rollwire_server.weights.updates import Updates
+    from rollwire_server.weights.manager import UpdateManager
 
 
 class ServerInfo:
@@ -28,7 +28,7 @@ class ServerInfo:
         engine: Engine,
         state: StateMachine,
         sequences: Sequences,
-        updates: Updates,
+        updates: UpdateManager,
         counters: ServerCounters,
     ) -> None:
         self._server_id = server_id
@@ -61,8 +61,8 @@ class ServerInfo:
     def _describe_engine(self, response: rollout_pb2.GetServerInfoResponse) -> None:
         engine, load, live = self._engine.describe(), self._engine.load(), self._sequences.live
         running = min(load.running, live)
-        response.weights.CopyFrom(weight_tag_to_proto(self._updates.weights))
-        if (highest := self._updates.served.highest_version) is not None:
+        response.weights.CopyFrom(weight_tag_to_proto(self._updates.weights.current))
+        if (highest := self._updates.weights.highest_version) is not None:
             response.highest_version = highest
         response.engine = engine.engine
         response.model = engine.model

@@ -21,7 +21,7 @@ from rollwire_server.rpc import conversion
 from rollwire_server.rpc.handler import answering
 from rollwire_server.rpc.validation import check_id, read_duration
 from rollwire_server.state import Rpc
-from rollwire_server.weights.update import Announcement, Membership, Publisher
+from rollwire_server.weights.types import GroupMembership, PublisherId, UpdateAnnouncement
 
 if TYPE_CHECKING:
     import grpc
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rollwire_server.counters import ServerCounters
     from rollwire_server.engines.base import Engine
     from rollwire_server.state import StateMachine
-    from rollwire_server.weights.updates import Updates
+    from rollwire_server.weights.manager import UpdateManager
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -42,7 +42,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
     """Takes weight updates; see weights.proto."""
 
     def __init__(
-        self, engine: Engine, state: StateMachine, updates: Updates, counters: ServerCounters
+        self, engine: Engine, state: StateMachine, updates: UpdateManager, counters: ServerCounters
     ) -> None:
         self.counters = counters
         self._engine = engine
@@ -69,7 +69,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         lease = read_duration(request, "stage_lease")
         publisher, update_id = _publisher(request.publisher), _update_id(request.update_id)
         version = _version(request)
-        self._updates.check_announcer(publisher)
+        self._updates.check_can_announce(publisher)
         conversion.check_parts(request.manifest)
         if self._announcements >= MOST_ANNOUNCEMENTS:
             raise ServiceError(
@@ -85,7 +85,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
     async def _announce(
         self,
         request: weights_pb2.UpdateWeightsRequest,
-        publisher: Publisher,
+        publisher: PublisherId,
         update_id: str,
         version: int | None,
         lease: float | None,
@@ -93,7 +93,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
     ) -> None:
         async with self._one_manifest:
             manifest = await asyncio.to_thread(conversion.manifest, request.manifest)
-        announcement = Announcement(
+        announcement = UpdateAnnouncement(
             publisher=publisher,
             update_id=update_id,
             version=version,
@@ -134,7 +134,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         await self._updates.join(
             _publisher(request.publisher),
             _update_id(request.update_id),
-            Membership(
+            GroupMembership(
                 epoch=request.epoch,
                 backend=request.backend,
                 rank=request.ranks[0],
@@ -179,7 +179,9 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
     ) -> weights_pb2.DiscardUpdateResponse:
         """Drops an announced or staged update."""
         await self._updates.discard(_publisher(request.publisher), _update_id(request.update_id))
-        return weights_pb2.DiscardUpdateResponse(weights=weight_tag_to_proto(self._updates.weights))
+        return weights_pb2.DiscardUpdateResponse(
+            weights=weight_tag_to_proto(self._updates.weights.current)
+        )
 
     @answering
     async def GetWeightStatus(  # noqa: N802
@@ -187,18 +189,18 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
     ) -> weights_pb2.GetWeightStatusResponse:
         """What is committed and what is under way."""
         self._state.check(Rpc.GET_WEIGHT_STATUS)
-        intact = await self._updates.intact() if request.verify else None
+        intact = await self._updates.verify() if request.verify else None
         updates = self._updates
         response = weights_pb2.GetWeightStatusResponse(
-            weights=weight_tag_to_proto(updates.weights),
+            weights=weight_tag_to_proto(updates.weights.current),
             state=SERVER_STATE_TO_PROTO[self._state.current],
-            committed_update_id=updates.served.committed_update_id,
+            committed_update_id=updates.weights.committed_update_id,
             intact=intact,
-            history=[weight_tag_to_proto(tag) for tag in updates.served.history],
+            history=[weight_tag_to_proto(tag) for tag in updates.weights.history],
         )
         if (publisher := updates.publisher) is not None:
             response.publisher.id, response.publisher.term = publisher.id, publisher.term
-        if (update := updates.update) is not None:
+        if (update := updates.current) is not None:
             response.update_id = update.announcement.update_id
             if update.announcement.version is not None:
                 response.update_version = update.announcement.version
@@ -208,11 +210,11 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         return response
 
 
-def _publisher(message: weights_pb2.Publisher) -> Publisher:
+def _publisher(message: weights_pb2.Publisher) -> PublisherId:
     check_id("publisher.id", message.id)
     if not message.id:
         raise ServiceError(Reason.BAD_REQUEST, "a publisher needs an id", field="publisher.id")
-    return Publisher(message.id, message.term)
+    return PublisherId(message.id, message.term)
 
 
 def _version(request: weights_pb2.UpdateWeightsRequest) -> int | None:

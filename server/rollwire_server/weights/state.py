@@ -1,4 +1,4 @@
-"""The weights that serve: which they are, what came before, and how a commit changes them."""
+"""What a server serves: its weights, what served before, and how a commit replaces them."""
 
 from __future__ import annotations
 
@@ -18,36 +18,31 @@ from rollwire_server.engines.base import (
     TornWeightsError,
 )
 from rollwire_server.errors import ServiceError, from_engine_error
-from rollwire_server.weights.update import Commit, named, told
+from rollwire_server.weights.types import CommitResult, described
 
 if TYPE_CHECKING:
     from rollwire_server.counters import ServerCounters
-    from rollwire_server.engines.base import Applied, Engine
+    from rollwire_server.engines.base import CommitStats, Engine
     from rollwire_server.sequences.manager import Sequences
     from rollwire_server.state import StateMachine
-    from rollwire_server.weights.update import Announcement, Update
+    from rollwire_server.weights.types import UpdateAnnouncement
+    from rollwire_server.weights.update import WeightUpdate
 
 log = structlog.get_logger()
 
-TAGS_REMEMBERED = 64
+MAX_HISTORY = 64
 
 
-class ServedWeights:
+class WeightState:
     """The weights of one server.
 
     Life: construct → ``loaded`` → commits, one at a time.
 
-    Args:
-        engine: Holds them.
-        state: Holds for a commit.
-        sequences: Learn of each.
-        counters: Tells who watches.
-
     Attributes:
-        history: What served, newest first.
-        committed_update_id: What brought the ones that serve now; "" for a checkpoint.
-        committed_at: When their publisher was last told so, in Unix time; None for a checkpoint.
-        highest_version: Ever committed here, rolled back or not; None if no commit had a version.
+        history: The weights that served, newest first.
+        committed_update_id: The update that brought what serves now; "" for a checkpoint.
+        committed_at: When its publisher last committed it, in Unix time; None for a checkpoint.
+        highest_version: The highest ever committed here; None if no commit had a version.
     """
 
     def __init__(
@@ -57,39 +52,36 @@ class ServedWeights:
         self._state = state
         self._sequences = sequences
         self._counters = counters
-        self.history: deque[WeightTag] = deque(maxlen=TAGS_REMEMBERED)
+        self.history: deque[WeightTag] = deque(maxlen=MAX_HISTORY)
         self.committed_update_id = ""
         self.committed_at: float | None = None
-        self._digests: dict[str, int] = {}
-        self._last: WeightTag | None = None  # of the commits with a version
         self.highest_version: int | None = None
+        self._digests: dict[str, int] = {}  # of each tensor that serves
+        self._last_versioned: WeightTag | None = None
 
     @property
-    def weights(self) -> WeightTag:
-        """What serves now."""
+    def current(self) -> WeightTag:
         return self.history[0]
 
     async def loaded(self, weights: WeightTag) -> None:
-        """Learns the initial checkpoint."""
-        self.history.appendleft(weights)
+        """The engine has loaded its initial checkpoint."""
+        self._serve(weights)
         self._digests = await self._engine.digests()
-        self._sequences.weights_committed(weights)
 
     async def reloaded(self) -> None:
-        """The engine holds its first checkpoint again: the same content under a new revision."""
+        """The engine holds its initial checkpoint again: old content under a new revision."""
         digests = await self._engine.digests()
-        digest = transport.sum_digests(digests.values())
-        weights = WeightTag(None, self.weights.revision + 1, self.weights.server_id, digest)
+        weights = self._next_tag(None, transport.sum_digests(digests.values()))
         async with self._state.held_for_commit():
             await self._engine.commit(StagedUpdate({}, {}), weights, KvPolicy.RECOMPUTE)
             self._digests = digests
             self.committed_update_id, self.committed_at = "", None
-            self.history.appendleft(weights)
-            self._sequences.weights_committed(weights)
+            self._serve(weights)
 
-    async def intact(self) -> bool:
-        """Whether the memory still holds what was committed; raises ServiceError when the engine
-        cannot tell.
+    async def verify(self) -> bool:
+        """Whether the memory still holds what was committed.
+
+        Raises ServiceError when the engine cannot tell.
         """
         while True:
             committed = self._digests
@@ -99,12 +91,12 @@ class ServedWeights:
                 return False
             except EngineError as error:
                 raise from_engine_error(error, "so nothing is known of what serves") from error
-            if committed is self._digests:  # else a commit came between
+            if committed is self._digests:  # else there was a commit meanwhile
                 return digests == committed
 
-    def check_version(self, announcement: Announcement) -> None:
-        """Raises ServiceError when an update is below what was committed."""
-        version, last = announcement.version, self._last
+    def check_version(self, announcement: UpdateAnnouncement) -> None:
+        """Raises ServiceError when an update's version is below what was committed."""
+        version, last = announcement.version, self._last_versioned
         if version is None or last is None or last.version is None:
             return
         if version < last.version and not announcement.allow_version_rollback:
@@ -115,36 +107,40 @@ class ServedWeights:
                 metadata={"version": str(last.version)},
             )
 
-    async def commit(self, update: Update, policy: KvPolicy) -> Commit:
+    async def commit(self, update: WeightUpdate, policy: KvPolicy) -> CommitResult:
         """Makes a staged update the weights that serve.
 
-        Raises ServiceError when that fails; the log says so first, as nobody may wait for it.
+        Raises ServiceError when that fails. The failure is logged first, since its caller may have
+        gone away.
         """
-        announcement, now = update.announcement, self.weights
+        announcement, now = update.announcement, self.current
         digests = {**self._digests, **update.receiver.digests}
         digest = transport.sum_digests(digests.values())
         try:
-            self.check_version(announcement)  # another may have been committed meanwhile
+            self.check_version(announcement)  # another update may have been committed meanwhile
             self._check_conflict(announcement, digest)
         except ServiceError as error:
-            _say_failed(update, error)
+            _log_failure(update, error)
             raise
         same = announcement.version == now.version and digest == now.digest
         if same and self._state.current in (ServerState.SERVING, ServerState.PAUSED):
-            commit = Commit(now, receive_ns=update.receive_ns, already_current=True)
+            result = CommitResult(now, receive_ns=update.receive_ns, already_current=True)
             log.info(
-                "already current", **named(update), revision=now.revision, digest=f"{digest:016x}"
+                "already current",
+                **update.log_fields,
+                revision=now.revision,
+                digest=f"{digest:016x}",
             )
         else:
-            commit = await self._apply(update, digests, policy)
+            result = await self._replace(update, digests, policy)
         self.committed_update_id, self.committed_at = announcement.update_id, time.time()
-        return commit
+        return result
 
-    def _check_conflict(self, announcement: Announcement, digest: int) -> None:
-        last = self._last
+    def _check_conflict(self, announcement: UpdateAnnouncement, digest: int) -> None:
+        last = self._last_versioned
         if last is None or announcement.version != last.version or digest == last.digest:
             return
-        if announcement.allow_version_rollback:  # the trainer went back, and comes to it again
+        if announcement.allow_version_rollback:  # the trainer went back and reached it again
             return
         raise ServiceError(
             Reason.VERSION_CONFLICT,
@@ -153,74 +149,84 @@ class ServedWeights:
             "allow_version_rollback",
         )
 
-    async def _apply(self, update: Update, digests: dict[str, int], policy: KvPolicy) -> Commit:
-        version, digest = update.announcement.version, transport.sum_digests(digests.values())
-        weights = WeightTag(version, self.weights.revision + 1, self.weights.server_id, digest)
+    async def _replace(
+        self, update: WeightUpdate, digests: dict[str, int], policy: KvPolicy
+    ) -> CommitResult:
+        version = update.announcement.version
+        weights = self._next_tag(version, transport.sum_digests(digests.values()))
         async with self._state.held_for_commit():
             held_at = time.monotonic_ns()
             held = self._sequences.live
             await self._sequences.interrupt_out_of_bounds(version)
-            applied = await self._put_in_place(update, weights, policy)
+            stats = await self._commit_engine(update, weights, policy)
             self._digests = digests
             if version is not None:
-                self._last = weights
+                self._last_versioned = weights
                 self.highest_version = max(version, self.highest_version or 0)
-            self.history.appendleft(weights)
             self._state.enter(ServerState.SERVING, "commit")
-            self._sequences.weights_committed(weights)
+            self._serve(weights)
             await self._sequences.interrupt_out_of_bounds(version)
-        paused_ns = time.monotonic_ns() - held_at
-        log.info(
-            "committed",
-            **named(update),
-            revision=weights.revision,
-            digest=f"{digest:016x}",
-            held_sequences=held,
-            kv_policy=policy.value,
-            kv_tokens_to_recompute=applied.kv_tokens_to_recompute,
-            apply_ms=round(applied.apply_ns / 1e6, 1),
-            paused_ms=round(paused_ns / 1e6, 1),
-        )
-        commit = Commit(
+        result = CommitResult(
             weights=weights,
             receive_ns=update.receive_ns,
-            apply_ns=applied.apply_ns,
-            paused_ns=paused_ns,
+            apply_ns=stats.apply_ns,
+            paused_ns=time.monotonic_ns() - held_at,
             held_sequences=held,
-            kv_tokens_to_recompute=applied.kv_tokens_to_recompute,
+            kv_tokens_to_recompute=stats.kv_tokens_to_recompute,
         )
-        for told_of in self._counters.on_commit:
-            told_of(commit)
-        return commit
+        log.info(
+            "committed",
+            **update.log_fields,
+            revision=weights.revision,
+            digest=f"{weights.digest:016x}",
+            held_sequences=held,
+            kv_policy=policy.value,
+            kv_tokens_to_recompute=result.kv_tokens_to_recompute,
+            apply_ms=round(result.apply_ns / 1e6, 1),
+            paused_ms=round(result.paused_ns / 1e6, 1),
+        )
+        for on_commit in self._counters.on_commit:
+            on_commit(result)
+        return result
 
-    async def _put_in_place(self, update: Update, weights: WeightTag, policy: KvPolicy) -> Applied:
+    async def _commit_engine(
+        self, update: WeightUpdate, weights: WeightTag, policy: KvPolicy
+    ) -> CommitStats:
+        staged = StagedUpdate(update.staged, update.receiver.digests)
         try:
-            staged = StagedUpdate(update.staged, update.receiver.digests)
             return await self._engine.commit(staged, weights, policy)
         except TornWeightsError as error:
             raise await self._quarantine(update, error) from error
         except EngineError as error:
             failure = ServiceError(
                 Reason.COMMIT_FAILED,
-                f"{error}; nothing was changed, the server holds {told(self.weights)}",
+                f"{error}; nothing was changed, the server holds {described(self.current)}",
             )
-            _say_failed(update, failure)
+            _log_failure(update, failure)
             raise failure from error
         except Exception as error:
+            # Nothing is known of how far it came, so the weights count as torn.
             log.exception("a bug: the commit failed")
             raise await self._quarantine(update, error) from error
 
-    async def _quarantine(self, update: Update, error: Exception) -> ServiceError:
+    async def _quarantine(self, update: WeightUpdate, error: Exception) -> ServiceError:
         failure = ServiceError(
             Reason.QUARANTINED,
             f"the commit failed half way ({error}): the server serves nothing until a full update "
             "is committed",
         )
-        _say_failed(update, failure)
+        _log_failure(update, failure)
         self._state.enter(ServerState.QUARANTINED, "commit failed half way")
         await self._sequences.interrupt_all(f"a commit failed half way: {error}")
         return failure
 
+    def _next_tag(self, version: int | None, digest: int) -> WeightTag:
+        return WeightTag(version, self.current.revision + 1, self.current.server_id, digest)
 
-def _say_failed(update: Update, failure: ServiceError) -> None:
-    log.error("commit failed", **named(update), reason=failure.reason.name, why=failure.message)
+    def _serve(self, weights: WeightTag) -> None:
+        self.history.appendleft(weights)
+        self._sequences.weights_committed(weights)
+
+
+def _log_failure(update: WeightUpdate, failure: ServiceError) -> None:
+    log.error("commit failed", **update.log_fields, reason=failure.reason.name, why=failure.message)

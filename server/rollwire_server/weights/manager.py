@@ -1,0 +1,371 @@
+"""The weight updates of one server, one at a time; nothing that serves is touched before a commit.
+
+A bucket's way: ``announce`` checks an update and has the engine stage memory for it; ``join``
+connects the update to a transport group, out of which it receives buckets into that memory and
+verifies them; ``commit`` has ``WeightState`` put them in place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import rollwire_transport as transport
+import structlog
+from rollwire.reasons import Reason
+from rollwire.types import ServerState, UpdatePhase
+
+from rollwire_server.background import result_of, spawn
+from rollwire_server.engines.base import EngineError
+from rollwire_server.errors import ServiceError, from_engine_error
+from rollwire_server.logs import bind
+from rollwire_server.state import Rpc
+from rollwire_server.weights.types import UpdateOutcome, described
+from rollwire_server.weights.update import WeightUpdate
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+
+    from rollwire.types import KvPolicy
+
+    from rollwire_server.counters import ServerCounters
+    from rollwire_server.engines.base import Engine
+    from rollwire_server.state import StateMachine
+    from rollwire_server.weights.state import WeightState
+    from rollwire_server.weights.types import (
+        CommitResult,
+        GroupMembership,
+        PublisherId,
+        UpdateAnnouncement,
+        UpdateProgress,
+    )
+
+log = structlog.get_logger()
+
+MAX_REMEMBERED_COMMITS = 64
+PROGRESS_SECONDS = 0.25  # the API promises a message every 500 ms
+
+
+class UpdateManager:
+    """Announces, receives, commits and discards weight updates.
+
+    Life: construct → RPCs, while ``tasks`` (owned by the server) is alive → ``discard_current``.
+
+    Args:
+        engine: Gives the memory for an update.
+        state: Says in which states an RPC is refused.
+        weights: What a commit replaces.
+        counters: Counts updates and their bytes.
+        tasks: Owns joining, receiving and committing.
+        frozen: Refuse all updates.
+        bucket_timeout: Seconds to wait for the next bucket.
+        listening: Where transfers may listen.
+
+    Attributes:
+        current: The update under way.
+        publisher: The publisher that has taken this server over.
+        announced_version: Of the last update that had a version.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        state: StateMachine,
+        weights: WeightState,
+        counters: ServerCounters,
+        tasks: asyncio.TaskGroup,
+        *,
+        frozen: bool,
+        bucket_timeout: float,
+        listening: transport.ListenOptions,
+    ) -> None:
+        self._engine = engine
+        self._state = state
+        self.weights = weights
+        self._counters = counters
+        self._tasks = tasks
+        self._bucket_timeout = bucket_timeout
+        self.frozen = frozen
+        self.listening = listening
+        self.current: WeightUpdate | None = None
+        self.publisher: PublisherId | None = None
+        self.announced_version: int | None = None
+        self._announcing = asyncio.Lock()
+        self._commits: OrderedDict[str, CommitResult] = OrderedDict()
+        self._verifying: asyncio.Task[bool | ServiceError] | None = None
+        # Engines may have memory for one update at a time: none is staged before these are done.
+        self._holding_memory: set[asyncio.Task[Any]] = set()
+
+    async def discard_current(self, reason: Reason, why: str) -> None:
+        """Discards the update under way, or waits for its commit if that has begun.
+
+        Returns when no memory of any update is held.
+        """
+        while (update := self.current) is not None:
+            if update.committing is not None:
+                await asyncio.wait([update.committing])
+            else:
+                self._discard(update, reason, why)
+        if self._holding_memory:
+            await asyncio.wait(self._holding_memory)
+
+    async def verify(self) -> bool:
+        """Whether the memory still holds what was committed.
+
+        Reading all weights takes the engine's time, so callers at one time share one reading.
+        Raises ServiceError when the server sleeps, or the engine cannot tell.
+        """
+        self._state.check(Rpc.VERIFY)
+        if self._verifying is None or self._verifying.done():
+            self._verifying = spawn(self._tasks, self.weights.verify(), "verify")
+        return await result_of(self._verifying)
+
+    # The steps of an update.
+
+    def check_can_announce(self, publisher: PublisherId) -> None:
+        """Raises ServiceError when anything that ``publisher`` announces would be refused."""
+        self._check_allowed(Rpc.UPDATE_WEIGHTS)
+        self._check_publisher(publisher)
+
+    async def announce(
+        self, announcement: UpdateAnnouncement
+    ) -> AsyncGenerator[UpdateProgress, None]:
+        """Announces an update and reports on it until it is staged, at least every 500 ms.
+
+        Closing the iterator before that discards the update.
+        """
+        update = await self._admit(announcement)
+        try:
+            while True:
+                update.changed.clear()
+                progress = update.progress()
+                yield progress
+                if progress.phase is UpdatePhase.STAGED:
+                    return
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(PROGRESS_SECONDS):
+                        await update.changed.wait()
+                if update.failure is not None:
+                    raise update.failure
+        finally:
+            if update.phase is not UpdatePhase.STAGED and self.current is update:
+                self._abandon(update, "its UpdateWeights call ended before it was staged")
+
+    async def join(
+        self,
+        publisher: PublisherId,
+        update_id: str,
+        membership: GroupMembership,
+        timeout: float,
+    ) -> None:
+        """Joins the transport group of an announced update and starts to receive."""
+        self._check_allowed(Rpc.JOIN_TRANSPORT)
+        self._check_publisher(publisher)
+        await self._require(update_id).join(membership, timeout)
+
+    async def commit(
+        self, publisher: PublisherId, update_id: str, expected_digest: int, policy: KvPolicy
+    ) -> CommitResult:
+        """Makes a staged update the weights that serve; idempotent.
+
+        A commit that has begun is completed, also when its caller goes away.
+        """
+        if (result := self._commits.get(update_id)) is not None:
+            self._check_publisher(publisher)
+            return result
+        self._check_allowed(Rpc.COMMIT_WEIGHTS)
+        self._check_publisher(publisher)
+        update = self._require(update_id)
+        if update.committing is None:
+            update.check_can_commit(expected_digest)
+            update.committing = spawn(
+                self._tasks, self._commit(update, policy), f"commit {update_id}"
+            )
+        return await result_of(update.committing)
+
+    async def discard(self, publisher: PublisherId, update_id: str) -> None:
+        """Discards an announced or staged update; what serves stays. Idempotent."""
+        self._check_allowed(Rpc.DISCARD_UPDATE)
+        self._check_publisher(publisher)
+        update = self.current
+        if update is None or update.announcement.update_id != update_id:
+            return
+        if update.committing is not None:
+            await asyncio.wait([update.committing])
+        else:
+            closing = self._discard(update, Reason.NOT_STAGED, f"update {update_id} was discarded")
+            await asyncio.wait([closing])
+
+    # Checks, which change nothing.
+
+    def _check_allowed(self, rpc: Rpc) -> None:
+        self._state.check(rpc)
+        if self.frozen:
+            raise ServiceError(
+                Reason.FROZEN,
+                f"{rpc.value} is refused: the server was started with --frozen and keeps "
+                f"{described(self.weights.current)}",
+            )
+
+    def _check_publisher(self, publisher: PublisherId) -> None:
+        known = self.publisher
+        if known is None or publisher == known or publisher.term > known.term:
+            return
+        raise ServiceError(
+            Reason.STALE_PUBLISHER,
+            f"publisher {publisher.id!r} with term {publisher.term} is refused: "
+            f"{known.id!r} with term {known.term} took over: a publisher that is to take the "
+            "server back needs a higher term, which one that is made now has",
+            metadata={"publisher_id": known.id, "term": str(known.term)},
+        )
+
+    def _check_announcement(self, announcement: UpdateAnnouncement) -> None:
+        manifest, state = announcement.manifest, self._state.current
+        if manifest.encoding is not transport.Encoding.FULL:
+            raise ServiceError(
+                Reason.UNSUPPORTED_ENCODING,
+                "deltas are not supported: publish a full update",
+                field="manifest.encoding",
+            )
+        if manifest.partial and state in (ServerState.QUARANTINED, ServerState.AWAITING_WEIGHTS):
+            raise ServiceError(
+                Reason.BASE_MISMATCH,
+                "a partial update needs complete weights to build on, and the server is "
+                f"{state.value}: publish a full one",
+            )
+        self.weights.check_version(announcement)
+
+    def _require(self, update_id: str) -> WeightUpdate:
+        if self.current is None or self.current.announcement.update_id != update_id:
+            raise ServiceError(
+                Reason.NOT_STAGED,
+                f"no update {update_id} is under way (discarded, its lease over, or never "
+                f"announced); the server serves {described(self.weights.current)}",
+            )
+        bind(version=self.current.announcement.version)
+        return self.current
+
+    # Announcing.
+
+    async def _admit(self, announcement: UpdateAnnouncement) -> WeightUpdate:
+        async with self._announcing:
+            self.check_can_announce(announcement.publisher)
+            if announcement.update_id in self._commits:
+                raise ServiceError(
+                    Reason.BAD_REQUEST,
+                    f"update {announcement.update_id} was committed: give each update a new id",
+                    field="update_id",
+                )
+            if (update := self.current) is not None:
+                if announcement == update.announcement and update.phase is UpdatePhase.STAGED:
+                    return update  # announced again: the answer was lost
+                if announcement.publisher == self.publisher or update.committing is not None:
+                    raise _in_progress(update)
+            self._check_announcement(announcement)
+            if announcement.version is not None:
+                self.announced_version = announcement.version
+            schema = self._engine.schema()
+            await asyncio.to_thread(_check_manifest, announcement.manifest, schema)
+            self._check_allowed(Rpc.UPDATE_WEIGHTS)
+            self.publisher = announcement.publisher
+            await self.discard_current(
+                Reason.STALE_PUBLISHER, f"publisher {announcement.publisher.id!r} took over"
+            )
+            # The caller may go away meanwhile; an engine's command cannot be left half way.
+            staging = spawn(
+                self._tasks, self._stage(announcement), f"stage {announcement.update_id}"
+            )
+            self._track_memory(staging)
+            update = await result_of(staging)
+            try:
+                # Everything may have changed while it was staged.
+                self._check_allowed(Rpc.UPDATE_WEIGHTS)
+                self._check_announcement(announcement)
+            except ServiceError:
+                update.release()
+                raise
+            self.current = update
+            update.enter(UpdatePhase.READY)
+            return update
+
+    async def _stage(self, announcement: UpdateAnnouncement) -> WeightUpdate:
+        serving = self.weights.current
+        try:
+            staged = await self._engine.stage(announcement.manifest)
+        except EngineError as error:
+            state = f"the server holds {described(serving)}"
+            raise from_engine_error(error, state, no_memory=Reason.STAGING_FAILED) from error
+        receiver = await asyncio.to_thread(transport.Receiver, announcement.manifest, staged)
+        return WeightUpdate(
+            announcement,
+            staged,
+            receiver,
+            serving=serving,
+            device=self._engine.describe().device,
+            listening=self.listening,
+            bucket_timeout=self._bucket_timeout,
+            tasks=self._tasks,
+            counters=self._counters,
+            abandon=self._abandon,
+        )
+
+    # Ending.
+
+    async def _commit(self, update: WeightUpdate, policy: KvPolicy) -> CommitResult:
+        update.end_lease()
+        outcome = UpdateOutcome.FAILED
+        try:
+            result = await self.weights.commit(update, policy)
+            outcome = (
+                UpdateOutcome.ALREADY_CURRENT if result.already_current else UpdateOutcome.COMMITTED
+            )
+        finally:
+            self._counters.updates[outcome] += 1
+            self.current = None
+            update.release()
+        self._commits[update.announcement.update_id] = result
+        if len(self._commits) > MAX_REMEMBERED_COMMITS:
+            self._commits.popitem(last=False)
+        return result
+
+    def _abandon(self, update: WeightUpdate, why: str) -> None:
+        if update.committing is None:
+            update_id = update.announcement.update_id
+            self._discard(update, Reason.NOT_STAGED, f"update {update_id} was discarded: {why}")
+
+    def _discard(self, update: WeightUpdate, reason: Reason, why: str) -> asyncio.Task[None]:
+        """Discards an update at once; its memory is released when the returned task is done."""
+        if self.current is update:
+            self.current = None
+            self._counters.updates[UpdateOutcome.DISCARDED] += 1
+            log.info("update discarded", **update.log_fields, why=why)
+        update.fail(ServiceError(reason, why))
+        closing = self._tasks.create_task(
+            update.close(), name=f"close {update.announcement.update_id}"
+        )
+        self._track_memory(closing)
+        return closing
+
+    def _track_memory(self, task: asyncio.Task[Any]) -> None:
+        self._holding_memory.add(task)
+        task.add_done_callback(self._holding_memory.discard)
+
+
+def _check_manifest(manifest: transport.Manifest, schema: Sequence[transport.TensorSpec]) -> None:
+    try:
+        transport.validate(manifest)
+        transport.compare(manifest, schema)
+    except transport.ManifestError as error:
+        raise ServiceError(Reason.MANIFEST_MISMATCH, str(error), field="manifest") from error
+
+
+def _in_progress(update: WeightUpdate) -> ServiceError:
+    announcement = update.announcement
+    return ServiceError(
+        Reason.UPDATE_IN_PROGRESS,
+        f"update {announcement.update_id} of publisher {announcement.publisher.id!r} is "
+        f"{update.phase.value}: commit or discard it first",
+        metadata={"update_id": announcement.update_id},
+    )
