@@ -30,7 +30,7 @@ from common import add_shape, checkpoint, machine, parse, print_table
 from rollwire.types import KvPolicy, WeightTag
 from rollwire_server.engines.base import SamplingParams, SequenceSpec, StagedUpdate, Step
 from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
-from rollwire_server.engines.grouped_copy import copy_all
+from rollwire_server.engines.memory import copy_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -202,9 +202,9 @@ def bare_copies(staged: dict[str, torch.Tensor]) -> dict[str, float]:
         sum(source.nbytes for source in sources), dtype=torch.uint8, device=sources[0].device
     )
     return {
-        "one bare copy": bare_copy(copy_all, [whole]),
+        "one bare copy": bare_copy(copy_tensors, [whole]),
         "torch's grouped copy": bare_copy(torch._foreach_copy_, sources),
-        "large ones each, as commits do": bare_copy(copy_all, sources),
+        "large ones each, as commits do": bare_copy(copy_tensors, sources),
     }
 
 

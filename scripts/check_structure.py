@@ -34,27 +34,21 @@ KNOWN_CIRCLES: list[set[str]] = [
         "rollwire_client._publishing.sharded.ranks",
     },
     {"rollwire_client._rpc.attempt", "rollwire_client._rpc.rollout_stream"},
-    {"rollwire_server.engines.embedded.batch", "rollwire_server.engines.embedded.kv_cache"},
     {"rollwire_server.sequences.cursor", "rollwire_server.sequences.sequence"},
 ]
 
 # Class names that stand more than once, and why.
 SAME_NAMES: dict[str, str] = {
-    "Batch": "not renamed yet",
     "Chunk": "not renamed yet",
     "Line": "not renamed yet",
-    "Progress": "not renamed yet",
-    "Publisher": "not renamed yet",
     "Receiver": "not renamed yet",
     "Request": "not renamed yet",
-    "Rows": "not renamed yet",
     "Run": "not renamed yet",
     "Sequence": "not renamed yet",
     "Sequences": "not renamed yet",
     "ServerInfo": "not renamed yet",
     "SourceError": "not renamed yet",
     "Transfer": "not renamed yet",
-    "Weights": "not renamed yet",
     "Word": "not renamed yet",
 }
 

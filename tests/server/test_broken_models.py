@@ -12,7 +12,7 @@ import grpc
 import pytest
 import torch
 from rollwire.v1 import common_pb2
-from rollwire_server.engines.embedded.failures import MOST_IN_A_ROW
+from rollwire_server.engines.embedded.runner import MAX_FAILED_STEPS
 from safetensors.torch import load_file, save_file
 from support.calls import Generation, connected, generate, reason_of, request
 from support.checkpoints import dense
@@ -120,7 +120,7 @@ async def test_a_server_whose_every_step_fails_ends(
     server.breaks = True
     with memory_limit(server.process.pid, spare=32 << 20):
         async with connected(server.address) as api:
-            for _ in range(MOST_IN_A_ROW):
+            for _ in range(MAX_FAILED_STEPS):
                 broken = await generate(api, request((1, 2, 3), 5))
                 assert (broken.reason, broken.tokens) == ("INTERRUPTED", [])
             assert broken.finish is not None

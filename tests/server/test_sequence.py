@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rollwire.types import FinishReason, WeightTag
 from rollwire_server.engines.base import (
-    Extras,
     PromptLogprobs,
     RoutedExperts,
     SamplingParams,
+    SequenceExtras,
     SequenceSpec,
     TopLogprobs,
 )
@@ -87,7 +87,7 @@ def test_a_cursor_takes_every_token_once_in_order(
     for (tag, oldest, tokens), read_now in zip(parts, reads, strict=False):
         for token in tokens:
             if tops:
-                top = Extras(top_logprobs=TopLogprobs(2, [token, 5], [-0.5, -1.0]))
+                top = SequenceExtras(top_logprobs=TopLogprobs(2, [token, 5], [-0.5, -1.0]))
                 sequence.add_extras(top, TAGS[tag])
                 expected.tops.append([token, 5])
             sequence.append(token, -token / 2, TAGS[tag], oldest)
@@ -136,7 +136,7 @@ def test_large_routing_and_prompt_logprobs_are_cut_to_messages() -> None:
     experts = bytes(i % 251 for i in range(rows * layers * k))
     told = [-float(i) for i in range(200_000)]
     sequence.add_extras(
-        Extras(
+        SequenceExtras(
             prompt_logprobs=[PromptLogprobs(1, told, 1)],
             routed_experts=[RoutedExperts(0, rows, layers, k, experts, 1, None, 1)],
         ),

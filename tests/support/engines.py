@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from rollwire.types import KvPolicy, WeightTag
 from rollwire_server.engines.base import (
-    End,
     EndReason,
     Engine,
     SamplingParams,
+    SequenceEnd,
     SequenceSpec,
     StagedUpdate,
     Step,
@@ -24,7 +24,7 @@ from rollwire_transport import Manifest, describe, tensor_digest
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-    from rollwire_server.engines.base import Applied, Extras
+    from rollwire_server.engines.base import CommitStats, SequenceExtras
     from torch import Tensor
 
 _keys = itertools.count(1)
@@ -65,8 +65,8 @@ class Sampled:
     logprobs: list[float] = field(default_factory=list)
     revisions: list[int] = field(default_factory=list)
     oldest_kv_revisions: list[int] = field(default_factory=list)
-    extras: list[tuple[Extras, int]] = field(default_factory=list)  # with their revision
-    end: End | None = None
+    extras: list[tuple[SequenceExtras, int]] = field(default_factory=list)  # with their revision
+    end: SequenceEnd | None = None
 
     @property
     def reason(self) -> EndReason | None:
@@ -160,7 +160,7 @@ class Driver:
 
     async def commit(
         self, tensors: Mapping[str, Tensor], policy: KvPolicy = KvPolicy.RECOMPUTE
-    ) -> Applied:
+    ) -> CommitStats:
         """Stages and commits tensors under the next revision; the engine is held meanwhile."""
         schema = [s for s in self.engine.schema() if s.name in tensors]
         staged = await self.engine.stage(Manifest(tuple(schema), (), partial=True))

@@ -1,1 +1,111 @@
-"""Engines that sample; the server sees them through ``base`` alone."""
+"""Engines that sample; the server knows them through ``base`` alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from rollwire_server.engines.base import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rollwire_server.engines.base import Engine
+    from rollwire_server.settings import ServerSettings
+
+
+def create_engine(settings: ServerSettings) -> Engine:
+    """The engine that the settings name, not started. Imports the engine's libraries.
+
+    Raises EngineError when an ``engine_arg`` is wrong.
+    """
+    return _ENGINES[settings.engine](settings)
+
+
+def _create_embedded(settings: ServerSettings) -> Engine:
+    from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine, StagingPlace
+
+    if settings.engine_arg:
+        raise EngineError("--engine-arg: the embedded engine takes none, it has flags of its own")
+    return EmbeddedEngine(
+        EmbeddedConfig(
+            model=settings.model,
+            dtype=settings.dtype,
+            device=settings.device,
+            max_running_sequences=settings.max_running,
+            context_length=settings.context_length,
+            prefill_tokens=settings.prefill_tokens,
+            staging=StagingPlace(settings.staging),
+            threads=settings.threads,
+        )
+    )
+
+
+def _create_synthetic(settings: ServerSettings) -> Engine:
+    from pydantic import TypeAdapter, ValidationError
+
+    from rollwire_server.engines.synthetic import SyntheticConfig, SyntheticEngine
+
+    arguments = _parse_arguments(settings.engine_arg)
+    flags = {"model", "max_running_sequences", "context_length"}  # have flags of their own
+    names = [f.name for f in dataclasses.fields(SyntheticConfig) if f.name not in flags]
+    if unknown := arguments.keys() - names:
+        raise EngineError(
+            f"--engine-arg: the synthetic engine has no {', '.join(sorted(unknown))}, only "
+            f"{', '.join(names)}"
+        )
+    values: dict[str, object] = {**arguments, "model": settings.model}
+    values["max_running_sequences"] = settings.max_running
+    if settings.context_length is not None:
+        values["context_length"] = settings.context_length
+    try:
+        config = TypeAdapter(SyntheticConfig).validate_python(values)
+    except ValidationError as error:
+        problems = "; ".join(f"{e['loc'][0]}: {e['msg']}" for e in error.errors())
+        raise EngineError(f"--engine-arg: {problems}") from error
+    return SyntheticEngine(config)
+
+
+def _create_sglang(settings: ServerSettings) -> Engine:
+    from rollwire_server.engines.sglang import SglangConfig, SglangEngine
+    from rollwire_server.engines.sglang.config import parse_arguments
+
+    arguments = parse_arguments(_parse_arguments(settings.engine_arg))
+    own = {}
+    if "unresponsive_seconds" in arguments:
+        own["unresponsive_seconds"] = arguments.pop("unresponsive_seconds")
+    device = settings.device
+    if device == "auto":
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return SglangEngine(
+        SglangConfig(
+            model=settings.model,
+            dtype=settings.dtype,
+            device=device,
+            max_running_sequences=settings.max_running,
+            context_length=settings.context_length,
+            staging=settings.staging,
+            arguments=arguments,
+            **own,
+        )
+    )
+
+
+_ENGINES: dict[str, Callable[[ServerSettings], Engine]] = {
+    "embedded": _create_embedded,
+    "synthetic": _create_synthetic,
+    "sglang": _create_sglang,
+}
+
+
+def _parse_arguments(texts: list[str]) -> dict[str, str]:
+    """Parses "name=value"s; dashes in names count as underscores."""
+    arguments = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise EngineError(f"--engine-arg: {text!r} is not name=value")
+        arguments[name.replace("-", "_")] = value
+    return arguments

@@ -1,11 +1,11 @@
-"""The interface between the rollout server and an engine.
+"""The interface between the rollout server and an engine; the contract for whoever writes one.
 
-The server (gRPC services, sequences, weight state) and an engine know each other through this file
-alone: the server never sees an engine's types, an engine never sees gRPC.
+The server and an engine know each other through this file alone: the server never sees an engine's
+types, an engine never sees gRPC. ``tests/contract`` runs the same cases against every engine.
 
-An engine runs one loop of its own (a thread, or processes). All its methods are called on the
-server's event loop, and it calls its ``Sink`` there, in order: everything that was sampled before a
-method's result was known has been reported before the method returns.
+An engine samples in a loop of its own: a task, a thread or processes. The server calls all methods
+on its event loop. The engine calls its ``Sink`` there too, in order: when a method returns, every
+token that was sampled before it took effect has been reported.
 """
 
 from __future__ import annotations
@@ -26,35 +26,41 @@ if TYPE_CHECKING:
 
 
 class EngineError(Exception):
-    """The engine cannot do what was asked; it and its weights are as they were."""
+    """The engine cannot do what was asked. It and its weights are unchanged.
+
+    The message is one line for the caller, without a full stop: the server appends what it serves.
+    """
 
 
 class NoMemoryError(EngineError):
-    """There is no memory for it."""
+    """There is not enough memory for what was asked."""
 
 
 class ChangedWeightsError(EngineError):
-    """The memory that serves does not hold what was last put in place."""
+    """The memory that serves does not hold what was last committed."""
 
 
 class TornWeightsError(EngineError):
-    """A commit failed half way: the memory may hold a mixture of two policies."""
+    """A commit failed half way: the memory may hold a mixture of two policies.
+
+    The server then samples nothing until a full update is committed.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample one sequence; the server has checked every value and filled every default.
+    """How to sample one sequence. The server has checked every value and filled every default.
 
     Attributes:
         max_new_tokens: Counted from the end of the prompt, a given prefix included.
         temperature: 0 is greedy.
         top_p, top_k, min_p: Truncation; 1.0, 0 and 0.0 turn it off. Applied in the order top-k,
             top-p, min-p, all on the distribution after temperature.
-        min_new_tokens: While there are fewer, stop tokens cannot be drawn. Counted as
-            max_new_tokens.
-        stop_token_ids: All tokens that end the sequence, the model's end-of-sequence tokens among
-            them unless the caller ignores those.
-        seed: The draw of a token depends on (seed, position after the prompt, token id) alone.
+        min_new_tokens: Stop tokens are not drawn while there are fewer tokens. Counted like
+            ``max_new_tokens``.
+        stop_token_ids: All tokens that end the sequence, with the model's end-of-sequence tokens
+            unless the caller ignores those.
+        seed: The noise of a draw depends on (seed, position after the prompt, token id) alone.
     """
 
     max_new_tokens: int
@@ -72,15 +78,15 @@ class SequenceSpec:
     """One sequence to sample.
 
     Attributes:
-        key: Names it in the engine; never used twice in one engine's life.
+        key: Identifies the sequence in the engine. No key is used twice in an engine's life.
         prompt: Token ids, at least one.
-        prefix: Output tokens sampled earlier (here or elsewhere); sampling goes on right after
-            them. The server never hands over a prefix that is complete already.
         sampling: How to sample.
+        prefix: Output tokens that were sampled earlier, here or elsewhere. Sampling continues after
+            them. A prefix is never complete already.
         logprob_basis: Of ``Step.logprobs``, of the top and of the prompt log-probabilities.
-        top_logprobs: How many likeliest tokens to report with each sampled one.
-        prompt_logprobs: Report those of the prompt, once.
-        routed_experts: Report the experts chosen for every input token.
+        top_logprobs: How many of the likeliest tokens to report with each sampled one.
+        prompt_logprobs: Report the log-probabilities of the prompt, once.
+        routed_experts: Report the experts that were chosen for every input token.
     """
 
     key: int
@@ -99,16 +105,16 @@ class EndReason(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
     NOT_FINITE = "not_finite"
-    """NaN or infinity in its logits: no token was sampled."""
+    """NaN or infinity in its logits; no token was sampled from them."""
     STEP_FAILED = "step_failed"
-    """The engine's step raised for this sequence alone, while it computes others."""
+    """The engine's step raised for this sequence alone; other sequences are computed."""
     INTERRUPTED = "interrupted"
-    """The engine's step raised whatever it computed; the sequence can go on elsewhere."""
+    """The engine's step raised whatever it computed; the sequence can continue elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """The end of one sequence; nothing comes for its key afterwards."""
+class SequenceEnd:
+    """The end of one sequence. Nothing is reported for its key afterwards."""
 
     key: int
     reason: EndReason
@@ -117,7 +123,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """``k`` likeliest tokens for each token of a step, flattened [tokens, k], likeliest first."""
+    """The ``k`` likeliest tokens at each position, flattened [tokens, k], likeliest first."""
 
     k: int
     token_ids: list[int]
@@ -126,8 +132,9 @@ class TopLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Log-probabilities of prompt tokens ``start_position``, ``start_position`` + 1, …; token 0 has
-    none. No key or value that they attended to is older than ``oldest_kv_revision``.
+    """Log-probabilities of prompt tokens ``start_position``, ``start_position`` + 1, …
+
+    Token 0 has none. They attended to no keys or values older than ``oldest_kv_revision``.
     """
 
     start_position: int
@@ -137,9 +144,12 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RoutedExperts:
-    """Expert ids [num_tokens, num_layers, top_k], little-endian, row i being the input token
-    ``start_position`` + i; chosen by ``weights`` (None: those of the step that tells it). No key or
-    value that they attended to is older than ``oldest_kv_revision``; 0 where that is not known.
+    """The experts that were chosen for input tokens ``start_position``, ``start_position`` + 1, …
+
+    Attributes:
+        experts: Expert ids [num_tokens, num_layers, top_k], little-endian.
+        weights: What chose them; None: the weights of the step that reports them.
+        oldest_kv_revision: They attended to no older keys or values; 0 if that is not known.
     """
 
     start_position: int
@@ -153,8 +163,8 @@ class RoutedExperts:
 
 
 @dataclass(slots=True)
-class Extras:
-    """What a step says of one sequence beside its tokens."""
+class SequenceExtras:
+    """What a step reports of one sequence besides its tokens."""
 
     top_logprobs: TopLogprobs | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
@@ -164,15 +174,16 @@ class Extras:
 
 @dataclass(slots=True)
 class Step:
-    """What one engine step sampled, in columns; a key may stand in several rows (in order).
+    """What one engine step sampled, in columns. A key may stand in several rows, in order.
 
     Attributes:
-        weights: Under which all of it was sampled.
-        keys, token_ids, logprobs: One row a token.
-        oldest_kv_revisions: One a row, or empty: all are ``weights.revision``.
+        weights: The weights that sampled all of these tokens.
+        keys, token_ids, logprobs: One a token.
+        oldest_kv_revisions: One a token: the oldest revision whose keys or values it attended to.
+            Empty: all are ``weights.revision``.
         ends: Sequences that end after these tokens.
-        extras: By key. Prompt log-probabilities and routing may come without tokens: of a chunked
-            prefill, or late.
+        extras: By key. A key may have extras without tokens: prompt log-probabilities and routing
+            of a chunked prefill, or late ones.
     """
 
     weights: WeightTag
@@ -180,33 +191,48 @@ class Step:
     token_ids: list[int]
     logprobs: list[float]
     oldest_kv_revisions: list[int] = field(default_factory=list)
-    ends: list[End] = field(default_factory=list)
-    extras: dict[int, Extras] = field(default_factory=dict)
+    ends: list[SequenceEnd] = field(default_factory=list)
+    extras: dict[int, SequenceExtras] = field(default_factory=dict)
 
 
 class Sink(Protocol):
-    """Where an engine reports, on the server's event loop."""
+    """Where an engine reports. It calls these methods on the server's event loop."""
 
     def on_step(self, step: Step) -> None:
-        """Takes what a step sampled."""
+        """Takes what one step sampled."""
 
     def on_failure(self, error: BaseException) -> None:
-        """Learns that the engine is dead: it samples nothing more, and its sequences are gone."""
+        """The engine is dead: it samples nothing any more, and its sequences are lost.
+
+        Called once at most. An EngineError explains itself; any other error counts as a bug.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is; fixed once it has started.
+    """What an engine is and supports; fixed once it has started.
 
     Attributes:
-        device: Where its weights are, so where links should receive.
+        engine: The engine's name, as ``--engine`` takes it.
+        model: What was loaded: a path or a name.
+        device: Where the weights are, and links should receive.
         staging: Where an update waits for its commit: "device" or "host".
-        staging_bytes: What a full update takes there.
-        sampling_parameters: Fields of the API's SamplingParams that it keeps to. A request that
-            sets another one to something else than its default is refused.
-        scaled_prompt_logprobs: Those of the prompt can be of logits / temperature.
-        unsupported_sleep: What cannot become of its weights while it sleeps, and what to do about
-            that.
+        staging_bytes: The bytes that a full update takes there.
+        vocab_size: Token ids are 0 to ``vocab_size`` - 1.
+        context_length: Most prompt and output tokens of one sequence.
+        eos_token_ids: The model's end-of-sequence tokens, ascending.
+        logprob_bases: The bases that sequences may ask for.
+        deterministic: With a seed or greedy, an interrupted sequence continues token for token as
+            if it had not been interrupted, here or on another such engine.
+        max_running_sequences: Sequences sampled at the same time; more wait.
+        max_top_logprobs: The largest ``SequenceSpec.top_logprobs``.
+        routed_experts: Whether the experts of tokens can be reported.
+        sampling_parameters: Fields of the API's SamplingParams that this engine implements. A
+            request that sets another one to anything but its default is refused.
+        scaled_prompt_logprobs: Whether log-probabilities of the prompt can be taken from logits /
+            temperature.
+        unsupported_sleep: Sleep modes that this engine does not support, each with advice for the
+            caller.
     """
 
     engine: str
@@ -228,8 +254,8 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """How busy an engine is now; tokens are KV-cache entries."""
+class EngineLoad:
+    """How busy an engine is: sequences, and KV-cache entries in tokens."""
 
     running: int
     waiting: int
@@ -242,8 +268,8 @@ class StagedUpdate:
     """What a commit puts in place.
 
     Attributes:
-        tensors: Of what ``stage`` gave, filled; empty to change only the tag.
-        digests: The digest of each, as it was verified.
+        tensors: Tensors that ``stage`` returned, filled. Empty: only the tag changes.
+        digests: The verified digest of each.
     """
 
     tensors: Mapping[str, Tensor]
@@ -251,10 +277,8 @@ class StagedUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
-    """What a commit took: the time to put weights in place, and the KV entries that are to be
-    computed again.
-    """
+class CommitStats:
+    """What a commit cost: the time to put weights in place, and the KV entries to recompute."""
 
     apply_ns: int
     kv_tokens_to_recompute: int
@@ -264,79 +288,94 @@ class Engine(Protocol):
     """Samples sequences under one set of weights.
 
     Life: ``start`` → (``submit`` | ``abort`` | ``hold`` … ``release`` | ``stage`` … ``commit`` |
-    ``sleep`` … ``wake``)* → ``stop``. Between ``hold`` and ``release`` it samples nothing, and
-    still takes every call.
+    ``sleep`` … ``wake``)* → ``stop``. While held, an engine samples nothing and still takes every
+    call. Calls may overlap; the server never overlaps two of ``commit``, ``sleep`` and ``wake``.
+
+    On a dead engine ``hold`` and ``abort`` do nothing, as nothing is sampled; what needs the model
+    raises EngineError.
     """
 
     async def start(self, server_id: str, sink: Sink) -> WeightTag:
-        """Loads the model and starts the loop.
+        """Loads the model and starts sampling what is submitted.
 
-        Returns the tag of the initial checkpoint (revision 0, no version). Raises EngineError with
-        one clear line when the model cannot be loaded.
+        Returns the tag of the initial checkpoint: revision 0, no version. Raises EngineError with
+        a one-line message when the model cannot be loaded.
         """
 
     async def stop(self) -> None:
-        """Stops the loop and frees everything. Idempotent, also before ``start``."""
+        """Stops sampling and frees everything. Idempotent; may come before ``start``."""
 
     def describe(self) -> EngineInfo:
-        """What it is; after ``start``."""
+        """What the engine is and supports. Called only after ``start``."""
 
-    def load(self) -> Load:
-        """How busy it is now."""
+    def load(self) -> EngineLoad:
+        """How busy the engine is now; no sequences before ``start`` and after ``stop``."""
 
     def submit(self, spec: SequenceSpec) -> None:
-        """Queues a sequence; oldest first."""
+        """Queues a sequence. Waiting sequences start in the order of their submission."""
 
     async def abort(self, keys: Sequence[int]) -> None:
-        """Ends sequences, waiting, held or running; nothing comes for them after it returns.
-        Unknown keys are ignored.
+        """Ends sequences, waiting or running. Unknown keys are ignored.
+
+        Nothing is reported for them after this returns, also while the engine is held.
         """
 
     async def hold(self) -> None:
-        """Stops sampling at the next step boundary; returns once no step is in flight.
-        Idempotent.
+        """Stops sampling at the next step boundary. Idempotent.
+
+        Returns once no step is in flight. Sequences stay, with their keys and values.
         """
 
     async def release(self) -> None:
-        """Goes on sampling. Idempotent."""
+        """Continues sampling. Idempotent."""
 
     def schema(self) -> list[TensorSpec]:
-        """The tensors that an update brings, as the checkpoint has them, aliases included."""
+        """The tensors of an update, as the checkpoint names and shapes them, with aliases."""
 
     async def stage(self, manifest: Manifest) -> Mapping[str, Tensor]:
-        """Memory for an update beside the serving weights: one contiguous tensor for each that the
-        manifest sends.
+        """Allocates memory beside the serving weights, while sampling continues.
 
-        The manifest has been compared with the schema. The memory may serve the next update once
-        nobody holds a tensor of the mapping; there may be none for two, so that is asked for then.
-        Raises NoMemoryError when there is none, EngineError when it fails in another way.
+        Returns one contiguous, uninitialized tensor for each that the manifest sends, aliases left
+        out. The manifest has been compared with ``schema``. The server asks for the next update's
+        memory only once nobody holds a tensor of the last one, so an engine may keep memory for one
+        update and return it again.
+
+        Raises NoMemoryError when there is no memory, EngineError when it fails in another way.
         """
 
-    async def commit(self, staged: StagedUpdate, weights: WeightTag, policy: KvPolicy) -> Applied:
-        """Puts staged weights in place while held; every later token carries ``weights``.
+    async def commit(
+        self, staged: StagedUpdate, weights: WeightTag, policy: KvPolicy
+    ) -> CommitStats:
+        """Puts staged weights in place while held. Every later token carries ``weights``.
 
-        Tensors that are not staged stay as they are; of nothing staged, only the tag changes.
-        Prefix caches of older revisions are out of reach afterwards. Raises TornWeightsError when
-        it failed after it had touched the serving weights, EngineError before.
+        Tensors that are not staged stay as they are; aliases follow the tensors that they name.
+        Prefix caches of older revisions must be out of reach afterwards. ``policy`` says what
+        happens to the keys and values of running sequences: RECOMPUTE computes them again under
+        the new weights, beside decoding; KEEP keeps them, and ``Step.oldest_kv_revisions`` says so.
+
+        Raises EngineError when it failed before it touched the serving weights, and
+        TornWeightsError when it failed after that.
         """
 
     async def digests(self) -> dict[str, int]:
-        """The digest of each tensor that serves, aliases left out.
+        """The digest of each tensor that serves, read from the memory, aliases left out.
 
-        Raises ChangedWeightsError when they are not those that were put in place, EngineError when
-        they cannot be read: the memory was given back, or the engine fails.
+        Raises ChangedWeightsError when the memory does not hold what was last committed (for
+        engines that cannot give a tensor's own digest), EngineError when it cannot be read.
         """
 
     async def sleep(self, weights: SleepingWeights) -> int:
-        """Frees the KV cache, and the weights as asked; returns the bytes freed. No sequence is
-        live, and what is asked is supported.
+        """Frees the KV cache, and the weights as asked; returns the bytes freed.
 
-        Raises EngineError when that fails: nothing is freed then.
+        No sequence is live, and ``unsupported_sleep`` does not have ``weights``. Raises EngineError
+        when it fails; nothing is freed then.
         """
 
     async def wake(self, *, reload_checkpoint: bool) -> None:
-        """Takes the memory back; see ``sleep``.
+        """Takes back the memory that ``sleep`` freed; does nothing when awake.
 
-        Raises NoMemoryError when there is none, EngineError when the checkpoint cannot be read
-        again or the engine fails: it sleeps on then.
+        Weights that were discarded come back with ``reload_checkpoint``, or with the next full
+        update; until then nothing is sampled. Raises NoMemoryError when there is no memory, and
+        EngineError when the checkpoint cannot be read again or the engine fails; it then still
+        sleeps.
         """

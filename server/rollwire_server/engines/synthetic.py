@@ -1,8 +1,8 @@
-"""The synthetic engine: tokens at a set rate, of no model; for load tests of everything around one.
+"""The synthetic engine: emits tokens at a set rate without a model, for load tests.
 
-It behaves as a model whose logits are all equal: every token has probability 1 / vocabulary, and
-which one is drawn depends on the seed, the position and the weights. Truncation and temperature
-change nothing of that.
+It behaves like a model whose logits are all equal: every token has probability 1 / vocabulary, and
+the seed, the position and the weights determine which one is drawn. Truncation and temperature have
+no effect.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import torch
 from rollwire.types import KvPolicy, LogprobBasis, SleepingWeights, WeightTag
 from rollwire_transport import TensorSpec, tensor_digest
 
-from rollwire_server.engines.allocating import allocating
 from rollwire_server.engines.base import (
-    Applied,
-    End,
+    CommitStats,
     EndReason,
     EngineError,
     EngineInfo,
-    Extras,
-    Load,
+    EngineLoad,
     PromptLogprobs,
+    SequenceEnd,
+    SequenceExtras,
     SequenceSpec,
     Step,
     TopLogprobs,
 )
+from rollwire_server.engines.memory import allocating
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -61,19 +61,19 @@ SAMPLING_PARAMETERS = frozenset(
     }
 )
 IDLE_SECONDS = 0.0005
-"""Between two steps that take no time: others have work to do too."""
+"""Between two steps that take no time, so that the event loop does other work too."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyntheticConfig:
-    """How to start a ``SyntheticEngine``; all but the first three are ``--engine-arg``s.
+    """How to start a ``SyntheticEngine``. All but the first three fields are ``--engine-arg``s.
 
     Attributes:
-        model: What the server calls it.
-        max_running_sequences: Sequences sampled side by side; the rest wait.
-        context_length: Prompt and output tokens of one sequence.
+        model: The name that the server reports.
+        max_running_sequences: Sequences sampled at the same time; the rest wait.
+        context_length: Most prompt and output tokens of one sequence.
         tokens_per_second: Of each sequence; 0: as fast as the machine allows.
-        prefill_tokens_per_second: Prompt tokens that are ready for sampling; 0: at once.
+        prefill_tokens_per_second: How fast the prompt of each sequence is computed; 0: at once.
         vocab_size: Tokens are 0 to ``vocab_size`` - 1.
         weight_bytes: Of its one tensor "weight" (float32), a multiple of 4.
     """
@@ -97,21 +97,21 @@ class SyntheticConfig:
 
 
 @dataclass(slots=True)
-class _Running:
-    """A sequence that is sampled.
+class _Sequence:
+    """A running sequence.
 
     Attributes:
-        length: Output tokens, the prefix among them.
-        ready: When its prompt is computed, in the loop's time.
-        kv_revision: Of the oldest key or value that it holds.
-        told: Whether its prompt's extras have been reported.
+        length: Output tokens, with the prefix.
+        prefilled_at: When its prompt is computed, in the event loop's time.
+        kv_revision: Of its oldest key or value.
+        prompt_reported: Whether the extras of its prompt have been reported.
     """
 
     spec: SequenceSpec
     length: int
-    ready: float
+    prefilled_at: float
     kv_revision: int
-    told: bool = False
+    prompt_reported: bool = False
 
     @property
     def tokens(self) -> int:
@@ -120,16 +120,16 @@ class _Running:
 
 @dataclass(slots=True)
 class _State:
-    """All that a started engine holds."""
+    """What a started engine holds; ``consistent`` is False while the weights are discarded."""
 
     sink: Sink
     tag: WeightTag
     weight: Tensor
-    running: dict[int, _Running] = field(default_factory=dict)
+    running: dict[int, _Sequence] = field(default_factory=dict)
     waiting: deque[SequenceSpec] = field(default_factory=deque)
     held: bool = False
     asleep: bool = False
-    whole: bool = True
+    consistent: bool = True
 
 
 class SyntheticEngine:
@@ -143,7 +143,6 @@ class SyntheticEngine:
         self._logprob = -math.log(config.vocab_size)
 
     async def start(self, server_id: str, sink: Sink) -> WeightTag:
-        """See ``Engine``."""
         weight = torch.zeros(self._config.weight_bytes // 4)
         tag = WeightTag(None, 0, server_id, tensor_digest(self._spec, weight))
         self._state = _State(sink, tag, weight)
@@ -151,7 +150,6 @@ class SyntheticEngine:
         return tag
 
     async def stop(self) -> None:
-        """See ``Engine``."""
         self._state = None
         if self._task is not None:
             self._task.cancel()
@@ -159,7 +157,6 @@ class SyntheticEngine:
                 await self._task
 
     def describe(self) -> EngineInfo:
-        """See ``Engine``."""
         config = self._config
         return EngineInfo(
             engine="synthetic",
@@ -178,109 +175,101 @@ class SyntheticEngine:
             sampling_parameters=SAMPLING_PARAMETERS,
         )
 
-    def load(self) -> Load:
-        """See ``Engine``."""
+    def load(self) -> EngineLoad:
         config, state = self._config, self._state
         total = config.max_running_sequences * config.context_length
         if state is None:
-            return Load(0, 0, 0, total)
+            return EngineLoad(0, 0, 0, total)
         used = sum(sequence.tokens for sequence in state.running.values())
-        return Load(len(state.running), len(state.waiting), used, total)
+        return EngineLoad(len(state.running), len(state.waiting), used, total)
 
     def submit(self, spec: SequenceSpec) -> None:
-        """See ``Engine``."""
-        self._living().waiting.append(spec)
+        self._running_state().waiting.append(spec)
         self._changed.set()
 
     async def abort(self, keys: Sequence[int]) -> None:
-        """See ``Engine``."""
         if (state := self._state) is None:
             return
         for key in keys:
             state.running.pop(key, None)
-        gone = set(keys)
-        if any(spec.key in gone for spec in state.waiting):
-            state.waiting = deque(spec for spec in state.waiting if spec.key not in gone)
+        aborted = set(keys)
+        if any(spec.key in aborted for spec in state.waiting):
+            state.waiting = deque(spec for spec in state.waiting if spec.key not in aborted)
 
     async def hold(self) -> None:
-        """See ``Engine``; a step is never in flight while something else runs."""
+        # No step is in flight: each runs from start to end on the event loop.
         if self._state is not None:
             self._state.held = True
 
     async def release(self) -> None:
-        """See ``Engine``."""
-        self._living().held = False
+        self._running_state().held = False
         self._changed.set()
 
     def schema(self) -> list[TensorSpec]:
-        """See ``Engine``."""
-        self._living()
+        self._running_state()
         return [self._spec]
 
     async def stage(self, manifest: Manifest) -> Mapping[str, Tensor]:
-        """See ``Engine``."""
-        self._awake()
+        self._awake_state()
         what = f"an update of {self._config.weight_bytes >> 20} MiB cannot be staged"
         with allocating(what, "leave the server more memory"):
             return {spec.name: torch.empty(spec.shape) for spec in manifest.tensors}
 
-    async def commit(self, staged: StagedUpdate, weights: WeightTag, policy: KvPolicy) -> Applied:
-        """See ``Engine``."""
-        state = self._awake()
+    async def commit(
+        self, staged: StagedUpdate, weights: WeightTag, policy: KvPolicy
+    ) -> CommitStats:
+        state = self._awake_state()
         if not state.held:
             raise EngineError("weights are committed only while sampling is held")
-        if not state.whole and not staged.tensors:
+        if not state.consistent and not staged.tensors:
             raise EngineError("the weights are discarded: send a full update")
         began = _nanoseconds()
         if staged.tensors:
             state.weight.copy_(staged.tensors[self._spec.name])
-        state.whole = True
+        state.consistent = True
         state.tag = weights
         entries = 0
         if policy is KvPolicy.RECOMPUTE:
             for sequence in state.running.values():
                 entries += sequence.tokens
                 sequence.kv_revision = weights.revision
-                sequence.ready = self._ready_at(sequence.tokens)
+                sequence.prefilled_at = self._prefilled_at(sequence.tokens)
         self._changed.set()
-        return Applied(_nanoseconds() - began, entries)
+        return CommitStats(_nanoseconds() - began, entries)
 
     async def digests(self) -> dict[str, int]:
-        """See ``Engine``."""
-        return {self._spec.name: tensor_digest(self._spec, self._awake().weight)}
+        return {self._spec.name: tensor_digest(self._spec, self._awake_state().weight)}
 
     async def sleep(self, weights: SleepingWeights) -> int:
-        """See ``Engine``."""
-        state = self._living()
+        state = self._running_state()
         if state.running or state.waiting:
             raise EngineError("sequences are live: end them before the engine goes to sleep")
         state.asleep = True
         if weights is SleepingWeights.DISCARD:
-            state.whole = False
+            state.consistent = False
             state.weight.zero_()
             return self._config.weight_bytes
         return 0
 
     async def wake(self, *, reload_checkpoint: bool) -> None:
-        """See ``Engine``; its checkpoint is all zeros."""
-        state = self._living()
+        state = self._running_state()
         state.asleep = False
         if reload_checkpoint:
-            state.weight.zero_()
-            state.whole = True
+            state.weight.zero_()  # as it started
+            state.consistent = True
         self._changed.set()
 
     @property
     def _spec(self) -> TensorSpec:
         return TensorSpec("weight", "float32", (self._config.weight_bytes // 4,))
 
-    def _living(self) -> _State:
+    def _running_state(self) -> _State:
         if self._state is None:
             raise EngineError("the engine does not run")
         return self._state
 
-    def _awake(self) -> _State:
-        state = self._living()
+    def _awake_state(self) -> _State:
+        state = self._running_state()
         if state.asleep:
             raise EngineError("the weights' memory is given back: wake the engine up first")
         return state
@@ -308,23 +297,25 @@ class SyntheticEngine:
             state.sink.on_failure(error)
 
     async def _idle(self, state: _State) -> None:
-        """Until something changes, or the next prompt is computed."""
-        computing = [] if state.held else [s.ready for s in state.running.values()]
+        """Waits until something changes or the next prompt is computed."""
+        prefilling = [] if state.held else [s.prefilled_at for s in state.running.values()]
         loop = asyncio.get_running_loop()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(computing) - loop.time() if computing else None):
+            async with asyncio.timeout(min(prefilling) - loop.time() if prefilling else None):
                 await self._changed.wait()
 
     def _step(self, state: _State) -> Step | None:
-        """One token of every sequence whose prompt is computed; None if there is none."""
-        if state.held or state.asleep or not state.whole:
+        """Samples a token of every sequence whose prompt is computed; None if there is none."""
+        if state.held or state.asleep or not state.consistent:
             return None
         while state.waiting and len(state.running) < self._config.max_running_sequences:
             spec = state.waiting.popleft()
-            ready = self._ready_at(len(spec.prompt) + len(spec.prefix))
-            state.running[spec.key] = _Running(spec, len(spec.prefix), ready, state.tag.revision)
+            prefilled_at = self._prefilled_at(len(spec.prompt) + len(spec.prefix))
+            state.running[spec.key] = _Sequence(
+                spec, len(spec.prefix), prefilled_at, state.tag.revision
+            )
         now = asyncio.get_running_loop().time()
-        sampled = [s for s in state.running.values() if s.ready <= now]
+        sampled = [s for s in state.running.values() if s.prefilled_at <= now]
         if not sampled:
             return None
         step = Step(
@@ -335,48 +326,47 @@ class SyntheticEngine:
             oldest_kv_revisions=[s.kv_revision for s in sampled],
         )
         for sequence, token in zip(sampled, step.token_ids, strict=True):
-            self._report(sequence, step)
+            self._add_extras(sequence, step)
             sequence.length += 1
             if (reason := self._end_reason(sequence, token)) is not None:
                 del state.running[sequence.spec.key]
-                step.ends.append(End(sequence.spec.key, reason))
+                step.ends.append(SequenceEnd(sequence.spec.key, reason))
         return step
 
-    def _draw(self, sequence: _Running, weights: int) -> int:
+    def _draw(self, sequence: _Sequence, weights: int) -> int:
         sampling = sequence.spec.sampling
-        barred = sampling.stop_token_ids if sequence.length < sampling.min_new_tokens else ()
+        banned = sampling.stop_token_ids if sequence.length < sampling.min_new_tokens else ()
         seed = sampling.seed if sampling.temperature else 0
         for attempt in count():
             text = struct.pack("<QQQI", seed, sequence.length, weights, attempt)
             drawn = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
             token = drawn % self._config.vocab_size
-            if token not in barred or len(barred) >= self._config.vocab_size:
+            if token not in banned or len(banned) >= self._config.vocab_size:
                 return token
         raise AssertionError
 
-    def _report(self, sequence: _Running, step: Step) -> None:
-        """What the sequence asked for beside its tokens."""
-        spec, extras = sequence.spec, Extras()
+    def _add_extras(self, sequence: _Sequence, step: Step) -> None:
+        spec, extras = sequence.spec, SequenceExtras()
         if spec.top_logprobs:
             k = spec.top_logprobs
             extras.top_logprobs = TopLogprobs(k, list(range(k)), [self._logprob] * k)
-        if not sequence.told:
-            sequence.told = True
+        if not sequence.prompt_reported:
+            sequence.prompt_reported = True
             extras.cached_prompt_tokens = 0
             if spec.prompt_logprobs and len(spec.prompt) > 1:
-                known = [self._logprob] * (len(spec.prompt) - 1)
-                extras.prompt_logprobs.append(PromptLogprobs(1, known, sequence.kv_revision))
-        if extras != Extras():
+                logprobs = [self._logprob] * (len(spec.prompt) - 1)
+                extras.prompt_logprobs.append(PromptLogprobs(1, logprobs, sequence.kv_revision))
+        if extras != SequenceExtras():
             step.extras[spec.key] = extras
 
-    def _end_reason(self, sequence: _Running, token: int) -> EndReason | None:
+    def _end_reason(self, sequence: _Sequence, token: int) -> EndReason | None:
         sampling = sequence.spec.sampling
         if token in sampling.stop_token_ids:
             return EndReason.STOP
         full = sequence.tokens >= self._config.context_length
         return EndReason.LENGTH if full or sequence.length >= sampling.max_new_tokens else None
 
-    def _ready_at(self, tokens: int) -> float:
+    def _prefilled_at(self, tokens: int) -> float:
         rate = self._config.prefill_tokens_per_second
         return asyncio.get_running_loop().time() + (tokens / rate if rate else 0.0)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rollwire.types import Finish, WeightTag
 
     from rollwire_server.counters import ServerCounters
-    from rollwire_server.engines.base import End, Engine, Step
+    from rollwire_server.engines.base import Engine, SequenceEnd, Step
     from rollwire_server.sequences.request import Request
     from rollwire_server.sequences.sequence import ReadyQueue
     from rollwire_server.state import StateMachine
@@ -427,7 +427,7 @@ def _check_columns(step: Step) -> EngineError | None:
     )
 
 
-def _end_of(sequence: Sequence, end: End) -> Finish | ServiceError:
+def _end_of(sequence: Sequence, end: SequenceEnd) -> Finish | ServiceError:
     match end.reason:
         case EndReason.STOP:
             return sequence.finish(FinishReason.STOP)

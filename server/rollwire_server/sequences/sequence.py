@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from rollwire.types import WeightTag
 
-    from rollwire_server.engines.base import Extras
+    from rollwire_server.engines.base import SequenceExtras
     from rollwire_server.errors import ServiceError
     from rollwire_server.sequences.request import Request
 
@@ -96,7 +96,7 @@ class Sequence:
         self.tokens.append(token)
         self.logprobs.append(logprob)
 
-    def add_extras(self, extras: Extras, weights: WeightTag) -> None:
+    def add_extras(self, extras: SequenceExtras, weights: WeightTag) -> None:
         """Adds what an engine step reports beside its tokens."""
         if (top := extras.top_logprobs) is not None:
             for i in range(0, len(top.token_ids), top.k):

@@ -14,12 +14,11 @@ import structlog
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rollwire.types import KvPolicy, WeightTag
-from rollwire_server.engines.base import EndReason, EngineError, Load
+from rollwire_server.engines.base import EndReason, EngineError, EngineLoad
 from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from rollwire_server.engines.embedded.builtin import build
-from rollwire_server.engines.embedded.failures import MOST_IN_A_ROW
-from rollwire_server.engines.embedded.model import Model
-from rollwire_server.engines.embedded.runner import Runner
+from rollwire_server.engines.embedded.model import PackedModel
+from rollwire_server.engines.embedded.runner import MAX_FAILED_STEPS, ModelRunner
 from support.engines import Recorder, prompts, running, spec, staged_update
 
 if TYPE_CHECKING:
@@ -134,10 +133,10 @@ class Breaking:
         self.tokens = tokens
         self.always = False
         self.once = False
-        self._whole = Model.logits
-        monkeypatch.setattr(Model, "logits", lambda *arguments: self.logits(*arguments))
+        self._whole = PackedModel.logits
+        monkeypatch.setattr(PackedModel, "logits", lambda *arguments: self.logits(*arguments))
 
-    def logits(self, model: Model, batch: Any, rows: Any) -> Any:
+    def logits(self, model: PackedModel, batch: Any, rows: Any) -> Any:
         once, self.once = self.once, False
         if once or self.always or np.isin(batch.input_ids.numpy(), self.tokens).any():
             raise RuntimeError("out of luck")
@@ -182,7 +181,7 @@ async def test_a_sequence_whose_step_raises_ends_alone(monkeypatch: pytest.Monke
 async def test_poison_ends_no_engine(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """However often it comes, and though nothing else runs."""
     Breaking(monkeypatch, 9)
-    for _ in range(2 * MOST_IN_A_ROW):
+    for _ in range(2 * MAX_FAILED_STEPS):
         (failed,) = await driver.sample(spec((8, 9)))
         assert failed.reason is EndReason.STEP_FAILED
     assert driver.recorder.failure is None
@@ -196,26 +195,26 @@ async def test_an_engine_whose_every_step_fails_is_dead(
     with structlog.testing.capture_logs() as logs:
         for fails in (True, False, True):
             breaking.always = fails
-            for _ in range(MOST_IN_A_ROW - 1):
+            for _ in range(MAX_FAILED_STEPS - 1):
                 (told,) = await driver.sample(spec(prompt, 2))
                 assert told.reason is (EndReason.INTERRUPTED if fails else EndReason.LENGTH)
         driver.submit(spec(prompt))
         await driver.recorder.until(lambda: driver.recorder.failure is not None)
     assert str(driver.recorder.failure) == (
-        f"{MOST_IN_A_ROW} steps failed in a row, the last with RuntimeError: out of luck"
+        f"{MAX_FAILED_STEPS} steps failed in a row, the last with RuntimeError: out of luck"
     )
     told = [line for line in logs if line["event"].startswith("a step failed")]
-    assert 1 <= len(told) < MOST_IN_A_ROW, "not once for each"
+    assert 1 <= len(told) < MAX_FAILED_STEPS, "not once for each"
     assert isinstance(told[0]["exc_info"], RuntimeError)
 
 
 async def test_a_dead_loop_is_told_and_answers_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(EmbeddedEngine(CONFIG)) as driver:
 
-        def die(self: Runner) -> None:
+        def die(self: ModelRunner) -> None:
             raise MemoryError("the end")
 
-        monkeypatch.setattr(Runner, "step", die)
+        monkeypatch.setattr(ModelRunner, "step", die)
         driver.submit(spec(prompts(5)[0]))
         waiting = asyncio.ensure_future(driver.engine.digests())
         await driver.recorder.until(lambda: driver.recorder.failure is not None)
@@ -228,7 +227,7 @@ async def test_a_dead_loop_is_told_and_answers_no_more(monkeypatch: pytest.Monke
             driver.engine.submit(spec(prompts(5)[0]))
         await driver.engine.hold()
         await driver.engine.abort([1])
-        assert driver.engine.load() == Load(0, 0, 0, 0)
+        assert driver.engine.load() == EngineLoad(0, 0, 0, 0)
 
 
 async def test_stop_leaves_no_thread_and_no_model() -> None:
@@ -248,7 +247,7 @@ async def test_stop_leaves_no_thread_and_no_model() -> None:
     assert engine_threads() == []
     gc.collect()
     assert runner() is None, "the model and its cache are gone"
-    assert engine.load() == Load(0, 0, 0, 0)
+    assert engine.load() == EngineLoad(0, 0, 0, 0)
     with pytest.raises(EngineError, match="has stopped"):
         await engine.digests()
     with pytest.raises(EngineError, match="make a new one"):
@@ -286,7 +285,7 @@ async def test_results_come_before_the_answers_of_later_calls(driver: Driver) ->
 async def test_load_counts_what_is_there(driver: Driver) -> None:
     await driver.engine.hold()
     sampled = driver.submit(*(spec(p, 300) for p in prompts(*[16] * 6)))
-    assert driver.engine.load() == Load(0, 6, 0, 4 * 4096)
+    assert driver.engine.load() == EngineLoad(0, 6, 0, 4 * 4096)
     await driver.engine.release()
     await driver.tokens(1, *sampled[:3])
     await driver.engine.hold()

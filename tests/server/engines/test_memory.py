@@ -7,7 +7,7 @@ import pytest
 import torch
 from rollwire.types import KvPolicy, SleepingWeights
 from rollwire_server.engines.base import EngineError, NoMemoryError
-from rollwire_server.engines.embedded.weights import Weights
+from rollwire_server.engines.embedded.weights import ModelWeights
 from rollwire_transport import Manifest
 from support.engines import prompts, spec, staged_update
 
@@ -85,11 +85,11 @@ async def test_discarded_weights_come_back_with_a_full_update(driver: Driver) ->
 async def test_a_device_that_is_full_or_fails_is_told_from_a_bug(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception]
 ) -> None:
-    def fails(_: Weights) -> None:
+    def fails(_: ModelWeights) -> None:
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(Weights, "digests", fails)
+        patch.setattr(ModelWeights, "digests", fails)
         with pytest.raises(kind, match=str(error)) as caught:
             await driver.engine.digests()
     assert type(caught.value) is kind

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollwire_server.engines.embedded.sampling import (
     BASES,
-    Noise,
-    Rows,
+    SamplingMetadata,
+    SamplingNoise,
     log_probabilities,
     sample,
 )
@@ -17,11 +17,11 @@ from torch import Tensor
 VOCAB = 24
 
 
-def rows(n: int = 1, **columns: object) -> Rows:
+def rows(n: int = 1, **columns: object) -> SamplingMetadata:
     def column(name: str, default: float, dtype: type) -> np.ndarray:
         return np.broadcast_to(np.asarray(columns.get(name, default), dtype), n).copy()
 
-    return Rows(
+    return SamplingMetadata(
         temperature=column("temperature", 1.0, np.float32),
         top_k=column("top_k", 0, np.int64),
         top_p=column("top_p", 1.0, np.float32),
@@ -80,7 +80,7 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(64, 300, generator=generator) * 3
     choose = np.random.default_rng(0)
-    how = Rows(
+    how = SamplingMetadata(
         temperature=choose.choice(np.float32([0, 0.5, 1, 1.5]), 64),
         top_k=choose.choice([0, 5, 299, 1000], 64),
         top_p=choose.choice(np.float32([0.3, 0.9, 1]), 64),
@@ -88,10 +88,10 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
         noise_keys=choose.integers(-(2**63), 2**63, 64),
         basis=choose.integers(0, 3, 64),
     )
-    noise = Noise(300, torch.device("cpu"))
+    noise = SamplingNoise(300, torch.device("cpu"))
     whole = sample(logits, how, noise)
     for part in (slice(0, 1), slice(5, 12), slice(63, 64)):
-        some = Rows(
+        some = SamplingMetadata(
             **{
                 name: getattr(how, name)[part]
                 for name in ("temperature", "top_k", "top_p", "min_p", "noise_keys", "basis")
@@ -103,8 +103,8 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
 
 
 def noise_of(seeds: list[int], positions: list[int], vocab: int = VOCAB) -> Tensor:
-    keys = Noise.keys(np.array(seeds, np.uint64), np.array(positions, np.int64))
-    return Noise(vocab, torch.device("cpu")).exponential(torch.from_numpy(keys))
+    keys = SamplingNoise.keys(np.array(seeds, np.uint64), np.array(positions, np.int64))
+    return SamplingNoise(vocab, torch.device("cpu")).exponential(torch.from_numpy(keys))
 
 
 def test_noise_is_what_it_always_was() -> None:
@@ -143,6 +143,6 @@ def test_noise_is_exponential_and_independent(vary: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_noise_is_the_same_on_a_gpu() -> None:
     keys = torch.arange(-50, 50) * 0x1234567890ABCD
-    here = Noise(5000, torch.device("cpu")).exponential(keys)
-    there = Noise(5000, torch.device("cuda")).exponential(keys.cuda()).cpu()
+    here = SamplingNoise(5000, torch.device("cpu")).exponential(keys)
+    there = SamplingNoise(5000, torch.device("cuda")).exponential(keys.cuda()).cpu()
     torch.testing.assert_close(there, here, atol=0, rtol=1e-6)

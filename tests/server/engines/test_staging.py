@@ -8,9 +8,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rollwire_server.engines.allocating import allocating
 from rollwire_server.engines.base import EngineError, NoMemoryError
-from rollwire_server.engines.embedded.staging import StagingPlace, choose, in_slabs, memory_like
+from rollwire_server.engines.embedded.weights import (
+    StagingPlace,
+    allocate_slabs,
+    allocate_staging,
+    choose_staging,
+)
+from rollwire_server.engines.memory import allocating
 from rollwire_transport import describe_all, plan
 from rollwire_transport._slots import in_place_view
 from rollwire_transport._tensors import as_bytes
@@ -33,7 +38,7 @@ AUTO, DEVICE, HOST = StagingPlace.AUTO, StagingPlace.DEVICE, StagingPlace.HOST
 def test_the_place_follows_from_the_memory_there_is(
     asked: StagingPlace, device: torch.device, free: int, chosen: StagingPlace
 ) -> None:
-    assert choose(asked, device, needed=100, free=free) is chosen
+    assert choose_staging(asked, device, needed=100, free=free) is chosen
 
 
 @given(
@@ -48,7 +53,7 @@ def test_tensors_in_slabs_are_apart(
         f"t{i}": torch.empty(shape, dtype=dtype)
         for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=False))
     }
-    staged = in_slabs(targets, lambda size: torch.empty(size, dtype=torch.uint8), slab)
+    staged = allocate_slabs(targets, lambda size: torch.empty(size, dtype=torch.uint8), slab)
     assert list(staged) == list(targets)
     for number, (name, tensor) in enumerate(staged.items()):
         assert (tensor.shape, tensor.dtype) == (targets[name].shape, targets[name].dtype)
@@ -61,7 +66,7 @@ def test_tensors_in_slabs_are_apart(
 def test_buckets_have_their_place_in_it() -> None:
     targets = {f"t{i}": torch.empty(size) for i, size in enumerate((100, 3, 0, 1000, 1))}
     manifest = plan(describe_all(targets), bucket_bytes=640)
-    staged = memory_like(targets, HOST)
+    staged = allocate_staging(targets, HOST)
     there = {i: as_bytes(staged[spec.name]) for i, spec in enumerate(manifest.tensors)}
     assert all(in_place_view(bucket, there, CPU) is not None for bucket in manifest.buckets)
 
@@ -69,7 +74,7 @@ def test_buckets_have_their_place_in_it() -> None:
 def test_an_update_that_no_memory_is_left_for_is_named_as_such() -> None:
     targets = {"large": torch.empty(1).expand(1 << 50)}
     with pytest.raises(NoMemoryError, match=f"an update of {1 << 32} MiB cannot be staged"):
-        memory_like(targets, HOST)
+        allocate_staging(targets, HOST)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The embedded engine: continuous batching over a Hugging Face language model, in process."""
 
-from rollwire_server.engines.embedded.config import EmbeddedConfig
 from rollwire_server.engines.embedded.engine import EmbeddedEngine
-from rollwire_server.engines.embedded.staging import StagingPlace
+from rollwire_server.engines.embedded.startup import EmbeddedConfig
+from rollwire_server.engines.embedded.weights import StagingPlace
 
 __all__ = ["EmbeddedConfig", "EmbeddedEngine", "StagingPlace"]

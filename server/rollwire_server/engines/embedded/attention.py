@@ -1,11 +1,11 @@
-"""Attention of packed rows over the KV cache; transformers' models call it by its name.
+"""Attention of packed rows over the KV cache, registered with transformers.
 
-A model sees one batch row ``[1, tokens]``. Everything but attention treats tokens alone, and here
-each row attends to its own sequence.
+A model sees one batch row ``[1, tokens]``. All other layers treat each token by itself; here each
+row attends to its own sequence.
 
-On one CPU thread in fp32 the result of a token does not depend on what shares its batch, bit for
-bit: each query token is a query block of its own, and keys come in multiples of ``WIDTH_STEP``, so
-that padding adds zeros in whole vectors.
+On one CPU thread in fp32 a token's result does not depend on the batch, bit for bit: each query
+token is a query block of its own, and keys come in multiples of ``WIDTH_STEP``, so that padding
+adds zeros in whole vectors.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from rollwire_server.engines.embedded.batch import WIDTH_STEP, Batch, round_up
+from rollwire_server.engines.embedded.kv_cache import WIDTH_STEP, round_up
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from rollwire_server.engines.embedded.batch import PackedBatch
+
 ATTENTION = "rollwire_slots"
 """The name under which transformers knows ``attend``."""
 
-# What some models want of their attention beyond a causal mask, and do not get here.
+# Arguments by which some models ask for more than a causal mask.
 _NOT_COMPUTED = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
 
 
 class UnservableModelError(Exception):
-    """The model asks its attention for something that this engine does not compute."""
+    """The model needs an attention that this engine does not compute."""
 
 
 def is_batch_invariant(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether results are kept from depending on the batch; done where that is cheap enough.
-
-    Several threads would cut tensors, and with them sums, in other places for other sizes.
-    """
+    """Whether a token's result must not depend on its batch; so where that is cheap enough."""
+    # Several threads would split tensors, and with them sums, differently for other sizes.
     return dtype is torch.float32 and device.type == "cpu" and torch.get_num_threads() == 1
 
 
@@ -47,16 +47,16 @@ def attend(
     attention_mask: Tensor | None,  # noqa: ARG001 - the interface's; the batch knows who sees whom
     scaling: float | None = None,
     sliding_window: int | None = None,
-    batch: Batch | None = None,
+    batch: PackedBatch | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Stores the keys and values of a batch's rows and lets each row attend to its sequence.
+    """Stores the keys and values of a batch's rows, then each row attends to its sequence.
 
     ``query`` is [1, heads, rows, dim], ``key`` and ``value`` [1, kv_heads, rows, dim]; the result
-    is [1, rows, heads, dim]. Raises UnservableModelError when a model wants more than that.
+    is [1, rows, heads, dim]. Raises UnservableModelError when the model asks for anything else.
     """
     if batch is None:
-        raise UnservableModelError("does not hand its arguments on to its attention")
+        raise UnservableModelError("does not pass its arguments on to its attention")
     if asked := [name for name in _NOT_COMPUTED if kwargs.get(name) is not None]:
         raise UnservableModelError(f"its attention uses {asked[0]}, which is not supported")
 
@@ -96,7 +96,7 @@ def attend(
 
 
 def _store(states: Tensor, new: Tensor, entries: Tensor) -> None:
-    """Puts rows [1, heads, rows, dim] where they belong in [slots, tokens, heads, dim]."""
+    """Writes rows [1, heads, rows, dim] to their entries in [slots, tokens, heads, dim]."""
     states.flatten(0, 1).index_copy_(0, entries, new[0, :, : len(entries)].transpose(0, 1))
 
 
@@ -111,7 +111,7 @@ def _attend_rows(
     n, heads, dim = rows.shape
     mask = mask[:, None, None]
     if is_batch_invariant(rows.dtype, rows.device):
-        # Packing a group's heads into one block, as below, makes the order of sums depend on width.
+        # Heads of a group in one block, as below, would make the order of sums depend on width.
         return scaled_dot_product_attention(
             rows[:, :, None], keys, values, attn_mask=mask, scale=scaling, enable_gqa=True
         ).squeeze(2)
@@ -125,7 +125,7 @@ def _attend_block(
 ) -> Tensor:
     """Many query tokens of one sequence: [1, heads, n, dim] over [1, kv_heads, width, dim].
 
-    The heads that share keys stand below each other as rows, so that no keys are repeated.
+    Heads that share keys are stacked as rows, so that no keys are repeated.
     """
     _, heads, n, dim = query.shape
     group = heads // keys.shape[1]

@@ -1,4 +1,4 @@
-"""The token rows of one step, packed: of many sequences, one after the other."""
+"""What one step computes: which tokens of which sequences, and those tokens packed into tensors."""
 
 from __future__ import annotations
 
@@ -8,40 +8,81 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from rollwire_server.engines.embedded.kv_cache import WIDTH_STEP, round_up
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rollwire_server.engines.embedded.kv_cache import KvCache
 
-WIDTH_STEP = 16
-"""Keys that a row may see are padded to a multiple of this."""
 
+@dataclass(frozen=True, slots=True)
+class PrefixCopy:
+    """KV entries of a common prefix that a slot copies from another instead of computing them."""
 
-def round_up(n: int, step: int) -> int:
-    """The least multiple of ``step`` that is not below ``n``."""
-    return -(-n // step) * step
+    source: int
+    target: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens ``start`` to ``end`` of the sequence in ``slot``."""
+class PrefillChunk:
+    """Tokens ``start`` to ``end`` (exclusive) of the sequence in ``slot``."""
 
     slot: int
     start: int
     end: int
 
 
-@dataclass(slots=True)
-class Batch:
-    """Token rows: first one of each decoding slot, then chunks of prefill, then padding.
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step computes.
 
     Attributes:
-        cache: Where keys and values go to and come from.
+        copies: Done before anything is computed.
+        decoding: Slots whose last token is computed, ascending.
+        chunks: Tokens of other slots.
+    """
+
+    copies: list[PrefixCopy]
+    decoding: np.ndarray
+    chunks: list[PrefillChunk]
+
+    @property
+    def slots(self) -> list[int]:
+        return [*self.decoding.tolist(), *(chunk.slot for chunk in self.chunks)]
+
+    def halves(self) -> tuple[StepPlan, StepPlan]:
+        """The plan cut in two by slots. The result does not depend on which half runs first."""
+        slots = self.slots
+        at, n = len(slots) // 2, len(self.decoding)
+        first = set(slots[:at])
+        return (
+            StepPlan(
+                [copy for copy in self.copies if copy.target in first],
+                self.decoding[:at],
+                self.chunks[: max(0, at - n)],
+            ),
+            StepPlan(
+                [copy for copy in self.copies if copy.target not in first],
+                self.decoding[at:],
+                self.chunks[max(0, at - n) :],
+            ),
+        )
+
+
+@dataclass(slots=True)
+class PackedBatch:
+    """Token rows: one of each decoding slot, then the prefill chunks, then padding.
+
+    Attributes:
+        cache: Where keys and values are read and written.
         input_ids, positions: Of all rows; [rows].
-        entries: Where each row but the padding goes in the cache, as slot * context + position.
+        entries: Where each row but the padding is stored in the cache, as slot * context +
+            position.
         decoding: Slots, ascending; [n].
         chunks: In the order of their rows.
-        width: Keys that decoding rows may see, a multiple of WIDTH_STEP.
+        width: How many keys decoding rows may see, a multiple of WIDTH_STEP.
     """
 
     cache: KvCache
@@ -49,16 +90,17 @@ class Batch:
     positions: Tensor
     entries: Tensor
     decoding: Tensor
-    chunks: list[Chunk]
+    chunks: list[PrefillChunk]
     width: int
-    _adjoining: slice | None = None
+    _adjacent: slice | None = None  # the decoding slots, if they are adjacent
     _masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
     def of_decoding(self, states: Tensor) -> Tensor:
-        """What decoding rows may see of a layer's keys or values: [n, heads, width, dim], a view
-        where the slots adjoin.
+        """A layer's keys or values that decoding rows may see, [n, heads, width, dim].
+
+        A view where the slots are adjacent, else a copy.
         """
-        chosen = states[self.decoding if self._adjoining is None else self._adjoining, : self.width]
+        chosen = states[self.decoding if self._adjacent is None else self._adjacent, : self.width]
         return chosen.transpose(1, 2)
 
     @property
@@ -85,13 +127,13 @@ def pack(
     tokens: np.ndarray,
     decoding: np.ndarray,
     last: np.ndarray,
-    chunks: list[Chunk],
+    chunks: list[PrefillChunk],
     row_step: int,
-) -> tuple[Batch, np.ndarray, np.ndarray]:
-    """A batch of tokens ``last`` of slots ``decoding`` (ascending), and of ``chunks``.
+) -> tuple[PackedBatch, np.ndarray, np.ndarray]:
+    """Packs token ``last`` of each slot in ``decoding`` (ascending), and ``chunks``.
 
-    ``tokens`` is [slots, context]. Returns the slots and positions of its rows, too; with padding
-    there is a multiple of ``row_step`` of them.
+    ``tokens`` is [slots, context]. The batch is padded to a multiple of ``row_step`` rows. Also
+    returns the slot and the position of each row but the padding.
     """
     slots = np.concatenate([decoding, *(np.full(c.end - c.start, c.slot) for c in chunks)])
     positions = np.concatenate([last, *(np.arange(c.start, c.end) for c in chunks)])
@@ -102,8 +144,8 @@ def pack(
     host[2, :rows] = slots * cache.context + positions
     device = torch.from_numpy(host).to(cache.device)
     n = len(decoding)
-    adjoin = n > 0 and decoding[-1] - decoding[0] == n - 1
-    batch = Batch(
+    adjacent = n > 0 and decoding[-1] - decoding[0] == n - 1
+    batch = PackedBatch(
         cache=cache,
         input_ids=device[0],
         positions=device[1],
@@ -111,6 +153,6 @@ def pack(
         decoding=torch.from_numpy(decoding).to(cache.device),
         chunks=chunks,
         width=round_up(int(last.max(initial=0)) + 1, WIDTH_STEP),
-        _adjoining=slice(int(decoding[0]), int(decoding[-1]) + 1) if adjoin else None,
+        _adjacent=slice(int(decoding[0]), int(decoding[-1]) + 1) if adjacent else None,
     )
     return batch, slots, positions

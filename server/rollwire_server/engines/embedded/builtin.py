@@ -1,4 +1,4 @@
-"""Models that need no files, for demonstrations and tests: random, tiny, always the same."""
+"""Tiny models with fixed random weights, for demonstrations and tests; they need no files."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ BUILTIN: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def build(name: str) -> PreTrainedModel:
-    """A built-in model in fp32 on the CPU, with the weights of seed 0; the process's random state
-    stays as it is.
+    """A built-in model in fp32 on the CPU with the weights of seed 0.
 
-    The weights are drawn here, not by transformers, so that they are the same under each of its
-    releases and whatever other threads draw meanwhile.
+    Leaves the process's random state as it is.
     """
+    # The weights are drawn here, not by transformers, so that they are the same with each of its
+    # releases and whatever other threads draw meanwhile.
     with torch.random.fork_rng(devices=[]):
         model = BUILTIN[name]()
     generator = torch.Generator().manual_seed(0)

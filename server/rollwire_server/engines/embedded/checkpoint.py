@@ -1,4 +1,4 @@
-"""Reads a model from local files, or builds a built-in one; asks no hub."""
+"""Reads models from local files, never from a hub, and names tensors as checkpoints do."""
 
 from __future__ import annotations
 
@@ -14,34 +14,68 @@ from rollwire_server.engines.embedded.builtin import BUILTIN, build
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch import Tensor
     from transformers import PreTrainedModel
 
-    from rollwire_server.engines.embedded.config import EmbeddedConfig
 
+def read_model(name: str, dtype_name: str) -> PreTrainedModel:
+    """A model on the CPU, from the directory ``name`` or built in.
 
-def read_model(config: EmbeddedConfig) -> PreTrainedModel:
-    """The model of a configuration on the CPU; raises EngineError with one line if there is none
-    that transformers can load as a causal language model.
+    Raises EngineError with a one-line message when transformers cannot load it as a causal language
+    model.
     """
-    dtype = _dtype(config.dtype)
-    with quiet():
-        if not config.model.startswith("builtin:"):
-            return _read(Path(config.model), dtype)
-        if config.model not in BUILTIN:
+    dtype = _dtype(dtype_name)
+    with quiet_transformers():
+        if not name.startswith("builtin:"):
+            return _read(Path(name), dtype)
+        if name not in BUILTIN:
             known = ", ".join(sorted(BUILTIN))
-            raise EngineError(f"unknown built-in model {config.model!r}; there are {known}")
-        model = build(config.model)
+            raise EngineError(f"unknown built-in model {name!r}; there are {known}")
+        model = build(name)
         return model if dtype == "auto" else model.to(dtype)
 
 
+def checkpoint_tensors(hf: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by their names in a checkpoint, aliases included.
+
+    The tensors are views of the model's memory.
+    """
+    # transformers keeps the experts of a layer in two tensors where checkpoints have three matrices
+    # an expert. Only transformers knows how one becomes the other, so its own conversion runs on
+    # stand-ins: a row of two equal numbers for each matrix. Where the conversion does more than
+    # split and rename, the tensors keep the model's own names.
+    from transformers.core_model_loading import revert_weight_conversion
+
+    own = {name: tensor.detach() for name, tensor in hf.state_dict(keep_vars=True).items()}
+    matrices: list[Tensor] = []
+    stand_ins: dict[str, Tensor] = {}
+    for name, tensor in own.items():
+        stacked = _stacked(hf, name, tensor)
+        rows = stacked.flatten(0, 1) if stacked is not None else tensor[None]
+        numbers = torch.arange(len(matrices), len(matrices) + len(rows))
+        lead = stacked.shape[:2] if stacked is not None else (1,) * (tensor.ndim - 1)
+        stand_ins[name] = numbers.view(*lead, 1).expand(*lead, 2)
+        matrices.extend(rows)
+
+    tensors: list[tuple[int, str]] = []
+    for name, stand_in in revert_weight_conversion(hf, stand_ins).items():
+        first, *others = stand_in.flatten().tolist()
+        if stand_in.shape[-1] != 2 or others != [first]:
+            return own
+        tensors.append((first, name))
+    tensors.sort()
+    if [number for number, _ in tensors] != list(range(len(matrices))):
+        return own
+    return {name: matrices[number] for number, name in tensors}
+
+
 def first_line(error: BaseException) -> str:
-    """What an error says, as one line."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Keeps transformers' progress bars and advice out of the server's output."""
     from transformers.utils import logging
 
@@ -87,3 +121,14 @@ def _read(path: Path, dtype: Any) -> PreTrainedModel:
         )
     loaded: PreTrainedModel = model
     return loaded
+
+
+def _stacked(hf: PreTrainedModel, name: str, tensor: Tensor) -> Tensor | None:
+    """A tensor that holds the matrices of all experts, as [experts, matrices, rows, columns]."""
+    module_name, _, kind = name.rpartition(".")
+    matrices = {"gate_up_proj": 2, "down_proj": 1}.get(kind)
+    module = hf.get_submodule(module_name)
+    plain = getattr(module, "is_concatenated", False) and not getattr(module, "is_transposed", True)
+    if matrices is None or tensor.ndim != 3 or not plain:
+        return None
+    return tensor.view(tensor.shape[0], matrices, -1, tensor.shape[2])

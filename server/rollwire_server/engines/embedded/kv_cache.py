@@ -1,22 +1,28 @@
-"""Keys and values of every slot."""
+"""The keys and values of every slot."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollwire_server.engines.embedded.batch import WIDTH_STEP, round_up
-
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+WIDTH_STEP = 16
+"""The number of keys that a row attends to is padded to a multiple of this."""
+
+
+def round_up(n: int, step: int) -> int:
+    """The smallest multiple of ``step`` that is at least ``n``."""
+    return -(-n // step) * step
+
 
 class KvCache:
-    """Keys and values of ``slots`` sequences of up to ``context`` tokens, one pair a layer.
+    """Keys and values of ``slots`` sequences of up to ``context`` tokens, two tensors a layer.
 
-    Laid out [slot, token, head, dim]; a layer's heads and dims are those of the first keys and
-    values that it stores, so they are the model's own business. What was not written is zero, and
-    what was is finite: padding is masked by adding -inf to scores, which does not hide NaN.
+    The layout is [slot, token, head, dim]. A layer's heads and dims are those of the first keys and
+    values that it stores. Entries that were never written are zero, and written ones are finite:
+    padding is masked by adding -inf to scores, which does not hide NaN.
     """
 
     def __init__(self, slots: int, context: int, device: torch.device) -> None:
@@ -26,7 +32,7 @@ class KvCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def resized(self, slots: int, context: int) -> KvCache:
-        """An empty cache for the same layers, of another size."""
+        """An empty cache of another size for the same layers."""
         other = KvCache(slots, context, self.device)
         for index, (keys, values) in self._layers.items():
             other._layers[index] = (other._zeros(keys), other._zeros(values))
@@ -45,31 +51,30 @@ class KvCache:
             states[targets, :tokens] = states[sources, :tokens]
 
     def clear(self, slots: Tensor) -> None:
-        """Makes slots as new."""
+        """Sets all entries of slots to zero."""
         for states in self._tensors():
             states[slots] = 0
 
     def free(self) -> int:
-        """Gives the memory back until ``take``; returns its bytes."""
+        """Frees the memory until ``reallocate``; returns the bytes freed."""
         freed = self.nbytes
         for states in self._tensors():
             states.untyped_storage().resize_(0)
         return freed
 
-    def take(self) -> None:
-        """Takes back what ``free`` gave, empty."""
+    def reallocate(self) -> None:
+        """Takes back the memory that ``free`` freed; all entries are zero."""
         for states in self._tensors():
             states.untyped_storage().resize_(states.numel() * states.itemsize)
             states.zero_()
 
     @property
     def nbytes(self) -> int:
-        """Of the memory that it has."""
         return sum(states.untyped_storage().nbytes() for states in self._tensors())
 
     def _tensors(self) -> list[Tensor]:
         return [states for layer in self._layers.values() for states in layer]
 
     def _zeros(self, like: Tensor) -> Tensor:
-        """For tokens as ``like`` [_, _, heads, dim] holds them."""
+        """[slots, context, heads, dim], with heads and dim of ``like`` [_, _, heads, dim]."""
         return like.new_zeros(self.slots, self.context, *like.shape[2:])

@@ -1,7 +1,7 @@
-"""Sampling one token a row: noise that depends on its seed alone, truncation, log-probabilities.
+"""Samples one token a row: seeded noise, truncation, log-probabilities.
 
-Every function treats rows alone, with sums in an order that does not depend on the batch, so that a
-row's result is the same beside any other rows.
+Every function treats each row by itself, with sums in an order that does not depend on the batch:
+a row's result is the same beside any other rows.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x
 
 
-class Noise:
-    """Exponential noise, one value a token of the vocabulary, from a counter-based hash of (seed,
-    position, token id): the same integers on every device.
+class SamplingNoise:
+    """Exponential noise, one value a token of the vocabulary.
+
+    It comes from a counter-based hash of (seed, position, token id): the same integers on every
+    device.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -51,11 +53,9 @@ class Noise:
         return _mix(_mix(seeds + np.uint64(_GOLDEN)) ^ _mix(counters)).view(np.int64)
 
     def exponential(self, keys: Tensor) -> Tensor:
-        """Exponential noise of rate 1 in fp32, [rows, vocab].
-
-        Small values win, so the uniform number that they come from is a float that is fine near
-        zero, not a fixed-point one. A sign has no use in it and is dropped.
-        """
+        """Exponential noise of rate 1 in fp32, [rows, vocab]."""
+        # The smallest value wins, so the uniform number must be fine near zero: it is made as a
+        # float, not in fixed point. Its sign is dropped.
         x = keys[:, None] ^ self._tokens
         x *= _signed(_MIX_1)
         x ^= x >> 27
@@ -65,15 +65,15 @@ class Noise:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class SamplingMetadata:
     """How to sample each row; arrays are [rows], on the host.
 
     Attributes:
         temperature: 0 is greedy.
         top_k, top_p, min_p: 0, 1.0 and 0.0 turn them off.
-        noise_keys: From ``Noise.keys``.
+        noise_keys: From ``SamplingNoise.keys``.
         basis: Of each row's log-probabilities, as an index into ``BASES``.
-        banned: Rows and tokens of what must not be drawn.
+        banned: Rows and token ids that must not be drawn.
     """
 
     temperature: np.ndarray
@@ -90,7 +90,7 @@ _TEMPERATURE, _MODEL, _SAMPLED = range(3)
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SamplerOutput:
     """One token a row.
 
     Attributes:
@@ -102,79 +102,81 @@ class Sampled:
     logprobs: Tensor
 
 
-def sample(logits: Tensor, rows: Rows, noise: Noise) -> Sampled:
+def sample(logits: Tensor, metadata: SamplingMetadata, noise: SamplingNoise) -> SamplerOutput:
     """Draws a token for each row of fp32 ``logits`` [rows, vocab].
 
-    The draw is the largest of score + Gumbel noise, which picks tokens with the probabilities of
-    the softmax of what top-k, top-p and min-p leave of the scores.
+    The draw is the largest score + Gumbel noise. That picks tokens with the probabilities of the
+    softmax over the scores that top-k, top-p and min-p leave.
     """
-    scaled = _scale(logits, rows)
-    drawn_from = _restrict(scaled, rows)
-    greedy = rows.temperature == 0
+    scaled = _scale(logits, metadata)
+    drawn_from = _restrict(scaled, metadata)
+    greedy = metadata.temperature == 0
     if greedy.all():
         token_ids = drawn_from.argmax(-1)
     else:
-        keys = torch.from_numpy(rows.noise_keys).to(logits.device)
+        keys = torch.from_numpy(metadata.noise_keys).to(logits.device)
         gumbel = noise.exponential(keys).log_()
         if greedy.any():
             gumbel[torch.from_numpy(greedy).to(logits.device)] = 0
         token_ids = torch.sub(drawn_from, gumbel, out=gumbel).argmax(-1)
-    return Sampled(token_ids, _log_probabilities(logits, scaled, drawn_from, rows))
+    return SamplerOutput(token_ids, _log_probabilities(logits, scaled, drawn_from, metadata))
 
 
-def log_probabilities(logits: Tensor, rows: Rows) -> Tensor:
+def log_probabilities(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     """Log-probabilities of every token in each row's basis, fp32, [rows, vocab]."""
-    scaled = _scale(logits, rows)
-    drawn_from = _restrict(scaled, rows) if (rows.basis == _SAMPLED).any() else scaled
-    return _log_probabilities(logits, scaled, drawn_from, rows)
+    scaled = _scale(logits, metadata)
+    drawn_from = _restrict(scaled, metadata) if (metadata.basis == _SAMPLED).any() else scaled
+    return _log_probabilities(logits, scaled, drawn_from, metadata)
 
 
-def _log_probabilities(logits: Tensor, scaled: Tensor, drawn_from: Tensor, rows: Rows) -> Tensor:
+def _log_probabilities(
+    logits: Tensor, scaled: Tensor, drawn_from: Tensor, metadata: SamplingMetadata
+) -> Tensor:
     chosen = scaled
-    if (model := rows.basis == _MODEL).any():
+    if (model := metadata.basis == _MODEL).any():
         chosen = torch.where(_column(model, logits), logits, chosen)
-    if (sampled := rows.basis == _SAMPLED).any():
+    if (sampled := metadata.basis == _SAMPLED).any():
         only_best = torch.full_like(scaled, -torch.inf)
         only_best.scatter_(1, drawn_from.argmax(-1, keepdim=True), 0.0)
-        greedy = _column(rows.temperature == 0, logits)
+        greedy = _column(metadata.temperature == 0, logits)
         certain = torch.where(greedy, only_best, drawn_from)
         chosen = torch.where(_column(sampled, logits), certain, chosen)
     return chosen.log_softmax(-1)
 
 
-def _scale(logits: Tensor, rows: Rows) -> Tensor:
-    divisor = np.where(rows.temperature == 0, 1, rows.temperature).astype(np.float32)
+def _scale(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+    divisor = np.where(metadata.temperature == 0, 1, metadata.temperature).astype(np.float32)
     if (divisor == 1).all():
         return logits
     return logits / _column(divisor, logits)
 
 
-def _restrict(scaled: Tensor, rows: Rows) -> Tensor:
+def _restrict(scaled: Tensor, metadata: SamplingMetadata) -> Tensor:
     """The scores that are drawn from: -inf for what is banned or cut off."""
-    if rows.banned[0]:
+    if metadata.banned[0]:
         scaled = scaled.clone()
-        scaled[rows.banned] = -torch.inf
-    ranked = (rows.top_k > 0) | (rows.top_p < 1)
-    floored = rows.min_p > 0
+        scaled[metadata.banned] = -torch.inf
+    ranked = (metadata.top_k > 0) | (metadata.top_p < 1)
+    floored = metadata.min_p > 0
     if not ranked.any() and not floored.any():
         return scaled
     lowest = scaled.new_full((len(scaled), 1), -torch.inf)
     if ranked.any():
         index = torch.from_numpy(ranked.nonzero()[0]).to(scaled.device)
-        lowest[index] = _lowest_ranked(scaled[index], rows.top_k[ranked], rows.top_p[ranked])
+        lowest[index] = _lowest_ranked(
+            scaled[index], metadata.top_k[ranked], metadata.top_p[ranked]
+        )
     if floored.any():
-        floor = np.log(rows.min_p, where=floored, out=np.full(len(floored), -np.inf))
+        floor = np.log(metadata.min_p, where=floored, out=np.full(len(floored), -np.inf))
         best = scaled.amax(-1, keepdim=True)
         lowest = torch.maximum(lowest, best + _column(floor.astype(np.float32), scaled))
     return scaled.masked_fill(scaled < lowest, -torch.inf)
 
 
 def _lowest_ranked(scaled: Tensor, top_k: np.ndarray, top_p: np.ndarray) -> Tensor:
-    """The lowest score that top-k, then top-p of what that leaves, keep: [rows, 1].
-
-    A bound on scores rather than on ranks, so that equal scores share their fate and nothing
-    depends on how a sort orders them.
-    """
+    """The lowest score that is kept by top-k, then by top-p of the rest: [rows, 1]."""
+    # A bound on scores rather than ranks: equal scores are kept or cut together, so nothing depends
+    # on how a sort orders them.
     vocab = scaled.shape[-1]
     k = np.where(top_k == 0, vocab, np.minimum(top_k, vocab))
     scores = scaled.topk(int(k.max()), dim=-1).values

@@ -1,8 +1,9 @@
-"""From a configuration to a runner that serves."""
+"""The engine's configuration, and how a runner is made from it: load, probe, size the cache."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,14 +13,13 @@ from rollwire.types import LogprobBasis
 from rollwire_server.engines.base import EngineError, EngineInfo
 from rollwire_server.engines.embedded.checkpoint import first_line, read_model
 from rollwire_server.engines.embedded.probe import probe
-from rollwire_server.engines.embedded.runner import Runner
-from rollwire_server.engines.embedded.staging import StagingPlace, choose
+from rollwire_server.engines.embedded.runner import ModelRunner
+from rollwire_server.engines.embedded.weights import StagingPlace, choose_staging
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rollwire_server.engines.embedded.config import EmbeddedConfig
-    from rollwire_server.engines.embedded.probe import Findings
+    from rollwire_server.engines.embedded.probe import ProbeResult
 
 MAX_TOP_LOGPROBS = 64
 SAMPLING_PARAMETERS = frozenset(
@@ -37,22 +37,48 @@ SAMPLING_PARAMETERS = frozenset(
 )
 
 CPU_CONTEXT_CAP = 4096
-"""Longest context on a CPU unless more is asked for."""
+"""The longest context on a CPU, unless a longer one is configured."""
 
 MIN_CONTEXT = 256
-"""A cache that has less room for each sequence is refused, unless it is asked for."""
+"""A shorter context than this must be configured explicitly."""
 
 KV_SHARE = 0.5
-"""Of the memory that is free beside the weights and, if it lies there too, a staged copy of them.
-"""
+"""The KV cache's share of the memory that is free beside the weights and a staged update."""
 
 
-def start_runner(config: EmbeddedConfig, server_id: str) -> tuple[Runner, EngineInfo]:
-    """Loads the model and sizes its cache; raises EngineError with one line if that fails."""
+@dataclass(frozen=True, slots=True)
+class EmbeddedConfig:
+    """How to start an ``EmbeddedEngine``.
+
+    Attributes:
+        model: The directory of a Hugging Face checkpoint, ``builtin:tiny`` or ``builtin:tiny-moe``.
+        dtype: Of the weights, as torch names it; "auto" is the checkpoint's own.
+        device: As torch names it; "auto" is a CUDA device if there is one, else the CPU.
+        max_running_sequences: Sequences sampled at the same time; the rest wait.
+        context_length: Most prompt and output tokens of one sequence. None: the model's own limit,
+            as far as memory for the KV cache allows (and at most 4096 on a CPU).
+        prefill_tokens: Most prompt tokens that one step computes beside decoding.
+        staging: Where an update waits for its commit.
+        threads: torch's threads on a CPU. With two, small models on a busy machine are many times
+            slower than with one.
+    """
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    max_running_sequences: int = 64
+    context_length: int | None = None
+    prefill_tokens: int = 2048
+    staging: StagingPlace = StagingPlace.AUTO
+    threads: int = 1
+
+
+def start_runner(config: EmbeddedConfig, server_id: str) -> tuple[ModelRunner, EngineInfo]:
+    """Loads the model and sizes its cache; raises EngineError with a one-line message."""
     device = _device(config.device)
     if device.type == "cpu":
         torch.set_num_threads(config.threads)
-    hf = read_model(config).eval().requires_grad_(requires_grad=False)
+    hf = read_model(config.model, config.dtype).eval().requires_grad_(requires_grad=False)
     try:
         return _start(config, server_id, hf.to(device))
     except torch.OutOfMemoryError as error:
@@ -62,15 +88,17 @@ def start_runner(config: EmbeddedConfig, server_id: str) -> tuple[Runner, Engine
 
 def _start(
     config: EmbeddedConfig, server_id: str, hf: PreTrainedModel
-) -> tuple[Runner, EngineInfo]:
-    findings = probe(hf)
-    model = findings.model
-    staging = choose(config.staging, model.device, _weight_bytes(hf), _free_bytes(model.device))
-    context = _context_length(config, findings, staging)
-    runner = Runner(
+) -> tuple[ModelRunner, EngineInfo]:
+    result = probe(hf)
+    model = result.model
+    staging = choose_staging(
+        config.staging, model.device, _weight_bytes(hf), _free_bytes(model.device)
+    )
+    context = _context_length(config, result, staging)
+    runner = ModelRunner(
         model,
-        findings.cache.resized(config.max_running_sequences, context),
-        lambda: read_model(config),
+        result.cache.resized(config.max_running_sequences, context),
+        lambda: read_model(config.model, config.dtype),
         context=context,
         prefill_tokens=config.prefill_tokens,
         staging=staging,
@@ -86,7 +114,7 @@ def _start(
         context_length=context,
         eos_token_ids=model.eos_token_ids,
         logprob_bases=frozenset(LogprobBasis),
-        deterministic=findings.deterministic,
+        deterministic=result.deterministic,
         max_running_sequences=config.max_running_sequences,
         max_top_logprobs=min(MAX_TOP_LOGPROBS, model.vocab_size),
         routed_experts=runner.routing is not None,
@@ -96,7 +124,6 @@ def _start(
 
 
 def _device(name: str) -> torch.device:
-    """The device that a configuration names; raises EngineError if it cannot be used."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -107,22 +134,22 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _context_length(config: EmbeddedConfig, findings: Findings, staging: StagingPlace) -> int:
-    """What is asked for, or what the model, the memory and CPU_CONTEXT_CAP allow."""
-    model = findings.model
+def _context_length(config: EmbeddedConfig, result: ProbeResult, staging: StagingPlace) -> int:
+    """What is configured, or what the model, the memory and CPU_CONTEXT_CAP allow."""
+    model = result.model
     slots = config.max_running_sequences
-    here = model.device.type == "cpu" or staging is not StagingPlace.HOST
-    staged = _weight_bytes(model.hf) if here else 0
+    staged_beside = model.device.type == "cpu" or staging is not StagingPlace.HOST
+    staged = _weight_bytes(model.hf) if staged_beside else 0
     free = int(KV_SHARE * max(0, _free_bytes(model.device) - staged))
-    small = findings.cache
+    small = result.cache
     kv_bytes_per_token = small.nbytes // (small.slots * small.context)
     fits = free // (slots * kv_bytes_per_token)
     room = f"the KV cache may take {free >> 20} MiB, which is {fits} tokens for each of {slots}"
     if config.context_length is not None:
-        if config.context_length > findings.max_context:
+        if config.context_length > result.max_context:
             raise EngineError(
                 f"a context of {config.context_length} tokens is more than the model's "
-                f"{findings.max_context}"
+                f"{result.max_context}"
             )
         if config.context_length > fits:
             raise EngineError(
@@ -130,7 +157,7 @@ def _context_length(config: EmbeddedConfig, findings: Findings, staging: Staging
                 "sequences; ask for less of either"
             )
         return config.context_length
-    most = findings.max_context
+    most = result.max_context
     if model.device.type == "cpu":
         most = min(most, CPU_CONTEXT_CAP)
     if fits < min(most, MIN_CONTEXT):
@@ -149,8 +176,8 @@ def _free_bytes(device: torch.device) -> int:
     if (meminfo := Path("/proc/meminfo")).exists():
         available = meminfo.read_text().partition("MemAvailable:")[2]
         free = int(available.split()[0]) << 10
-    group = Path("/sys/fs/cgroup")  # a container's own limit
+    group = Path("/sys/fs/cgroup")  # a container's limit
     limit = group / "memory.max"
-    if limit.exists() and (most := limit.read_text().strip()) != "max":
-        free = min(free, int(most) - int((group / "memory.current").read_text()))
+    if limit.exists() and (maximum := limit.read_text().strip()) != "max":
+        free = min(free, int(maximum) - int((group / "memory.current").read_text()))
     return free

@@ -1,67 +1,90 @@
-"""The weights that serve: their schema and digests, how an update replaces them, how they sleep."""
+"""A model's weights: schema, digests, staging an update, replacing them, and their sleep."""
 
 from __future__ import annotations
 
+import enum
+import math
 from typing import TYPE_CHECKING
 
+import rollwire_transport as transport
 import torch
 from rollwire.types import SleepingWeights
-from rollwire_transport import describe_all, tensor_digests
 
-from rollwire_server.engines.allocating import allocating
-from rollwire_server.engines.base import EngineError, TornWeightsError
-from rollwire_server.engines.embedded.staging import StagingPlace, memory_like
-from rollwire_server.engines.embedded.tensors import checkpoint_tensors
-from rollwire_server.engines.grouped_copy import copy_all
+from rollwire_server.engines.base import EngineError, NoMemoryError, TornWeightsError
+from rollwire_server.engines.embedded.checkpoint import checkpoint_tensors
+from rollwire_server.engines.memory import allocating, copy_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
-    from rollwire_transport import Manifest, TensorSpec
     from torch import Tensor
     from transformers import PreTrainedModel
 
+PINNED_BYTES = 1 << 30
+"""Pinned memory is allocated in pieces of this size: torch rounds each up to a power of two."""
 
-class Weights:
+
+class StagingPlace(enum.Enum):
+    """Where an update waits for its commit."""
+
+    AUTO = "auto"
+    """On the device where it has room, else in host memory."""
+    DEVICE = "device"
+    HOST = "host"
+
+
+def choose_staging(
+    place: StagingPlace, device: torch.device, needed: int, free: int
+) -> StagingPlace:
+    """What ``place`` means for ``needed`` bytes on a device that has ``free`` bytes left.
+
+    AUTO stays AUTO where the device has room: if that is taken when an update comes, the update
+    goes to host memory.
+    """
+    if device.type == "cpu":
+        return StagingPlace.HOST
+    return StagingPlace.HOST if place is StagingPlace.AUTO and free <= needed else place
+
+
+class ModelWeights:
     """A model's parameters and persistent buffers, as its checkpoint names them.
 
     Of tensors that share memory the first name counts; the others are its aliases.
 
     Attributes:
-        whole: They are those of one policy. If not, only a full update cures it.
+        consistent: Whether all weights are of one policy. If not, only a full update cures that.
     """
 
     def __init__(self, hf: PreTrainedModel, place: StagingPlace = StagingPlace.AUTO) -> None:
         self._hf = hf
         self._place = place
-        tensors = checkpoint_tensors(hf)
-        self._specs = describe_all(tensors)
-        self._serving = {s.name: tensors[s.name] for s in self._specs if s.alias_of is None}
+        self._specs = transport.describe_all(checkpoint_tensors(hf))
+        self._serving = self._unaliased()
         self._backup: list[Tensor] | None = None
-        self._shapes: list[torch.Size] = []
-        self.whole = True
+        self._freed_shapes: list[torch.Size] = []
+        self.consistent = True
 
-    def schema(self) -> list[TensorSpec]:
+    def schema(self) -> list[transport.TensorSpec]:
         """All tensors, aliases included."""
         return list(self._specs)
 
     @property
     def nbytes(self) -> int:
-        """Of the memory that serves; what a full update takes."""
         return sum(tensor.nbytes for tensor in self._serving.values())
 
     def digests(self) -> dict[str, int]:
-        """The digest of each tensor, aliases left out, of the memory that serves."""
-        sent = [spec for spec in self._specs if spec.alias_of is None]
-        return tensor_digests(sent, {spec.name: self._target(spec.name) for spec in sent})
+        """The digest of each tensor that serves, aliases left out."""
+        specs = [spec for spec in self._specs if spec.alias_of is None]
+        return transport.tensor_digests(specs, {s.name: self._target(s.name) for s in specs})
 
-    def stage(self, manifest: Manifest) -> dict[str, Tensor]:
-        """Memory beside the serving weights for what a manifest sends."""
+    def stage(self, manifest: transport.Manifest) -> dict[str, Tensor]:
+        """Allocates memory beside the serving weights for the tensors that a manifest sends."""
         sent = [spec.name for spec in manifest.tensors if spec.alias_of is None]
-        return memory_like({name: self._target(name) for name in sent}, self._place)
+        return allocate_staging({name: self._target(name) for name in sent}, self._place)
 
     def replace(self, staged: Mapping[str, Tensor]) -> None:
-        """Copies staged tensors over the serving ones, all or none of them.
+        """Copies staged tensors over the serving ones.
 
         Raises EngineError when they do not fit, before anything is touched, and TornWeightsError
         when the copy itself failed.
@@ -74,23 +97,23 @@ class Weights:
                     f"{name} is staged as {source.dtype} {tuple(source.shape)}, and served as "
                     f"{target.dtype} {tuple(target.shape)}"
                 )
-        if not self.whole and (missing := self._serving.keys() - staged.keys()):
+        if not self.consistent and (missing := self._serving.keys() - staged.keys()):
             raise EngineError(
                 f"the weights are discarded or torn, and the update lacks {len(missing)} of "
                 f"{len(self._serving)} tensors: send a full one"
             )
-        self.whole = False
+        self.consistent = False
         try:
             with torch.no_grad():
-                copy_all(targets, sources)
+                copy_tensors(targets, sources)
                 for device in {target.device for target in targets if target.is_cuda}:
                     torch.cuda.synchronize(device)
         except Exception as error:
             raise TornWeightsError(f"copying staged weights into place failed: {error}") from error
-        self.whole = True
+        self.consistent = True
 
     def sleep(self, how: SleepingWeights) -> int:
-        """Frees the weights' memory as asked; returns its bytes.
+        """Frees the weights' memory as asked; returns the bytes freed.
 
         Raises EngineError, with nothing freed, when the host has no memory for a backup.
         """
@@ -106,33 +129,34 @@ class Weights:
             ):
                 self._backup = [tensor.detach().to("cpu").pin_memory() for tensor in tensors]
         else:
-            self.whole = False
+            self.consistent = False
         self._serving.clear()
-        self._shapes = [tensor.shape for tensor in tensors]
+        self._freed_shapes = [tensor.shape for tensor in tensors]
         for tensor in tensors:
             tensor.data = tensor.new_empty(0)
         return freed
 
     def wake(self) -> None:
-        """Takes the memory back that ``sleep`` freed, and the weights if there is a backup.
+        """Takes back the memory that ``sleep`` freed, and the weights if there is a backup.
 
-        Raises what torch raises when there is none, with nothing taken.
+        Raises what torch raises when there is no memory, with nothing taken.
         """
-        if not self._shapes:
+        if not self._freed_shapes:
             return
         owned = list(self._owned())
-        taken = [tensor.new_zeros(shape) for tensor, shape in zip(owned, self._shapes, strict=True)]
+        taken = [
+            tensor.new_zeros(shape) for tensor, shape in zip(owned, self._freed_shapes, strict=True)
+        ]
         for source, target in zip(self._backup or [], taken, strict=False):
             target.copy_(source)
         for tensor, memory in zip(owned, taken, strict=True):
             tensor.data = memory
         self._backup = None
-        self._shapes = []
-        tensors = checkpoint_tensors(self._hf)
-        self._serving = {s.name: tensors[s.name] for s in self._specs if s.alias_of is None}
+        self._freed_shapes = []
+        self._serving = self._unaliased()
 
     def reload(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes over all of another model's tensors, named as these."""
+        """Takes over all tensors of another copy of the model."""
         self.replace({name: tensors[name] for name in self._serving})
 
     def _target(self, name: str) -> Tensor:
@@ -142,6 +166,66 @@ class Weights:
             raise EngineError(f"{name} is not a tensor of this model, or an alias of one")
         return self._serving[name]
 
+    def _unaliased(self) -> dict[str, Tensor]:
+        tensors = checkpoint_tensors(self._hf)
+        return {spec.name: tensors[spec.name] for spec in self._specs if spec.alias_of is None}
+
     def _owned(self) -> Iterator[Tensor]:
         """Each tensor of the model once, as the model itself holds it."""
         return iter({id(t): t for t in self._hf.state_dict(keep_vars=True).values()}.values())
+
+
+def allocate_staging(targets: Mapping[str, Tensor], place: StagingPlace) -> dict[str, Tensor]:
+    """A contiguous uninitialized tensor like each of ``targets``, laid out as in an update's
+    buckets.
+
+    Raises NoMemoryError when there is no room for them.
+    """
+    device = next((target.device for target in targets.values() if target.is_cuda), None)
+    if device is None:
+        with _allocating_for(targets, "in host memory"):
+            return allocate_slabs(targets, lambda size: torch.empty(size, dtype=torch.uint8))
+    if place is not StagingPlace.HOST:
+        try:
+            with _allocating_for(targets, "on the device"):
+                return allocate_slabs(
+                    targets, lambda size: torch.empty(size, dtype=torch.uint8, device=device)
+                )
+        except NoMemoryError:
+            torch.cuda.empty_cache()
+            if place is StagingPlace.DEVICE:
+                raise
+    with _allocating_for(targets, "in pinned host memory"):
+        return allocate_slabs(
+            targets,
+            lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True),
+            max_bytes=PINNED_BYTES,
+        )
+
+
+def allocate_slabs(
+    targets: Mapping[str, Tensor], allocate: Callable[[int], Tensor], max_bytes: float = math.inf
+) -> dict[str, Tensor]:
+    """A contiguous tensor like each of ``targets``, in as few allocations of up to ``max_bytes`` as
+    possible; a larger tensor has an allocation of its own.
+    """
+    slabs: list[list[transport.TensorSpec]] = [[]]
+    size = 0
+    for name, target in targets.items():
+        if slabs[-1] and size + target.nbytes > max_bytes:
+            slabs.append([])
+            size = 0
+        slabs[-1].append(transport.describe(name, target))
+        size += transport.padded_nbytes(target.nbytes)
+    staged: dict[str, Tensor] = {}
+    for slab in slabs:
+        staged |= transport.packed_views(slab, allocate(transport.packed_nbytes(slab)))
+    return staged
+
+
+def _allocating_for(targets: Mapping[str, Tensor], where: str) -> AbstractContextManager[None]:
+    needed = sum(target.nbytes for target in targets.values())
+    return allocating(
+        f"an update of {needed >> 20} MiB cannot be staged {where}",
+        "start the server with another --staging, or leave it more memory",
+    )

@@ -18,10 +18,10 @@ import torch
 from rollwire_transport import padded_nbytes
 from rollwire_transport._tensors import nbytes
 
-from rollwire_server.engines.allocating import allocating
 from rollwire_server.engines.base import EngineError
 from rollwire_server.engines.loading import cuda_memory
 from rollwire_server.engines.loading.page_lock import PageLock
+from rollwire_server.engines.memory import allocating
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from rollwire.types import KvPolicy, LogprobBasis, SleepingWeights, WeightTag
 
-from rollwire_server.engines.base import Applied, EngineError, EngineInfo, Load, SequenceSpec, Step
+from rollwire_server.engines.base import (
+    CommitStats,
+    EngineError,
+    EngineInfo,
+    EngineLoad,
+    SequenceSpec,
+    Step,
+)
 from rollwire_server.engines.sglang.bridge import Bridge
 from rollwire_server.engines.sglang.checkpoint import check_folder
 from rollwire_server.engines.sglang.sequences import Sequences
@@ -168,13 +175,13 @@ class SglangEngine:
             unsupported_sleep=_unsupported_sleep(facts),
         )
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """See ``Engine``."""
         sequences = self._sequences
         count = len(sequences) + len(sequences.ending)
         running = min(count, self._config.max_running_sequences)
         total = self._facts.kv_tokens if self._facts is not None else 0
-        return Load(running, count - running, sequences.kv_tokens(), total)
+        return EngineLoad(running, count - running, sequences.kv_tokens(), total)
 
     # Sampling.
 
@@ -281,7 +288,9 @@ class SglangEngine:
             self._awake()
             return await self._started().stage(sent)
 
-    async def commit(self, staged: StagedUpdate, weights: WeightTag, policy: KvPolicy) -> Applied:
+    async def commit(
+        self, staged: StagedUpdate, weights: WeightTag, policy: KvPolicy
+    ) -> CommitStats:
         """See ``Engine``."""
         async with self._commands:
             self._awake()
@@ -292,7 +301,7 @@ class SglangEngine:
             self._tag = weights
             to_end, tokens = self._sequences.recall(started=policy is KvPolicy.RECOMPUTE)
             self._end_there(to_end)
-            return Applied(time.perf_counter_ns() - began, tokens)
+            return CommitStats(time.perf_counter_ns() - began, tokens)
 
     async def digests(self) -> dict[str, int]:
         """See ``Engine``; raises EngineError when the memory is not what was committed."""

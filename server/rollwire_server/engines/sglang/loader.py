@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rollwire_server.engines.grouped_copy import copy_all
 from rollwire_server.engines.loading.copy_plan import NoRecipeError, copies, learn
 from rollwire_server.engines.loading.fingerprint import Fingerprints
 from rollwire_server.engines.loading.page_lock import PageLock, pages_of
 from rollwire_server.engines.loading.shared_memory import Layout, opened, views
+from rollwire_server.engines.memory import copy_tensors
 from rollwire_server.engines.sglang.checkpoint import read_tensors
 from rollwire_server.engines.sglang.notes import write
 
@@ -99,7 +99,7 @@ class Loader:
         # What the first grouped copy of a process takes is not for the first commit to wait for.
         pieces = [piece.target for some in self._recipe.values() for piece in some]
         small = sorted(pieces, key=lambda piece: piece.numel())[:WARM_UP_PIECES]
-        copy_all([torch.empty_like(piece) for piece in small], small)
+        copy_tensors([torch.empty_like(piece) for piece in small], small)
         return {"recipe": None}
 
     def _open(self, staged: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class Loader:
             self._change(self._opened.items())
             return {"copied_ms": _ms(began), "fingerprint_ms": 0.0}
         self.touched = True
-        copy_all(*self._copies)
+        copy_tensors(*self._copies)
         _finish_what_runs()
         copied = time.perf_counter()
         self._committed = self._fingerprints.begin()

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rollwire_server.engines.base import (
-    End,
     EndReason,
-    Extras,
     PromptLogprobs,
+    SequenceEnd,
+    SequenceExtras,
     SequenceSpec,
     Step,
     TopLogprobs,
@@ -173,7 +173,7 @@ class Sequences:
             end = self._append(step, sequence, chunk)
             if chunk.routed_experts is not None:
                 told = _by_weights(chunk.routed_experts, sequence.length - 1, sequence)
-                step.extras.setdefault(sequence.spec.key, Extras()).routed_experts += told
+                step.extras.setdefault(sequence.spec.key, SequenceExtras()).routed_experts += told
             if end is not None:
                 step.ends.append(end)
                 del self._live[end.key]
@@ -183,13 +183,13 @@ class Sequences:
             step.oldest_kv_revisions = []
         return step, to_end
 
-    def refuse(self, rid: str, message: str) -> End | None:
+    def refuse(self, rid: str, message: str) -> SequenceEnd | None:
         """Ends one that SGLang does not take; None if it was given up meanwhile."""
         self.ending.pop(rid, None)
         if (sequence := self._sent.pop(rid, None)) is None:
             return None
         del self._live[sequence.spec.key]
-        return End(sequence.spec.key, EndReason.STEP_FAILED, message)
+        return SequenceEnd(sequence.spec.key, EndReason.STEP_FAILED, message)
 
     def kv_tokens(self) -> int:
         """Keys and values that are in use; what is only kept for others does not count."""
@@ -205,7 +205,7 @@ class Sequences:
         del self.ending[chunk.rid]
         if chunk.routed_experts is not None and ending.key in self._live:
             told = _by_weights(chunk.routed_experts, ending.tokens - 1, ending)
-            step.extras.setdefault(ending.key, Extras()).routed_experts += told
+            step.extras.setdefault(ending.key, SequenceExtras()).routed_experts += told
 
     def _limit(self, spec: SequenceSpec) -> int:
         """Output tokens that a sequence may have."""
@@ -219,7 +219,7 @@ class Sequences:
         self.ending[rid] = Ending(sequence.spec.key, tokens, sequence.revision, sequence.passes)
         return rid
 
-    def _append(self, step: Step, sequence: Sequence, chunk: Chunk) -> End | None:
+    def _append(self, step: Step, sequence: Sequence, chunk: Chunk) -> SequenceEnd | None:
         """Adds a chunk to a step, up to the token that ends the sequence."""
         spec, sampling = sequence.spec, sequence.spec.sampling
         if chunk.token_ids:
@@ -228,7 +228,7 @@ class Sequences:
         for token, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True):
             if not math.isfinite(logprob):  # SGLang samples something all the same
                 message = f"NaN or infinity in the logits after {sequence.length} tokens"
-                return End(spec.key, EndReason.NOT_FINITE, message)
+                return SequenceEnd(spec.key, EndReason.NOT_FINITE, message)
             if not sequence.passes or sequence.passes[-1][1] is not step.weights:
                 first = sequence.length - 1 if sequence.started else 0
                 sequence.passes.append((first, step.weights))
@@ -239,16 +239,18 @@ class Sequences:
             step.logprobs.append(logprob)
             step.oldest_kv_revisions.append(sequence.revision)
             if token in sampling.stop_token_ids:
-                return End(spec.key, EndReason.STOP)
+                return SequenceEnd(spec.key, EndReason.STOP)
             if len(sequence.tokens) >= limit:
-                return End(spec.key, EndReason.LENGTH)
+                return SequenceEnd(spec.key, EndReason.LENGTH)
         if chunk.ended is not None:
-            return End(spec.key, EndReason.STEP_FAILED, f"SGLang ended the sequence: {chunk.ended}")
+            return SequenceEnd(
+                spec.key, EndReason.STEP_FAILED, f"SGLang ended the sequence: {chunk.ended}"
+            )
         return None
 
     def _tell(self, step: Step, sequence: Sequence, chunk: Chunk) -> None:
         """What the sequence asked for beside its tokens."""
-        spec, extras = sequence.spec, Extras()
+        spec, extras = sequence.spec, SequenceExtras()
         if spec.top_logprobs:
             extras.top_logprobs = _top(spec.top_logprobs, chunk)
         if not sequence.told:
@@ -257,7 +259,7 @@ class Sequences:
             if spec.prompt_logprobs and len(spec.prompt) > 1:
                 known = chunk.prompt_logprobs[: len(spec.prompt) - 1]
                 extras.prompt_logprobs.append(PromptLogprobs(1, known, sequence.revision))
-        if extras != Extras():
+        if extras != SequenceExtras():
             step.extras[spec.key] = extras
 
 
