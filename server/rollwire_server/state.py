@@ -22,7 +22,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 import structlog
-from rollwire.patience import Deadline
+from rollwire.deadlines import Deadline
 from rollwire.reasons import Reason
 from rollwire.types import ServerState
 

@@ -12,7 +12,7 @@ from array import array
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from rollwire.patience import Timer
+from rollwire.deadlines import Timer
 from rollwire.types import Finish, FinishReason
 
 from rollwire_server.engines.base import PromptLogprobs, RoutedExperts

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
 import structlog
-from rollwire.patience import Timer
+from rollwire.deadlines import Timer
 from rollwire.reasons import Reason
 from rollwire.types import UpdatePhase
 

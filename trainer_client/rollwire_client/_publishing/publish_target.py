@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 from rollwire.conversion import KV_POLICY_TO_PROTO, UPDATE_PHASE_FROM_PROTO, weight_tag_from_proto
-from rollwire.patience import Deadline, Patience
+from rollwire.deadlines import Deadline, Timeout
 from rollwire.types import UpdatePhase, version_text
 from rollwire.v1 import weights_pb2, weights_pb2_grpc
 
@@ -186,7 +186,7 @@ class Recipient:
             while not self.staged and self.error is None:
                 announced = self.phase is UpdatePhase.ANNOUNCED
                 silence = self._timeouts.ready if announced else self._timeouts.silence
-                async with Patience(silence):
+                async with Timeout(silence):
                     report = await call.read()
                 if not isinstance(report, weights_pb2.UpdateWeightsResponse):
                     raise PublishError(

@@ -16,7 +16,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import rollwire_transport as transport
-from rollwire.patience import Patience, listened
+from rollwire.deadlines import Timeout, elapsed
 from rollwire.types import UpdatePhase
 from rollwire.v1 import weights_pb2
 
@@ -212,7 +212,7 @@ class Transfer:
         limit = self._timeouts.source
         while True:
             packing = self._sender.packing
-            left = limit if packing is None else limit - listened(packing.since)
+            left = limit if packing is None else limit - elapsed(packing.since)
             if packing is not None and left <= 0:
                 return SourceError(
                     f"the source did not give {packing.tensor} within {limit:g} s: its thread is "
@@ -347,7 +347,7 @@ async def _settled(group: Sequence[Recipient], timeout: float) -> list[Recipient
     }
     try:
         with contextlib.suppress(TimeoutError):
-            async with Patience(timeout):
+            async with Timeout(timeout):
                 await asyncio.wait(waits)
         return [recipient for task, recipient in waits.items() if not task.done()]
     finally:

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
-from rollwire.patience import Patience
+from rollwire.deadlines import Timeout
 
 from rollwire_client._errors import ClosedError, ServerUnreachableError
 from rollwire_client._rpc.status import error_from_call
@@ -41,7 +41,7 @@ async def unary(
     """
     try:
         # A deadline of gRPC's goes on while this process hears nobody.
-        async with Patience(timeout):
+        async with Timeout(timeout):
             return await method(request, timeout=deadline)
     except TimeoutError as error:
         raise _no_answer(server, timeout) from error

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 from rollwire.conversion import finish_from_proto, weight_tag_from_proto
-from rollwire.patience import listened
+from rollwire.deadlines import elapsed
 from rollwire.v1 import common_pb2, rollout_pb2
 
 from rollwire_client._concurrency.tasks import cancel_all
@@ -169,7 +169,7 @@ class Stream:
         while True:
             await asyncio.sleep(self._silence / 2)
             silent_since = time.monotonic() - (clock() - self.heard_at)
-            if self._attempts and listened(silent_since) > self._silence:
+            if self._attempts and elapsed(silent_since) > self._silence:
                 await self._probe()
                 self.heard_at = clock()
 

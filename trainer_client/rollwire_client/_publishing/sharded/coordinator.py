@@ -9,7 +9,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING, TypeVar
 
-from rollwire.patience import Patience
+from rollwire.deadlines import Timeout
 
 from rollwire_client._concurrency.tasks import cancel_all
 from rollwire_client._errors import SourceError, TensorsChangedError
@@ -76,7 +76,7 @@ class Lead:
 
     async def _called(self, rank: int, line: Line, call: str) -> None:
         try:
-            async with Patience(self._timeout):
+            async with Timeout(self._timeout):
                 word, text = await line.hear()
                 while word is not Word.HERE:  # of a publish that was over already
                     word, text = await line.hear()
@@ -148,7 +148,7 @@ class Lead:
         self._tell(Word.CONFIRM)
         for rank, unchanged in self._unchanged.items():
             try:
-                async with Patience(self._timeout):
+                async with Timeout(self._timeout):
                     await unchanged.wait()
             except TimeoutError as error:
                 raise SourceError(

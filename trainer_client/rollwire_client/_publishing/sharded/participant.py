@@ -8,7 +8,7 @@ import functools
 import queue
 from typing import TYPE_CHECKING, NoReturn
 
-from rollwire.patience import Patience
+from rollwire.deadlines import Timeout
 
 from rollwire_client._concurrency.threads import run_in_thread
 from rollwire_client._errors import PublishError, SourceError, TensorsChangedError
@@ -100,7 +100,7 @@ class Follower:
         """Passes on what rank 0 says, until it lets go."""
         try:
             while True:
-                async with Patience(self._timeout):
+                async with Timeout(self._timeout):
                     word, text = await self._line.hear()
                 if word in {Word.RELEASED, Word.OVER}:
                     return word, text
