@@ -131,3 +131,8 @@ class Finish:
 def version_text(version: int | None) -> str:
     """A version of weights, as messages name it."""
     return "weights without a version" if version is None else f"version {version}"
+
+
+def weights_text(tag: WeightTag) -> str:
+    """Weights of one server, as messages name them."""
+    return f"{version_text(tag.version)}, revision {tag.revision}"

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import rollwire_transport as transport
 import structlog
 from rollwire.reasons import Reason
-from rollwire.types import ServerState, UpdatePhase
+from rollwire.types import ServerState, UpdatePhase, weights_text
 
 from rollwire_server.background import result_of, spawn
 from rollwire_server.engines.base import EngineError
 from rollwire_server.errors import ServiceError, from_engine_error
 from rollwire_server.logs import bind
 from rollwire_server.state import Rpc
-from rollwire_server.weights.types import UpdateOutcome, described
+from rollwire_server.weights.types import UpdateOutcome
 from rollwire_server.weights.update import WeightUpdate
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class UpdateManager:
             raise ServiceError(
                 Reason.FROZEN,
                 f"{rpc.value} is refused: the server was started with --frozen and keeps "
-                f"{described(self.weights.current)}",
+                f"{weights_text(self.weights.current)}",
             )
 
     def _check_publisher(self, publisher: PublisherId) -> None:
@@ -242,7 +242,7 @@ class UpdateManager:
             raise ServiceError(
                 Reason.NOT_STAGED,
                 f"no update {update_id} is under way (discarded, its lease over, or never "
-                f"announced); the server serves {described(self.weights.current)}",
+                f"announced); the server serves {weights_text(self.weights.current)}",
             )
         bind(version=self.current.announcement.version)
         return self.current
@@ -295,7 +295,7 @@ class UpdateManager:
         try:
             staged = await self._engine.stage(announcement.manifest)
         except EngineError as error:
-            state = f"the server holds {described(serving)}"
+            state = f"the server holds {weights_text(serving)}"
             raise from_engine_error(error, state, no_memory=Reason.STAGING_FAILED) from error
         receiver = await asyncio.to_thread(transport.Receiver, announcement.manifest, staged)
         return WeightUpdate(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import rollwire_transport as transport
 import structlog
 from rollwire.reasons import Reason
-from rollwire.types import KvPolicy, ServerState, WeightTag
+from rollwire.types import KvPolicy, ServerState, WeightTag, weights_text
 
 from rollwire_server.engines.base import (
     ChangedWeightsError,
@@ -18,7 +18,7 @@ from rollwire_server.engines.base import (
     TornWeightsError,
 )
 from rollwire_server.errors import ServiceError, from_engine_error
-from rollwire_server.weights.types import CommitResult, described
+from rollwire_server.weights.types import CommitResult
 
 if TYPE_CHECKING:
     from rollwire_server.counters import ServerCounters
@@ -200,7 +200,7 @@ class WeightState:
         except EngineError as error:
             failure = ServiceError(
                 Reason.COMMIT_FAILED,
-                f"{error}; nothing was changed, the server holds {described(self.current)}",
+                f"{error}; nothing was changed, the server holds {weights_text(self.current)}",
             )
             _log_failure(update, failure)
             raise failure from error

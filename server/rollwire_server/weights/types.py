@@ -6,8 +6,6 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rollwire.types import version_text
-
 if TYPE_CHECKING:
     from rollwire.types import UpdatePhase, WeightTag
     from rollwire_transport import Manifest
@@ -80,8 +78,3 @@ class CommitResult:
     held_sequences: int = 0
     kv_tokens_to_recompute: int = 0
     already_current: bool = False
-
-
-def described(weights: WeightTag) -> str:
-    """Weights in an error message."""
-    return f"{version_text(weights.version)}, revision {weights.revision}"

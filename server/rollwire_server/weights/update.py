@@ -21,11 +21,11 @@ import rollwire_transport as transport
 import structlog
 from rollwire.deadlines import Timer
 from rollwire.reasons import Reason
-from rollwire.types import UpdatePhase
+from rollwire.types import UpdatePhase, weights_text
 
 from rollwire_server.background import result_of, spawn
 from rollwire_server.errors import ServiceError
-from rollwire_server.weights.types import UpdateProgress, described
+from rollwire_server.weights.types import UpdateProgress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -267,7 +267,8 @@ class WeightUpdate:
         except transport.DigestMismatch as error:
             self.failure = ServiceError(
                 Reason.DIGEST_MISMATCH,
-                f"{error}; the update is discarded, the server serves {described(self._serving)}",
+                f"{error}; the update is discarded, the server serves "
+                f"{weights_text(self._serving)}",
             )
             self.enter(UpdatePhase.STALLED, str(error))
         except transport.TransportError as error:
@@ -295,12 +296,12 @@ class WeightUpdate:
             raise ServiceError(
                 Reason.NOT_STAGED,
                 f"update {update_id} is {self.phase.value}, not staged; the server serves "
-                f"{described(self._serving)}",
+                f"{weights_text(self._serving)}",
             )
         if (digest := self.receiver.digest) != expected_digest:
             raise ServiceError(
                 Reason.DIGEST_MISMATCH,
                 f"update {update_id} has digest {digest:016x} here and {expected_digest:016x} at "
                 "the trainer: discard it and publish again; the server serves "
-                f"{described(self._serving)}",
+                f"{weights_text(self._serving)}",
             )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import grpc
 from rollwire.conversion import KV_POLICY_TO_PROTO, UPDATE_PHASE_FROM_PROTO, weight_tag_from_proto
 from rollwire.deadlines import Deadline, Timeout
-from rollwire.types import UpdatePhase, version_text
+from rollwire.types import UpdatePhase, version_text, weights_text
 from rollwire.v1 import weights_pb2, weights_pb2_grpc
 
 from rollwire_client._arguments import all_seconds
@@ -292,8 +292,7 @@ class Recipient:
             )
         except RollwireError:
             return "cannot be asked what it serves"
-        weights = weight_tag_from_proto(status.weights)
-        return f"serves {version_text(weights.version)}, revision {weights.revision}"
+        return f"serves {weights_text(weight_tag_from_proto(status.weights))}"
 
     async def _answers(self) -> bool:
         try:
