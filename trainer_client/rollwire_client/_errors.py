@@ -47,8 +47,6 @@ from rollwire.reasons import ErrorScope
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rollwire_client._trajectory import Trajectory
-
 
 class RollwireError(Exception):
     """The root of every error of this library.
@@ -61,7 +59,8 @@ class RollwireError(Exception):
         retry_after: Seconds after which the server expects that trying again helps.
         violations: Fields of the request that are wrong, and how.
         metadata: Facts for programs that the server added.
-        trajectory: Of a rollout: what was sampled before the error.
+        trajectory: Of a rollout: the ``Trajectory`` of what was sampled before the error. Else
+            None.
     """
 
     scope = ErrorScope.CONFIGURATION
@@ -82,7 +81,9 @@ class RollwireError(Exception):
         self.retry_after = retry_after
         self.violations = dict(violations or {})
         self.metadata = dict(metadata or {})
-        self.trajectory: Trajectory | None = None
+        # A Trajectory, or None. Naming the type would close a circle: a trajectory's to_tensors
+        # raises MissingDependencyError.
+        self.trajectory: Any = None
 
     @property
     def elsewhere(self) -> bool:
