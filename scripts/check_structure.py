@@ -33,7 +33,6 @@ KNOWN_CIRCLES: list[set[str]] = [
         "rollwire_client._publishing.sharded.ranks",
     },
     {"rollwire_client._rpc.attempt", "rollwire_client._rpc.rollout_stream"},
-    {"rollwire_server.sequences.cursor", "rollwire_server.sequences.sequence"},
 ]
 
 # Class names that stand more than once, and why.
@@ -42,7 +41,7 @@ SAME_NAMES: dict[str, str] = {
     "Line": "not renamed yet",
     "Receiver": "not renamed yet",
     "Request": "not renamed yet",
-    "Run": "not renamed yet",
+    "Segment": "not renamed yet",
     "Sequence": "not renamed yet",
     "Sequences": "not renamed yet",
     "ServerInfo": "not renamed yet",
