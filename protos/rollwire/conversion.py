@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 E = TypeVar("E", bound=enum.Enum)
 
 
-def _to_proto(members: type[E], wire: Any, prefix: str) -> Mapping[E, Any]:
-    numbers = dict(wire.items())
-    return {m: numbers[prefix + m.name] for m in members if prefix + m.name in numbers}
+def _to_proto(
+    members: type[E], wire: Any, prefix: str, *, local: E | None = None
+) -> Mapping[E, Any]:
+    """The number of each member but ``local``, which never goes over the wire."""
+    return {m: wire.Value(prefix + m.name) for m in members if m is not local}
 
 
 def _from_proto(to_proto: Mapping[E, Any], unspecified: E | None = None) -> Mapping[Any, E]:
@@ -43,7 +45,9 @@ LOGPROB_BASIS_TO_PROTO = _to_proto(LogprobBasis, rollout_pb2.LogprobBasis, "LOGP
 LOGPROB_BASIS_FROM_PROTO = _from_proto(LOGPROB_BASIS_TO_PROTO, LogprobBasis.TEMPERATURE)
 FINISH_REASON_TO_PROTO = _to_proto(FinishReason, rollout_pb2.FinishReason, "FINISH_REASON_")
 FINISH_REASON_FROM_PROTO = _from_proto(FINISH_REASON_TO_PROTO)
-SERVER_STATE_TO_PROTO = _to_proto(ServerState, common_pb2.ServerState, "SERVER_STATE_")
+SERVER_STATE_TO_PROTO = _to_proto(
+    ServerState, common_pb2.ServerState, "SERVER_STATE_", local=ServerState.UNKNOWN
+)
 SERVER_STATE_FROM_PROTO = _from_proto(SERVER_STATE_TO_PROTO, ServerState.UNKNOWN)
 KV_POLICY_TO_PROTO = _to_proto(KvPolicy, common_pb2.KvPolicy, "KV_POLICY_")
 KV_POLICY_FROM_PROTO = _from_proto(KV_POLICY_TO_PROTO, KvPolicy.RECOMPUTE)
@@ -51,7 +55,9 @@ SLEEPING_WEIGHTS_TO_PROTO = _to_proto(
     SleepingWeights, rollout_pb2.SleepingWeights, "SLEEPING_WEIGHTS_"
 )
 SLEEPING_WEIGHTS_FROM_PROTO = _from_proto(SLEEPING_WEIGHTS_TO_PROTO, SleepingWeights.HOST_BACKUP)
-UPDATE_PHASE_TO_PROTO = _to_proto(UpdatePhase, weights_pb2.UpdatePhase, "UPDATE_PHASE_")
+UPDATE_PHASE_TO_PROTO = _to_proto(
+    UpdatePhase, weights_pb2.UpdatePhase, "UPDATE_PHASE_", local=UpdatePhase.ANNOUNCED
+)
 UPDATE_PHASE_FROM_PROTO = _from_proto(UPDATE_PHASE_TO_PROTO)
 
 
