@@ -97,7 +97,7 @@ class RolloutServer:
                     tasks,
                     frozen=self._settings.frozen,
                     bucket_timeout=self._settings.bucket_timeout_seconds,
-                    listening=self._listening,
+                    listen=self._listening,
                 )
                 self._add_services(endpoints.api, updates, tasks)
                 metrics = Metrics(

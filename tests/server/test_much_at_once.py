@@ -218,7 +218,7 @@ async def test_what_many_ask_for_at_once_is_done_once(monkeypatch: pytest.Monkey
         await weights.loaded(sequences.weights)
         updates = UpdateManager(
             engine, state, weights, ServerCounters(), tasks, frozen=False, bucket_timeout=1,
-            listening=transport.ListenOptions(),
+            listen=transport.ListenOptions(),
         )  # fmt: skip
         service = WeightService(engine, state, updates, ServerCounters())
         ready = asyncio.Event()

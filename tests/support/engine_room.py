@@ -63,7 +63,7 @@ async def updating() -> AsyncIterator[Room]:
         await weights.loaded(WeightTag(None, 0, "server", digest))
         updates = UpdateManager(
             engine, state, weights, counters, tasks,
-            frozen=False, bucket_timeout=5, listening=transport.ListenOptions("127.0.0.1"),
+            frozen=False, bucket_timeout=5, listen=transport.ListenOptions("127.0.0.1"),
         )  # fmt: skip
         sleep = SleepController(engine, state, sequences, updates, tasks)
         state.attach(engine)

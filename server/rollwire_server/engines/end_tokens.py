@@ -1,4 +1,4 @@
-"""The tokens that end a sequence of a model, the same for every engine."""
+"""A model's end-of-sequence tokens, the same for every engine."""
 
 from __future__ import annotations
 
@@ -8,16 +8,11 @@ from typing import Any
 def end_token_ids(config: Any, generation_config: Any, vocab_size: int) -> tuple[int, ...]:
     """All end-of-sequence tokens that a checkpoint names, ascending.
 
-    They stand in config.json, there for the whole model or for its text part, and in
-    generation_config.json, as a number or a list. Files often disagree (a chat model's turn may end
-    with a token that only one of them names), so this is the union. What is beyond the vocabulary
-    cannot be sampled, and is left out.
-
-    Args:
-        config: transformers' configuration of the model.
-        generation_config: That of its generation, if there is one.
-        vocab_size: Of its logits.
+    ``config`` and ``generation_config`` are transformers' configurations of the model.
     """
+    # They are in config.json, for the model or for its text part, and in generation_config.json, as
+    # a number or a list. The files often disagree: a chat model's turn may end with a token that
+    # only one of them names. So this is the union, without what is beyond the vocabulary.
     named: set[int] = set()
     for part in (config, config.get_text_config(), generation_config):
         ids = getattr(part, "eos_token_id", None)

@@ -37,7 +37,7 @@ class ServerInfo:
         self._sequences = sequences
         self._updates = updates
         self._counters = counters
-        backends = transport.available_backends(updates.listening)
+        backends = transport.available_backends(updates.listen)
         self._transports = [name for name, backend in backends.items() if backend.ok]
 
     def read(self) -> rollout_pb2.GetServerInfoResponse:

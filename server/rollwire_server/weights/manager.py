@@ -61,7 +61,7 @@ class UpdateManager:
         tasks: Owns joining, receiving and committing.
         frozen: Refuse all updates.
         bucket_timeout: Seconds to wait for the next bucket.
-        listening: Where transfers may listen.
+        listen: Where transfers may listen.
 
     Attributes:
         current: The update under way.
@@ -79,7 +79,7 @@ class UpdateManager:
         *,
         frozen: bool,
         bucket_timeout: float,
-        listening: transport.ListenOptions,
+        listen: transport.ListenOptions,
     ) -> None:
         self._engine = engine
         self._state = state
@@ -88,7 +88,7 @@ class UpdateManager:
         self._tasks = tasks
         self._bucket_timeout = bucket_timeout
         self.frozen = frozen
-        self.listening = listening
+        self.listen = listen
         self.current: WeightUpdate | None = None
         self.publisher: PublisherId | None = None
         self.announced_version: int | None = None
@@ -304,7 +304,7 @@ class UpdateManager:
             receiver,
             serving=serving,
             device=self._engine.describe().device,
-            listening=self.listening,
+            listen=self.listen,
             bucket_timeout=self._bucket_timeout,
             tasks=self._tasks,
             counters=self._counters,

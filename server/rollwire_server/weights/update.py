@@ -49,7 +49,7 @@ class WeightUpdate:
         receiver: Writes received buckets into ``staged``.
         serving: What the server serves until this update is committed.
         device: Where links receive.
-        listening: Where transfers may listen.
+        listen: Where transfers may listen.
         bucket_timeout: Seconds to wait for the next bucket.
         tasks: Owns joining and receiving.
         counters: Counts received and forwarded bytes.
@@ -64,7 +64,7 @@ class WeightUpdate:
         *,
         serving: WeightTag,
         device: torch.device,
-        listening: transport.ListenOptions,
+        listen: transport.ListenOptions,
         bucket_timeout: float,
         tasks: asyncio.TaskGroup,
         counters: ServerCounters,
@@ -82,7 +82,7 @@ class WeightUpdate:
         self.committing: asyncio.Task[CommitResult | ServiceError] | None = None
         self._serving = serving
         self._device = device
-        self._listening = listening
+        self._listen = listen
         self._bucket_timeout = bucket_timeout
         self._tasks = tasks
         self._counters = counters
@@ -173,7 +173,7 @@ class WeightUpdate:
             await result_of(self._joining)
 
     def _check_membership(self, membership: GroupMembership) -> None:
-        backends = transport.available_backends(self._listening)
+        backends = transport.available_backends(self._listen)
         backend = backends.get(membership.backend)
         if backend is None or not backend.ok:
             usable = ", ".join(name for name, backend in backends.items() if backend.ok) or "none"
@@ -215,7 +215,7 @@ class WeightUpdate:
                 timeout=timeout,
                 device=self._device,
                 closed=self._left,
-                listen=self._listening,
+                listen=self._listen,
             )
         except transport.TransportError as error:
             self._check_still_wanted(membership)

@@ -36,8 +36,8 @@ def to_host(output: SamplerOutput, top_logprobs: np.ndarray) -> SampledTokens:
     """Copies sampled tokens to the host, with ``top_logprobs`` [rows] top ones of each row."""
     logprobs = output.logprobs.gather(1, output.token_ids[:, None])[:, 0].tolist()
     tops: dict[int, TopLogprobs] = {}
-    if most := int(top_logprobs.max()):
-        top = output.logprobs.topk(most, dim=-1)
+    if max_k := int(top_logprobs.max()):
+        top = output.logprobs.topk(max_k, dim=-1)
         token_ids, values = top.indices.tolist(), top.values.tolist()
         for row in top_logprobs.nonzero()[0].tolist():
             k = int(top_logprobs[row])

@@ -96,7 +96,7 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 
 def _is_deterministic(
-    model: PackedModel, cache: KvCache, tokens: np.ndarray, whole: Tensor
+    model: PackedModel, cache: KvCache, tokens: np.ndarray, expected: Tensor
 ) -> bool:
     """Whether the first tokens of slot 0 give the same logits again, bit for bit, when computed in
     slot 1, in pieces, beside a longer sequence.
@@ -119,4 +119,4 @@ def _is_deterministic(
         last = np.array([decoded_from + step, longer + step])[: len(slots)]
         batch, *_ = pack(cache, tokens, slots, last, [], model.row_step)
         pieces.append(model.logits(batch, np.array([0])))
-    return torch.equal(torch.cat(pieces), whole)
+    return torch.equal(torch.cat(pieces), expected)

@@ -144,7 +144,7 @@ def _context_length(config: EmbeddedConfig, result: ProbeResult, staging: Stagin
     small = result.cache
     kv_bytes_per_token = small.nbytes // (small.slots * small.context)
     fits = free // (slots * kv_bytes_per_token)
-    room = f"the KV cache may take {free >> 20} MiB, which is {fits} tokens for each of {slots}"
+    limit = f"the KV cache may take {free >> 20} MiB, which is {fits} tokens for each of {slots}"
     if config.context_length is not None:
         if config.context_length > result.max_context:
             raise EngineError(
@@ -153,16 +153,16 @@ def _context_length(config: EmbeddedConfig, result: ProbeResult, staging: Stagin
             )
         if config.context_length > fits:
             raise EngineError(
-                f"a context of {config.context_length} tokens does not fit: {room} running "
+                f"a context of {config.context_length} tokens does not fit: {limit} running "
                 "sequences; ask for less of either"
             )
         return config.context_length
-    most = result.max_context
+    longest = result.max_context
     if model.device.type == "cpu":
-        most = min(most, CPU_CONTEXT_CAP)
-    if fits < min(most, MIN_CONTEXT):
-        raise EngineError(f"{room} running sequences; run fewer of them")
-    return min(most, fits)
+        longest = min(longest, CPU_CONTEXT_CAP)
+    if fits < min(longest, MIN_CONTEXT):
+        raise EngineError(f"{limit} running sequences; run fewer of them")
+    return min(longest, fits)
 
 
 def _weight_bytes(hf: PreTrainedModel) -> int:
