@@ -297,11 +297,14 @@ class UpdateManager:
         except EngineError as error:
             state = f"the server holds {weights_text(serving)}"
             raise from_engine_error(error, state, no_memory=Reason.STAGING_FAILED) from error
-        receiver = await asyncio.to_thread(transport.Receiver, announcement.manifest, staged)
+        # A worker thread may hold what it was given, and its result, for a moment longer than they
+        # are waited for: memory that the next update may need. So both pass through a list.
+        passed: list[Any] = [staged]
+        await asyncio.to_thread(_make_receiver, announcement.manifest, passed)
         return WeightUpdate(
             announcement,
             staged,
-            receiver,
+            passed.pop(),
             serving=serving,
             device=self._engine.describe().device,
             listen=self.listen,
@@ -359,6 +362,10 @@ def _check_manifest(manifest: transport.Manifest, schema: Sequence[transport.Ten
         transport.compare(manifest, schema)
     except transport.ManifestError as error:
         raise ServiceError(Reason.MANIFEST_MISMATCH, str(error), field="manifest") from error
+
+
+def _make_receiver(manifest: transport.Manifest, passed: list[Any]) -> None:
+    passed.append(transport.Receiver(manifest, passed.pop()))
 
 
 def _in_progress(update: WeightUpdate) -> ServiceError:
