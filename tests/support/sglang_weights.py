@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from rollwire_server.engines.sglang import loader
-from rollwire_server.engines.sglang.messages import Facts
-from rollwire_server.engines.sglang.weights import Weights
+from rollwire_server.engines.sglang.messages import SglangInfo
+from rollwire_server.engines.sglang.weights import SglangWeights
 from safetensors.torch import save_file
 from torch import nn
 
@@ -43,7 +43,7 @@ class Fragile(Copying):
             super().load_weights([(name, tensor * 1)])
 
 
-FACTS = Facts(
+FACTS = SglangInfo(
     vocab_size=4, context_length=8, eos_token_ids=(), own_end_tokens=frozenset(),
     dtype=torch.float32, kv_tokens=8, deterministic=False, logprobs_before_temperature=False,
     can_release_memory=False, keeps_weights_on_release=False, sampling_parameters=frozenset(),
@@ -62,10 +62,10 @@ class Beside:
 
 
 @contextlib.asynccontextmanager
-async def weights_of(model: Copying, folder: Path) -> AsyncIterator[Weights]:
+async def weights_of(model: Copying, folder: Path) -> AsyncIterator[SglangWeights]:
     """Those of "good" and "late", which a checkpoint in ``folder`` has as zeros."""
     (folder / "config.json").write_text("{}")
     save_file({"good": torch.zeros(2, 2), "late": torch.zeros(2, 2)}, folder / "m.safetensors")
-    weights = Weights(Beside(model), FACTS, folder, torch.device("cpu"))  # type: ignore[arg-type]
+    weights = SglangWeights(Beside(model), FACTS, folder, torch.device("cpu"))  # type: ignore[arg-type]
     await weights.read()
     yield weights

@@ -17,8 +17,8 @@ import grpc
 import pytest
 import torch
 from rollwire_server.engines.embedded.builtin import build
-from rollwire_server.engines.sglang.notes import Note
-from rollwire_server.engines.sglang.processes import _tell_failures
+from rollwire_server.engines.sglang.memory_files import MemoryFile
+from rollwire_server.engines.sglang.processes import _record_failures
 from support.calls import Generation, connected, generate, reason_of, request, until
 from support.contract import flags
 from support.executed import ExecutedCommand, children, lines
@@ -107,8 +107,8 @@ class TestServers:
                 api, request(prompt, 20, seed=5, temperature=temperature, top_logprobs=4)
             )
         model = build("builtin:tiny")
-        whole = logits(model, [*prompt, *output.tokens])[len(prompt) - 1 : -1] / temperature
-        expected = whole.log_softmax(-1)
+        intact = logits(model, [*prompt, *output.tokens])[len(prompt) - 1 : -1] / temperature
+        expected = intact.log_softmax(-1)
         own = of_tokens(expected, output.tokens).tolist()
         assert output.logprobs == pytest.approx(own, abs=1e-4)
         for row, (ids, told) in zip(expected, output.top, strict=True):
@@ -343,8 +343,8 @@ def format_exception(error: BaseException) -> str:
 def test_what_ends_a_process_is_told_in_one_line() -> None:
     """Of a traceback, and not the advice below it."""
     logger = logging.getLogger("a process of SGLang")
-    with contextlib.closing(Note()) as note:
-        _tell_failures(logger.name, note.path)
+    with contextlib.closing(MemoryFile()) as note:
+        _record_failures(logger.name, note.path)
         with pytest.raises(RuntimeError) as caught:
             captures({})
         logger.error("Scheduler hit an exception: %s", format_exception(caught.value))

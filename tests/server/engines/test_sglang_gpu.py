@@ -10,9 +10,13 @@ import pytest
 import torch
 from rollwire.v1 import rollout_pb2
 from rollwire_server.engines.embedded.builtin import build
-from rollwire_server.engines.loading.fingerprint import Fingerprints
-from rollwire_server.engines.loading.page_lock import PageLock, pages_of
-from rollwire_server.engines.loading.shared_memory import on_devices, on_host, opened
+from rollwire_server.engines.loading.fingerprint import Fingerprinter
+from rollwire_server.engines.loading.pinned_memory import PinnedMemory, pinner_for
+from rollwire_server.engines.loading.staging_memory import (
+    allocate_on_devices,
+    allocate_on_host,
+    open_parts,
+)
 from rollwire_transport import TensorSpec, describe, tensor_digest
 from support.calls import Generation, connected, generate, request
 from support.contract import flags
@@ -84,14 +88,14 @@ def server(
 
 def test_fingerprints_are_digests_of_what_was_there_when_they_began() -> None:
     model = torch.nn.Linear(33, 7, device="cuda")
-    fingerprints = Fingerprints(model)
+    fingerprints = Fingerprinter(model)
     for _ in range(2):
-        before = fingerprints.begin()
+        before = fingerprints.start()
         expected = {n: tensor_digest(describe(n, t), t) for n, t in model.state_dict().items()}
         with torch.no_grad():
             torch.cuda.synchronize()
             model.weight[3, 4] += 1
-        after = fingerprints.begin()
+        after = fingerprints.start()
         assert before.read() == expected
         assert after.read()["bias"] == expected["bias"]
         assert after.read()["weight"] != expected["weight"]
@@ -172,13 +176,13 @@ async def test_memory_of_updates_is_taken_once(
     assert "other memory is taken" not in log
 
 
-def test_locked_pages_are_copied_to_and_from() -> None:
+def test_pinned_memory_is_copied_to_and_from() -> None:
     spec = TensorSpec("all", "uint8", ((10 << 20) + 512,))
-    pages = pages_of(torch.device("cuda"))
+    pages = pinner_for(torch.device("cuda"))
     assert pages is not None
-    memory = on_host([spec])
-    memory.lock(pages)
-    assert memory.lock_error is None
+    memory = allocate_on_host([spec])
+    memory.pin(pages)
+    assert memory.pin_error is None
     staged = memory.lend([spec])["all"]
     assert staged.is_pinned()
     staged.copy_(torch.arange(spec.shape[0]) % 251)
@@ -187,27 +191,27 @@ def test_locked_pages_are_copied_to_and_from() -> None:
     staged.copy_(there.add_(1), non_blocking=True)
     torch.cuda.synchronize()
     assert torch.equal(there.cpu(), staged)
-    (other,) = opened(memory.lend([spec]).layout.parts)
-    lock = PageLock(other, pages)
-    assert (lock.error, other.is_pinned()) == (None, True)
-    lock.release()
+    (other,) = open_parts(memory.lend([spec]).layout.parts)
+    pinned = PinnedMemory(other, pages)
+    assert (pinned.error, other.is_pinned()) == (None, True)
+    pinned.release()
     assert not other.is_pinned()
-    assert PageLock(torch.empty(0, dtype=torch.uint8), pages).error is not None
+    assert PinnedMemory(torch.empty(0, dtype=torch.uint8), pages).error is not None
     assert torch.ones(3, device="cuda").add_(1).sum().item() == 6  # that failure is not found again
 
 
 def test_device_memory_is_lent_while_a_tensor_of_it_is_held() -> None:
     device = torch.device("cuda", 0)
     specs = [TensorSpec("a", "bfloat16", (3, 5)), TensorSpec("b", "float32", ())]
-    memory = on_devices([device], specs, ranks=1)
+    memory = allocate_on_devices([device], specs, ranks=1)
     staged = memory.lend(specs)
     assert staged["a"].device == device
     held = staged["b"].fill_(7)
     del staged
-    assert memory.lent
+    assert memory.in_use
     assert memory.pieces[0].memory[64:68].view(torch.float32).item() == 7
     del held
-    assert not memory.lent
+    assert not memory.in_use
 
 
 @pytest.mark.parametrize("kept", ["KEEP", "HOST_BACKUP"])

@@ -10,8 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollwire_server.engines.loading import cuda_memory
-from rollwire_server.engines.loading.shared_memory import on_devices, on_host, opened, views
+from rollwire_server.engines.loading import cuda_ipc
+from rollwire_server.engines.loading.staging_memory import (
+    allocate_on_devices,
+    allocate_on_host,
+    open_parts,
+    tensor_views,
+)
 from rollwire_transport import TensorSpec, plan
 from rollwire_transport._slots import in_place_view
 from rollwire_transport._tensors import as_bytes, nbytes
@@ -37,14 +42,14 @@ def homes(manifest: Manifest, staged: Mapping[str, Tensor]) -> list[Tensor | Non
 @settings(deadline=None)
 @given(specs)
 def test_buckets_have_their_place_in_it(specs: list[TensorSpec]) -> None:
-    staged = on_host(specs).lend(specs)
+    staged = allocate_on_host(specs).lend(specs)
     assert all(place is not None for place in homes(plan(specs, bucket_bytes=640), staged))
 
 
 @settings(deadline=None)
 @given(specs, st.data())
 def test_so_have_those_of_a_partial_update(specs: list[TensorSpec], data: st.DataObject) -> None:
-    memory = on_host(specs)
+    memory = allocate_on_host(specs)
     some = data.draw(st.lists(st.sampled_from(specs), min_size=1, unique=True))
     staged = memory.lend(some)
     for number, spec in enumerate(some):
@@ -57,8 +62,8 @@ def test_so_have_those_of_a_partial_update(specs: list[TensorSpec], data: st.Dat
 @given(specs, st.integers(1, 4))
 def test_devices_have_about_as_much_each(specs: list[TensorSpec], devices: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_memory, "share", lambda _: {})  # of which there is none here
-        staged = on_devices([CPU] * devices, specs, ranks=1).lend(specs)
+        patch.setattr(cuda_ipc, "export_handle", lambda _: {})  # of which there is none here
+        staged = allocate_on_devices([CPU] * devices, specs, ranks=1).lend(specs)
     sizes = [0] * devices
     for place in staged.layout.places:
         sizes[place.part] += place.nbytes
@@ -75,13 +80,13 @@ def test_devices_have_about_as_much_each(specs: list[TensorSpec], devices: int) 
 
 def test_whoever_holds_a_tensor_keeps_the_memory_and_keeps_it_from_being_lent() -> None:
     specs = [TensorSpec("a", "bfloat16", (3, 5)), TensorSpec("b", "float32", ())]
-    memory = on_host(specs)
-    assert not memory.lent
+    memory = allocate_on_host(specs)
+    assert not memory.in_use
     staged = memory.lend(specs)
     path = Path(staged.layout.parts[0]["path"])
     held = staged["a"].view(torch.uint8)[1:2]
     del staged
-    assert memory.lent
+    assert memory.in_use
     del memory
     held.fill_(7)
     assert path.exists()
@@ -91,21 +96,21 @@ def test_whoever_holds_a_tensor_keeps_the_memory_and_keeps_it_from_being_lent() 
 
 def test_memory_is_lent_again_once_nobody_holds_a_tensor_of_it() -> None:
     specs = [TensorSpec("a", "float32", (2,))]
-    memory = on_host(specs)
+    memory = allocate_on_host(specs)
     where = set()
     for _ in range(3):
         staged = memory.lend(specs)
         where.add(staged["a"].data_ptr())
-        assert memory.lent
+        assert memory.in_use
         del staged
-        assert not memory.lent
+        assert not memory.in_use
     assert len(where) == 1
 
 
 def test_it_is_the_same_in_another_process() -> None:
     specs = [TensorSpec("a", "bfloat16", (3, 5)), TensorSpec("b", "float32", ())]
-    staged = on_host(specs).lend(specs)
-    for name, tensor in views(staged.layout, opened(staged.layout.parts)).items():
+    staged = allocate_on_host(specs).lend(specs)
+    for name, tensor in tensor_views(staged.layout, open_parts(staged.layout.parts)).items():
         tensor.fill_(7)
         assert (staged[name] == 7).all()
     path = staged.layout.parts[0]["path"]
@@ -115,10 +120,10 @@ def test_it_is_the_same_in_another_process() -> None:
 
 
 def test_another_file_of_the_same_name_is_not_taken_for_it() -> None:
-    (part,) = on_host([TensorSpec("a", "float32", (2,))]).lend([]).layout.parts
+    (part,) = allocate_on_host([TensorSpec("a", "float32", (2,))]).lend([]).layout.parts
     with pytest.raises(OSError, match="No such file"):
-        opened([part])
-    other = on_host([TensorSpec("b", "float32", (2,))])
+        open_parts([part])
+    other = allocate_on_host([TensorSpec("b", "float32", (2,))])
     (its,) = other.lend([]).layout.parts
     with pytest.raises(OSError, match="not the memory that was staged"):
-        opened([{**its, "inode": part["inode"]}])
+        open_parts([{**its, "inode": part["inode"]}])

@@ -1,4 +1,4 @@
-"""The SGLang engine's bookkeeping: what is sent when, and what chunks become."""
+"""The SGLang engine's bookkeeping: what is sent when, and what outputs become."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import TYPE_CHECKING
 import pytest
 from rollwire.types import WeightTag
 from rollwire_server.engines.base import EndReason, RoutedExperts
-from rollwire_server.engines.sglang.messages import Chunk
-from rollwire_server.engines.sglang.sequences import SHARED_TOKENS, Sequences
+from rollwire_server.engines.sglang.messages import SchedulerOutput
+from rollwire_server.engines.sglang.sequences import SHARED_TOKENS, SequenceTable
 from support.engines import spec
 
 if TYPE_CHECKING:
     from rollwire_server.engines.base import SequenceSpec, Step
-    from rollwire_server.engines.sglang.messages import Request
+    from rollwire_server.engines.sglang.messages import SchedulerRequest
 
 TAG = WeightTag(7, 3, "server", 0)
 LONG_PROMPT = tuple(range(SHARED_TOKENS))
 
 
-def sequences_of(*specs: SequenceSpec) -> Sequences:
-    sequences = Sequences(100)
+def sequences_of(*specs: SequenceSpec) -> SequenceTable:
+    sequences = SequenceTable(100)
     for one in specs:
         sequences.add(one)
     return sequences
 
 
-def send_all(sequences: Sequences, revision: int = 3) -> list[Request]:
+def send_all(sequences: SequenceTable, revision: int = 3) -> list[SchedulerRequest]:
     """What goes to SGLang now."""
     sent = []
     while (sequence := sequences.next_unsent(revision)) is not None:
@@ -35,8 +35,10 @@ def send_all(sequences: Sequences, revision: int = 3) -> list[Request]:
     return sent
 
 
-def chunk(rid: str, *tokens: int, ended: str | None = None, logprob: float = -1.0) -> Chunk:
-    return Chunk(rid, list(tokens), [logprob] * len(tokens), [], [], 0, ended)
+def chunk(
+    rid: str, *tokens: int, ended: str | None = None, logprob: float = -1.0
+) -> SchedulerOutput:
+    return SchedulerOutput(rid, list(tokens), [logprob] * len(tokens), [], [], 0, ended)
 
 
 def test_a_group_follows_the_first_of_it_and_others_do_not_wait() -> None:
@@ -45,7 +47,7 @@ def test_a_group_follows_the_first_of_it_and_others_do_not_wait() -> None:
     sequences = sequences_of(*group, other)
     first, apart = send_all(sequences)
     assert (first.input_ids, apart.input_ids) == ([*LONG_PROMPT], [1, 2, 3])
-    sequences.take([chunk(first.rid, 5)], TAG)
+    sequences.process([chunk(first.rid, 5)], TAG)
     assert [request.input_ids for request in send_all(sequences)] == [[*LONG_PROMPT]] * 2
     sequences.add(spec(LONG_PROMPT))
     sequences.add(spec(LONG_PROMPT))
@@ -60,7 +62,7 @@ def test_a_group_does_not_wait_for_one_that_is_gone(way: str) -> None:
     if way == "aborted":
         assert sequences.remove([first.key]) == [request.rid]
     else:
-        step, _ = sequences.take([chunk(request.rid, ended="abort")], TAG)
+        step, _ = sequences.process([chunk(request.rid, ended="abort")], TAG)
         assert [end.reason for end in step.ends] == [EndReason.STEP_FAILED]
     assert len(send_all(sequences)) == 1
 
@@ -95,20 +97,20 @@ def test_experts_are_told_by_the_weights_that_chose_them() -> None:
     sequences = sequences_of(asked)
     (first,) = send_all(sequences)
     assert first.routed_experts
-    sequences.take([chunk(first.rid, 5, 5)], TAG)
+    sequences.process([chunk(first.rid, 5, 5)], TAG)
     later = WeightTag(8, 4, "server", 0)
-    sequences.recall(started=False)  # keys and values are kept
-    sequences.take([chunk(first.rid, 6)], later)
+    sequences.requeue(started=False)  # keys and values are kept
+    sequences.process([chunk(first.rid, 6)], later)
     last = WeightTag(9, 5, "server", 0)
-    assert sequences.recall(started=True) == ([first.rid], 6)
+    assert sequences.requeue(started=True) == ([first.rid], 6)
     (second,) = send_all(sequences, last.revision)
     ended = replace(chunk(first.rid, 7, ended="abort"), routed_experts=routing(6))
-    step, _ = sequences.take([ended], last)
+    step, _ = sequences.process([ended], last)
     assert not step.keys
     # 6 was an input after it was given up.
     assert told(step, asked.key) == [(0, 3, 3, 3), (4, 4, 4, 3)]
-    whole = replace(chunk(second.rid, *range(10, 27), ended="length"), routed_experts=routing(22))
-    step, _ = sequences.take([whole], last)
+    intact = replace(chunk(second.rid, *range(10, 27), ended="length"), routed_experts=routing(22))
+    step, _ = sequences.process([intact], last)
     assert told(step, asked.key) == [(0, 21, 5, 5)]
 
 
@@ -118,9 +120,9 @@ def test_experts_of_what_ended_before_its_first_token_are_not_told(*, recalled: 
     sequences = sequences_of(asked)
     (request,) = send_all(sequences)
     if recalled:  # by a commit, while its prompt was computed
-        sequences.recall(started=False)
+        sequences.requeue(started=False)
     ended = replace(chunk(request.rid, ended="abort"), routed_experts=routing(3))
-    step, _ = sequences.take([ended], TAG)
+    step, _ = sequences.process([ended], TAG)
     assert not any(extras.routed_experts for extras in step.extras.values())
     assert [end.reason for end in step.ends] == ([] if recalled else [EndReason.STEP_FAILED])
 
@@ -129,10 +131,10 @@ def test_experts_of_what_nobody_waits_for_are_not_told() -> None:
     asked = spec((1, 2, 3), 20, routed_experts=True)
     sequences = sequences_of(asked)
     (request,) = send_all(sequences)
-    sequences.take([chunk(request.rid, 5)], TAG)
+    sequences.process([chunk(request.rid, 5)], TAG)
     sequences.remove([asked.key])
     ended = replace(chunk(request.rid, ended="abort"), routed_experts=routing(3))
-    step, _ = sequences.take([ended], TAG)
+    step, _ = sequences.process([ended], TAG)
     assert not step.extras
 
 
@@ -150,7 +152,7 @@ def test_a_chunk_is_cut_at_what_ends_the_sequence() -> None:
     sequences = sequences_of(stopping, full, broken)
     a, b, c = send_all(sequences)
     nan = chunk(c.rid, 4, logprob=float("nan"))
-    step, to_end = sequences.take([chunk(a.rid, 5, 9, 6), chunk(b.rid, 7, 8), nan], TAG)
+    step, to_end = sequences.process([chunk(a.rid, 5, 9, 6), chunk(b.rid, 7, 8), nan], TAG)
     assert list(zip(step.keys, step.token_ids, strict=True)) == [
         (stopping.key, 5), (stopping.key, 9), (full.key, 7), (full.key, 8)
     ]  # fmt: skip
@@ -164,12 +166,12 @@ def test_what_was_given_up_is_ended_until_it_says_so_and_reports_nothing() -> No
     one = spec((1, 2))
     sequences = sequences_of(one)
     (request,) = send_all(sequences)
-    sequences.take([chunk(request.rid, 5)], TAG)
+    sequences.process([chunk(request.rid, 5)], TAG)
     assert sequences.remove([one.key]) == [request.rid]
     assert sequences.kv_tokens() == 3
-    step, to_end = sequences.take([chunk(request.rid, 6)], TAG)
+    step, to_end = sequences.process([chunk(request.rid, 6)], TAG)
     assert (step.keys, step.ends, to_end) == ([], [], [request.rid])
-    sequences.take([chunk(request.rid, 7, ended="abort")], TAG)
+    sequences.process([chunk(request.rid, 7, ended="abort")], TAG)
     assert (sequences.kv_tokens(), sequences.ending) == (0, {})
 
 
@@ -177,8 +179,8 @@ def test_after_a_commit_sequences_go_on_from_their_tokens_oldest_first() -> None
     started, waiting = spec((1, 2), 20, seed=4), spec((3, 4), 20)
     sequences = sequences_of(started, waiting)
     a, b = send_all(sequences)
-    sequences.take([chunk(a.rid, 5, 6)], TAG)
-    assert sequences.recall(started=True) == ([a.rid, b.rid], 4)
+    sequences.process([chunk(a.rid, 5, 6)], TAG)
+    assert sequences.requeue(started=True) == ([a.rid, b.rid], 4)
     again, fresh = send_all(sequences, revision=4)
     assert (again.input_ids, again.max_new_tokens) == ([1, 2, 5, 6], 18)
     assert (fresh.input_ids, fresh.max_new_tokens) == ([3, 4], 20)
@@ -190,10 +192,10 @@ def test_what_keeps_its_keys_and_values_owns_up_to_them() -> None:
     started, waiting = spec((1, 2), 20), spec((3, 4), 20)
     sequences = sequences_of(started, waiting)
     a, b = send_all(sequences, revision=2)
-    sequences.take([chunk(a.rid, 5)], TAG)
-    assert sequences.recall(started=False) == ([b.rid], 0)
+    sequences.process([chunk(a.rid, 5)], TAG)
+    assert sequences.requeue(started=False) == ([b.rid], 0)
     (fresh,) = send_all(sequences, revision=3)
-    step, _ = sequences.take([chunk(a.rid, 6), chunk(fresh.rid, 7)], TAG)
+    step, _ = sequences.process([chunk(a.rid, 6), chunk(fresh.rid, 7)], TAG)
     assert step.weights == TAG
     assert step.oldest_kv_revisions == [2, 3]
 
@@ -216,6 +218,6 @@ def test_one_that_is_refused_once_it_was_given_up_is_not_waited_for(how: str) ->
     if how == "aborted":
         sequences.remove([asked.key])
     else:
-        sequences.recall(started=True)
+        sequences.requeue(started=True)
     assert sequences.refuse(request.rid, "too long") is None
     assert not sequences.ending

@@ -7,29 +7,32 @@ from typing import TYPE_CHECKING
 
 import pytest
 from rollwire_server.engines.base import EngineError
-from rollwire_server.engines.sglang.messages import Chunk
+from rollwire_server.engines.sglang.messages import SchedulerOutput
 from rollwire_server.engines.sglang.warmup import WarmUp
 
 if TYPE_CHECKING:
-    from rollwire_server.engines.sglang.messages import Request
+    from rollwire_server.engines.sglang.messages import SchedulerRequest
 
 
 class Compiling:
     """In the place of the bridge: tells tokens of what it is sent, later."""
 
     def __init__(self, warm_up: WarmUp, *, dies_at: int | None = None) -> None:
-        self.sent: list[Request] = []
+        self.sent: list[SchedulerRequest] = []
         self._warm_up = warm_up
         self._dies_at = dies_at
 
-    async def send(self, request: Request) -> None:
+    async def send(self, request: SchedulerRequest) -> None:
         self.sent.append(request)
         say = asyncio.get_running_loop().call_soon
         if len(self.sent) == self._dies_at:
             say(self._warm_up.on_death, EngineError("SGLang is dead: no kernel"))
             return
         for ended in (None, "length"):
-            say(self._warm_up.on_chunks, [Chunk(request.rid, [1], [-1.0], [], [], 0, ended)])
+            say(
+                self._warm_up.on_outputs,
+                [SchedulerOutput(request.rid, [1], [-1.0], [], [], 0, ended)],
+            )
 
 
 async def test_one_sequence_comes_first_and_then_some_side_by_side() -> None:

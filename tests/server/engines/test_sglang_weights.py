@@ -12,14 +12,14 @@ import pytest
 import torch
 from rollwire.types import SleepingWeights
 from rollwire_server.engines.base import ChangedWeightsError, EngineError, TornWeightsError
-from rollwire_server.engines.loading.copy_plan import NoRecipeError, copies, learn
-from rollwire_server.engines.loading.shared_memory import on_host
+from rollwire_server.engines.loading.copy_plan import UntraceableLoadError, grouped_copy, trace_load
+from rollwire_server.engines.loading.staging_memory import allocate_on_host
 from rollwire_server.engines.sglang import loader
 from rollwire_server.engines.sglang.checkpoint import describe_checkpoint
 from rollwire_server.engines.sglang.config import SglangConfig
 from rollwire_server.engines.sglang.engine import SglangEngine
-from rollwire_server.engines.sglang.notes import Note
-from rollwire_server.engines.sglang.weights import Weights
+from rollwire_server.engines.sglang.memory_files import MemoryFile
+from rollwire_server.engines.sglang.weights import SglangWeights
 from rollwire_transport import TensorSpec
 from support.contract import flags
 from support.engines import staged_update
@@ -29,7 +29,7 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
-    from rollwire_server.engines.loading.shared_memory import Staged
+    from rollwire_server.engines.loading.staging_memory import StagedTensors
     from torch import Tensor
 
 
@@ -41,23 +41,23 @@ class TestWeights:
         return Copying()
 
     @pytest.fixture
-    async def weights(self, model: Copying, tmp_path: Path) -> AsyncIterator[Weights]:
+    async def weights(self, model: Copying, tmp_path: Path) -> AsyncIterator[SglangWeights]:
         async with weights_of(model, tmp_path) as weights:
             yield weights
 
-    def staged(self, value: float, *names: str) -> Staged:
+    def staged(self, value: float, *names: str) -> StagedTensors:
         specs = [TensorSpec(name, "float32", (2, 2)) for name in names]
-        staged = on_host(specs).lend(specs)
+        staged = allocate_on_host(specs).lend(specs)
         for tensor in staged.values():
             tensor.fill_(value)
         return staged
 
     @pytest.mark.parametrize("model", [Copying(), Fragile()])
     async def test_the_digests_are_those_of_what_was_put(
-        self, weights: Weights, model: Copying
+        self, weights: SglangWeights, model: Copying
     ) -> None:
         before = await weights.digests()
-        await weights.put(staged_update(self.staged(1, "good")))
+        await weights.apply(staged_update(self.staged(1, "good")))
         assert model.fused.tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
         after = await weights.digests()
         assert after["late"] == before["late"]
@@ -66,74 +66,74 @@ class TestWeights:
         assert await weights.digests() == before
 
     async def test_what_is_not_open_any_more_is_not_taken_for_put_in_place(
-        self, weights: Weights
+        self, weights: SglangWeights
     ) -> None:
         before = await weights.digests()
         staged = await weights.stage(weights.specs)
-        await weights._run("close")
+        await weights._command("close")
         with pytest.raises(EngineError, match="no staged memory is open"):
-            await weights.put(staged_update(staged))
-        assert weights.whole
+            await weights.apply(staged_update(staged))
+        assert weights.intact
         assert await weights.digests() == before
 
     async def test_the_processes_open_memory_once_and_each_layout_anew(
-        self, weights: Weights, model: Copying, monkeypatch: pytest.MonkeyPatch
+        self, weights: SglangWeights, model: Copying, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         obeyed: list[str] = []
-        obey = weights._bridge.update
+        execute = weights._bridge.update
 
         async def noted(command: str, seconds: float) -> None:
             obeyed.append(json.loads(command)["do"])
-            await obey(command, seconds)
+            await execute(command, seconds)
 
         monkeypatch.setattr(weights._bridge, "update", noted)
-        await weights.take_memory()
+        await weights.allocate_staging()
         memory = loader._loaders[model]._memories[0]
         good, late = weights.specs
         for value, specs in enumerate([[good, late], [good, late], [late], [good, late]], start=1):
             staged = await weights.stage(specs)
             for tensor in staged.values():
                 tensor.fill_(value)
-            await weights.put(staged_update(staged))
+            await weights.apply(staged_update(staged))
             del staged, tensor
             assert model.fused[2:].eq(value).all()
             assert loader._loaders[model]._memories[0] is memory
-        assert obeyed == ["open", "put", "put", "open", "put", "open", "put"]
+        assert obeyed == ["open", "apply", "apply", "open", "apply", "open", "apply"]
         assert model.fused[:2].eq(4).all()
 
     async def test_memory_that_a_transfer_may_still_write_to_is_not_used_again(
-        self, weights: Weights, model: Copying
+        self, weights: SglangWeights, model: Copying
     ) -> None:
-        await weights.take_memory()
+        await weights.allocate_staging()
         late = (await weights.stage(weights.specs))["good"]  # all that is left of an update
         staged = await weights.stage(weights.specs)
         for tensor in staged.values():
             tensor.fill_(1)
         late.fill_(7)
-        await weights.put(staged_update(staged))
+        await weights.apply(staged_update(staged))
         assert model.fused.eq(1).all()
 
     async def test_memory_that_is_let_go_of_is_closed_everywhere(
-        self, weights: Weights, model: Copying
+        self, weights: SglangWeights, model: Copying
     ) -> None:
-        await weights.take_memory()
+        await weights.allocate_staging()
         path = (await weights.stage(weights.specs)).layout.parts[0]["path"]
         there = Path(path).exists
         assert there()
-        await weights.let_go()
+        await weights.release_staging()
         assert not there()
         assert not loader._loaders[model]._memories
         with pytest.raises(EngineError, match="no staged memory is open"):
-            await weights._run("put")
+            await weights._command("apply")
 
     async def test_what_a_failed_command_opened_is_opened_again(
-        self, weights: Weights, model: Copying, monkeypatch: pytest.MonkeyPatch
+        self, weights: SglangWeights, model: Copying, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        await weights.take_memory()
-        obey = weights._bridge.update
+        await weights.allocate_staging()
+        execute = weights._bridge.update
 
         async def without_an_answer(command: str, seconds: float) -> None:
-            await obey(command, seconds)
+            await execute(command, seconds)
             raise EngineError("no answer")
 
         with monkeypatch.context() as patch:
@@ -143,62 +143,62 @@ class TestWeights:
         staged = await weights.stage(weights.specs)
         for tensor in staged.values():
             tensor.fill_(3)
-        await weights.put(staged_update(staged))
+        await weights.apply(staged_update(staged))
         assert model.fused.eq(3).all()
 
     async def test_memory_that_changes_by_itself_is_noticed(
-        self, weights: Weights, model: Copying
+        self, weights: SglangWeights, model: Copying
     ) -> None:
-        await weights.put(staged_update(self.staged(1, "good", "late")))
+        await weights.apply(staged_update(self.staged(1, "good", "late")))
         model.fused.data[3, 1] += 1e-6
         with pytest.raises(ChangedWeightsError, match="have changed: fused"):
             await weights.digests()
 
     async def test_memory_that_nobody_compares_has_not_changed(
-        self, weights: Weights, monkeypatch: pytest.MonkeyPatch
+        self, weights: SglangWeights, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         async def dead(command: str, seconds: float) -> None:
             raise EngineError("SGLang is dead")
 
         monkeypatch.setattr(weights._bridge, "update", dead)
-        with pytest.raises(EngineError, match="could not obey: SGLang is dead") as caught:
+        with pytest.raises(EngineError, match="could not execute: SGLang is dead") as caught:
             await weights.digests()
         assert not isinstance(caught.value, ChangedWeightsError)
 
     @pytest.mark.parametrize("model", [Fragile()])
     async def test_what_fails_half_way_is_torn_until_a_full_update(
-        self, weights: Weights, model: Fragile
+        self, weights: SglangWeights, model: Fragile
     ) -> None:
         model.fails_at = "late"
         with pytest.raises(TornWeightsError, match="late"):
-            await weights.put(staged_update(self.staged(2, "good", "late")))
+            await weights.apply(staged_update(self.staged(2, "good", "late")))
         assert model.fused.tolist() == [[2, 2], [2, 2], [0, 0], [0, 0]]
-        assert not weights.whole
+        assert not weights.intact
         model.fails_at = ""
         with pytest.raises(EngineError, match="lacks 1 of 2"):
-            await weights.put(staged_update(self.staged(3, "good")))
-        await weights.put(staged_update(self.staged(3, "good", "late")))
-        assert weights.whole
+            await weights.apply(staged_update(self.staged(3, "good")))
+        await weights.apply(staged_update(self.staged(3, "good", "late")))
+        assert weights.intact
         assert model.fused.eq(3).all()
 
     async def test_what_fails_before_anything_is_touched_leaves_all_as_it_was(
-        self, weights: Weights, model: Fragile
+        self, weights: SglangWeights, model: Fragile
     ) -> None:
         before = await weights.digests()
         gone = self.staged(4, "good", "late")
         gone.layout.parts[0]["path"] = "/nothing/there"
         with pytest.raises(EngineError, match="FileNotFoundError") as caught:
-            await weights.put(staged_update(gone))
+            await weights.apply(staged_update(gone))
         assert not isinstance(caught.value, TornWeightsError)
-        assert weights.whole
+        assert weights.intact
         assert await weights.digests() == before
 
 
 class TestLoader:
     """What runs inside SGLang's scheduler processes."""
 
-    def obey(self, model: nn.Module, do: str, **more: object) -> dict[str, object]:
-        with contextlib.closing(Note()) as note:
+    def execute(self, model: nn.Module, do: str, **more: object) -> dict[str, object]:
+        with contextlib.closing(MemoryFile()) as note:
             command = json.dumps({"do": do, "answers": [note.path], **more})
             loader.load(model, [(command, torch.empty(0))])
             answer: dict[str, object] = json.loads(note.read())
@@ -207,33 +207,33 @@ class TestLoader:
     @pytest.mark.parametrize("model", [Copying(), Fragile()])
     def test_staged_tensors_get_in_place_and_are_known_from_then_on(self, model: Copying) -> None:
         tensors = [("good", "float32", (2, 2)), ("late", "float32", (2, 2))]
-        self.obey(model, "learn", tensors=tensors)
+        self.execute(model, "trace", tensors=tensors)
         specs = [TensorSpec("good", "float32", (2, 2))]
-        staged = on_host(specs).lend(specs)
+        staged = allocate_on_host(specs).lend(specs)
         staged["good"].copy_(torch.arange(4.0).view(2, 2))
-        told = staged.layout.told()
-        opened = self.obey(model, "open", staged=told)
+        told = staged.layout.to_json()
+        opened = self.execute(model, "open", staged=told)
         assert model.fused.eq(0).all()
-        put = self.obey(model, "put")
+        put = self.execute(model, "apply")
         assert (opened["touched"], put["touched"], put["error"]) == (False, True, None)
         assert model.fused.tolist() == [[0, 1], [2, 3], [0, 0], [0, 0]]
-        assert self.obey(model, "compare")["changed"] == []
+        assert self.execute(model, "compare")["changed"] == []
         model.fused.data[0, 0] = 1
-        assert self.obey(model, "compare")["changed"] == ["fused"]
+        assert self.execute(model, "compare")["changed"] == ["fused"]
 
     def test_a_failure_says_whether_weights_were_touched(self, tmp_path: Path) -> None:
         specs = [TensorSpec(name, "float32", (2, 2)) for name in ("good", "bad")]
-        staged = on_host(specs).lend(specs)
+        staged = allocate_on_host(specs).lend(specs)
         model = Fragile()
-        self.obey(model, "open", staged=staged.layout.told())
-        torn = self.obey(model, "put")
+        self.execute(model, "open", staged=staged.layout.to_json())
+        torn = self.execute(model, "apply")
         assert torn["touched"]
         assert torn["error"] == "KeyError: 'bad'"
-        gone = staged.layout.told()
+        gone = staged.layout.to_json()
         gone["parts"][0]["path"] = str(tmp_path / "nothing")
-        whole = self.obey(Fragile(), "open", staged=gone)
-        assert not whole["touched"]
-        assert whole["error"]
+        intact = self.execute(Fragile(), "open", staged=gone)
+        assert not intact["touched"]
+        assert intact["error"]
 
 
 class TestRecipe:
@@ -264,18 +264,18 @@ class TestRecipe:
         loaded, copied = self.Sharding(), self.Sharding()
         loaded.load_weights(tensors.items())
         copied.kept.data[3:] = 0
-        recipe = learn(copied, [(n, "float32", t.shape) for n, t in tensors.items()])
+        plan = trace_load(copied, [(n, "float32", t.shape) for n, t in tensors.items()])
         assert copied.kept[:3].eq(9).all()
-        assert recipe["other"] == []
-        targets, sources = copies(recipe, tensors)
+        assert plan["other"] == []
+        targets, sources = grouped_copy(plan, tensors)
         torch._foreach_copy_(targets, sources)
         assert copied.kept.tolist() == loaded.kept.tolist() != [[9.0] * 3] * 4
         assert copied.scale.tolist() == loaded.scale.tolist() == [[2, 2], [2, 2]]
 
     def test_a_loader_that_computes_has_none(self) -> None:
         model = Fragile()
-        with pytest.raises(NoRecipeError, match="mul"):
-            learn(model, [("good", "float32", (2, 2))])
+        with pytest.raises(UntraceableLoadError, match="mul"):
+            trace_load(model, [("good", "float32", (2, 2))])
         assert model.fused.eq(0).all()
 
 
@@ -292,8 +292,8 @@ def test_a_host_backup_is_what_sglang_was_started_with(
 ) -> None:
     facts = dataclasses.replace(FACTS, can_release_memory=releases, keeps_weights_on_release=keeps)
     engine = SglangEngine(SglangConfig("a model", "auto", "cpu", 4))
-    engine._facts = facts
-    described = engine._describe(Weights(None, facts, Path(), torch.device("cpu")))  # type: ignore[arg-type]
+    engine._sglang = facts
+    described = engine._describe(SglangWeights(None, facts, Path(), torch.device("cpu")))  # type: ignore[arg-type]
     assert described.unsupported_sleep.keys() == refused
 
 

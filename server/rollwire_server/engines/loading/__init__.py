@@ -1,1 +1,1 @@
-"""Memory for weight updates and copies into place, for any engine."""
+"""How an engine in other processes takes weights: staging memory, copies in place, fingerprints."""

@@ -1,8 +1,8 @@
-"""Where a model puts the tensors of a checkpoint: learned once, from its own loader.
+"""Where a model puts each tensor of a checkpoint, traced once from its own ``load_weights``.
 
-SGLang's models fuse and shard what they load, each in its own way. Here ``load_weights`` runs over
-tensors without memory, and each copy that it asks for is noted and not made. Later all copies of an
-update are made as one, in milliseconds. A loader that does more than copy has no recipe.
+Models fuse and shard what they load, each in its own way. The trace runs ``load_weights`` on meta
+tensors, and records each copy instead of making it. A commit then makes all copies of an update at
+once, in milliseconds. A loader that does more than copy cannot be traced.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 COPY = torch.ops.aten.copy_.default
-# What pads a parameter: done when the model was first loaded, and never changed since.
+# These pad a parameter. The first load has done that, and nothing changes the padding since.
 PADDING = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 
-class NoRecipeError(Exception):
-    """Loading this model takes more than copies."""
+class UntraceableLoadError(Exception):
+    """The model's loader does more than copy."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """One copy: what of a tensor goes where.
+class PlannedCopy:
+    """One copy from a checkpoint tensor into a parameter.
 
     Attributes:
         target: Part of a parameter.
-        size, stride, offset: Of the source, in elements of the contiguous checkpoint tensor.
+        size, stride, offset: The part of the contiguous checkpoint tensor, in elements.
     """
 
     target: Tensor
@@ -42,42 +42,45 @@ class Piece:
     offset: int
 
     def source(self, tensor: Tensor) -> Tensor:
-        """What is copied of a checkpoint's ``tensor``, as a view."""
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
 
-Recipe = dict[str, list[Piece]]
-"""The copies of each checkpoint tensor; none of one that this process has no part of."""
+CopyPlan = dict[str, list[PlannedCopy]]
+"""The copies of each checkpoint tensor; an empty list if this process holds no part of it."""
 
 
-def learn(model: nn.Module, tensors: Sequence[tuple[str, str, Sequence[int]]]) -> Recipe:
-    """How ``model`` loads tensors of these names, dtypes and shapes; raises NoRecipeError."""
+def trace_load(model: nn.Module, tensors: Sequence[tuple[str, str, Sequence[int]]]) -> CopyPlan:
+    """Traces how ``model`` loads tensors of these names, dtypes and shapes.
+
+    Raises:
+        UntraceableLoadError: The loader does more than copy.
+    """
     sources = {
         name: torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta")
         for name, dtype, shape in tensors
     }
-    noting = _Noting(sources)
-    with torch.no_grad(), noting:
+    tracer = _CopyTracer(sources)
+    with torch.no_grad(), tracer:
         model.load_weights(sources.items())  # type: ignore[operator]  # as SGLang's models have it
-    return noting.recipe
+    return tracer.plan
 
 
-def copies(recipe: Recipe, staged: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Targets and sources of an update, for one grouped copy."""
+def grouped_copy(plan: CopyPlan, staged: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The targets and the sources of all copies of an update."""
     targets, sources = [], []
     for name, tensor in staged.items():
-        for piece in recipe[name]:
-            targets.append(piece.target)
-            sources.append(piece.source(tensor))
+        for copy in plan[name]:
+            targets.append(copy.target)
+            sources.append(copy.source(tensor))
     return targets, sources
 
 
-class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes copies out of ``sources`` and lets nothing else change anything."""
+class _CopyTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records copies out of ``sources``, and refuses whatever else would write."""
 
     def __init__(self, sources: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.recipe: Recipe = {name: [] for name in sources}
+        self.plan: CopyPlan = {name: [] for name in sources}
         self._names = {_memory(tensor): name for name, tensor in sources.items()}
         self._dtypes = {name: tensor.dtype for name, tensor in sources.items()}
 
@@ -88,16 +91,16 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             target, source = args[:2]
             name = self._names.get(_memory(source))
             if name is None or target.is_meta or source.dtype != self._dtypes[name]:
-                raise NoRecipeError("it copies what is not of the checkpoint")
+                raise UntraceableLoadError("it copies something that is not in the checkpoint")
             read = source.expand(target.shape)
-            piece = Piece(target, tuple(read.shape), read.stride(), read.storage_offset())
-            self.recipe[name].append(piece)
+            copy = PlannedCopy(target, tuple(read.shape), read.stride(), read.storage_offset())
+            self.plan[name].append(copy)
             return target
         if func in PADDING and not args[0].is_meta:
             return args[0]
-        raise NoRecipeError(f"it calls {func}")
+        raise UntraceableLoadError(f"it calls {func}")
 
 
 def _memory(tensor: Tensor) -> int:
-    """The same for all views of one memory, also where there is none."""
+    # The same for all views of one storage, meta tensors included.
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  torch names it no other way

@@ -1,15 +1,15 @@
-"""SGLang as the engine sees it: its life and its commands.
+"""One SGLang: started, commanded, stopped.
 
-What depends on SGLang's version is in this file, in ``launch``, ``outputs`` and ``processes``. Runs
-on 0.5.17 and on 0.5.23. What is relied on, in both:
+Whatever depends on SGLang's version is in this file, in ``launch``, ``outputs`` and ``processes``.
+Runs on 0.5.17 to 0.5.23. It relies on the following:
 
-- ``skip_tokenizer_init``: the scheduler's outputs come straight to the tokenizer manager of this
-  process, as columns of what is new (``outputs``).
-- Outputs and answers travel over two sockets, so the answer to a command says nothing about outputs
-  before it. ``ConfigureLoggingReq`` is sent back over the outputs' own socket: an echo that arrives
-  after all of them.
-- Aborts match ids by prefix, so ids are all of one length.
-- A pause in place leaves a result that it has not reported; ``processes`` has it reported.
+- With ``skip_tokenizer_init`` the scheduler's outputs come straight to the tokenizer manager of
+  this process, as columns of what is new (``outputs``).
+- Outputs and answers travel over two sockets, so an answer does not say that all outputs before it
+  have arrived. ``ConfigureLoggingReq`` comes back over the socket of the outputs, after all of
+  them: a barrier.
+- Aborts match ids by prefix, so all ids have the same length.
+- A pause in place leaves one result unreported; ``processes`` reports it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from rollwire_server.engines.sglang.config import SglangConfig
-    from rollwire_server.engines.sglang.messages import Chunk, Facts, Receiver, Request
+    from rollwire_server.engines.sglang.messages import (
+        OutputReceiver,
+        SchedulerOutput,
+        SchedulerRequest,
+        SglangInfo,
+    )
 
 T = TypeVar("T")
 
@@ -39,15 +44,13 @@ logger = logging.getLogger(__name__)
 
 
 class Bridge:
-    """One SGLang: started, spoken to, stopped.
-
-    Every call raises EngineError once SGLang is dead.
+    """One SGLang. Every call raises EngineError once it is dead.
 
     Attributes:
-        receiver: Where it reports.
+        receiver: Receives its outputs.
     """
 
-    def __init__(self, config: SglangConfig, receiver: Receiver) -> None:
+    def __init__(self, config: SglangConfig, receiver: OutputReceiver) -> None:
         self._config = config
         self.receiver = receiver
         self._launcher = Launcher(config, self)
@@ -59,17 +62,17 @@ class Bridge:
         self._watched: list[int] = []
         self._ranks = 1
         self._own_end_tokens: frozenset[int] = frozenset()
-        self._echoes: dict[str, asyncio.Future[None]] = {}
-        self._echoed = 0
+        self._barriers: dict[str, asyncio.Future[None]] = {}
+        self._barrier_count = 0
         self._stopping = False
 
     # Life.
 
-    async def start(self) -> Facts:
-        """Starts SGLang's processes; raises EngineError with one line when that fails."""
+    async def start(self) -> SglangInfo:
+        """Starts SGLang's processes; raises EngineError with one line if that fails."""
         self._loop = asyncio.get_running_loop()
         with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: no signals here
-            # Its processes send this to their parent when they fail.
+            # SGLang's processes send SIGQUIT to their parent when they fail.
             self._loop.add_signal_handler(signal.SIGQUIT, self._on_child_failed)
         engine = await self._launcher.start()
         self._manager = engine.tokenizer_manager
@@ -86,7 +89,7 @@ class Bridge:
         self._dead = self._dead or EngineError("SGLang is being stopped")
         self._died.set()
         for descriptor in self._watched:
-            self._living_loop().remove_reader(descriptor)
+            self._running_loop().remove_reader(descriptor)
             os.close(descriptor)
         self._watched = []
         if self._reading is not None:
@@ -101,7 +104,6 @@ class Bridge:
         self._manager = None
 
     def _watch(self, processes: Sequence[int]) -> None:
-        """A process that ends is noticed at once."""
         for pid in processes:
             try:
                 descriptor = os.pidfd_open(pid)
@@ -109,37 +111,37 @@ class Bridge:
                 self._on_end(pid, None)
                 return
             self._watched.append(descriptor)
-            self._living_loop().add_reader(descriptor, self._on_end, pid, descriptor)
+            self._running_loop().add_reader(descriptor, self._on_end, pid, descriptor)
 
     def _on_end(self, pid: int, descriptor: int | None) -> None:
         if self._launcher.failure():
             self._on_child_failed()
         else:
-            self.die(f"its process {pid} {_how_it_ended(descriptor)}")
+            self.declare_dead(f"its process {pid} {_how_it_ended(descriptor)}")
 
     def _on_child_failed(self) -> None:
         why = self._launcher.failure() or "its own log lines say why"
-        self.die(f"one of its processes failed: {why}")
+        self.declare_dead(f"one of its processes failed: {why}")
 
-    def die(self, why: str) -> None:
-        """Gives SGLang up: whoever waits for it learns that, and so does the receiver."""
+    def declare_dead(self, why: str) -> None:
+        """Fails every call that waits for SGLang, and tells the receiver."""
         if self._dead is not None or self._stopping:
             return
         self._dead = EngineError(f"SGLang is dead: {why}")
         self._died.set()
         self.receiver.on_death(self._dead)
 
-    async def vital(self, work: Awaitable[None], what: str) -> None:
-        """Does what SGLang is of no use without: it is given up when that fails."""
+    async def run_critical(self, work: Awaitable[None], what: str) -> None:
+        """Runs work without which SGLang is of no use; it counts as dead if that fails."""
         try:
             await work
         except Exception as error:
             logger.exception("a bug: %s failed", what)
-            self.die(f"{what} failed: {type(error).__name__}: {error}")
+            self.declare_dead(f"{what} failed: {type(error).__name__}: {error}")
 
     # Commands.
 
-    async def send(self, request: Request) -> None:
+    async def send(self, request: SchedulerRequest) -> None:
         """Queues a sequence; raises EngineError when SGLang refuses it."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -151,8 +153,9 @@ class Bridge:
             "min_p": request.min_p,
             "sampling_seed": (request.seed + 2**63) % 2**64 - 2**63,  # as a signed integer
             "stop_token_ids": sorted(request.stop_token_ids) or None,
-            # It would end at its own end tokens too, so it may look for stops only where those are
-            # among them. Elsewhere ``Sequences`` finds the stop, a step or two later.
+            # SGLang would also end at its own end tokens, so it may only look for stops if those
+            # are among the request's. Otherwise ``SequenceTable`` finds the stop, a step or two
+            # later.
             "ignore_eos": not request.stop_token_ids >= self._own_end_tokens,
         }
         asked = GenerateReqInput(
@@ -166,7 +169,7 @@ class Bridge:
             stream=True,
             extra_key=request.cache_key,
         )
-        manager = self._living()
+        manager = self._running()
         try:
             asked.normalize_batch_and_arguments()
             manager._init_req_state(asked)
@@ -179,48 +182,49 @@ class Bridge:
             raise EngineError(f"SGLang refuses the sequence: {error}") from error
 
     def abort(self, rid: str) -> None:
-        """Asks the scheduler to end a sequence; a last chunk says that it did."""
+        """Asks the scheduler to end a sequence; a last output says that it did."""
         from sglang.srt.managers.io_struct import AbortReq
 
-        self._living()._dispatch_to_scheduler(AbortReq(rid=rid))
+        self._running()._dispatch_to_scheduler(AbortReq(rid=rid))
 
     async def pause(self) -> None:
-        """Stops sampling; returns when all that was sampled has been reported."""
+        """Stops sampling; returns when every sampled token has been reported."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-        await self._promptly(
-            self._living().pause_generation(PauseGenerationReqInput(mode="in_place"))
+        await self._within_silence_limit(
+            self._running().pause_generation(PauseGenerationReqInput(mode="in_place"))
         )
-        await self.echo()
+        await self.barrier()
 
-    async def go_on(self) -> None:
-        """Samples again."""
+    async def resume(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
-        await self._promptly(self._living().continue_generation(ContinueGenerationReqInput()))
+        await self._within_silence_limit(
+            self._running().continue_generation(ContinueGenerationReqInput())
+        )
 
-    async def echo(self) -> None:
-        """Returns when the scheduler has answered, after all that it reported before."""
+    async def barrier(self) -> None:
+        """Returns when the scheduler has answered and everything before that has been reported."""
         from sglang.srt.managers.io_struct import ConfigureLoggingReq
 
-        manager = self._living()
-        self._echoed += 1
-        name = f"echo-{self._echoed}"
-        echo = self._echoes[name] = self._living_loop().create_future()
+        manager = self._running()
+        self._barrier_count += 1
+        name = f"echo-{self._barrier_count}"
+        barrier = self._barriers[name] = self._running_loop().create_future()
         try:
             manager._dispatch_to_scheduler(ConfigureLoggingReq(rid=name))
-            await self._promptly(echo)
+            await self._within_silence_limit(barrier)
         finally:
-            del self._echoes[name]
+            del self._barriers[name]
 
     async def update(self, command: str, seconds: float) -> None:
         """Runs a command of ``loader.load`` in every scheduler process, between two steps.
 
-        SGLang is dead if that takes ``seconds`` longer than it may be silent. Whoever cancels is
-        heard once it is over: a command that was begun would be in the way of the next.
+        SGLang counts as dead if that takes ``seconds`` longer than it may be silent. A cancellation
+        takes effect after the command: one under way would be in the way of the next.
         """
         limit = self._config.unresponsive_seconds + seconds
-        updating = asyncio.create_task(self._within(limit, self._update(self._living(), command)))
+        updating = asyncio.create_task(self._within(limit, self._update(self._running(), command)))
         cancelled: asyncio.CancelledError | None = None
         while not updating.done():
             try:
@@ -250,40 +254,40 @@ class Bridge:
         _succeeded(await manager.begin_weight_update(begin()))
         try:
             answer = await manager.update_weights_from_tensor(asked)
-        except Exception:  # not if it is cancelled: SGLang is dead then, and answers nothing
+        except Exception:  # after a cancellation SGLang is dead and does not answer
             await manager.end_weight_update(end())
             raise
         _succeeded(await manager.end_weight_update(end()))
         _succeeded(answer)
 
     async def release_memory(self, tags: list[str]) -> None:
-        """Gives device memory back: "kv_cache", "weights"."""
+        """Frees device memory by its tags: "kv_cache", "weights"."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         asked = ReleaseMemoryOccupationReqInput(tags=tags)
-        await self._promptly(self._living().release_memory_occupation(asked))
+        await self._within_silence_limit(self._running().release_memory_occupation(asked))
 
-    async def take_memory(self, tags: list[str]) -> None:
-        """Takes it again."""
+    async def resume_memory(self, tags: list[str]) -> None:
+        """Allocates it again."""
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         asked = ResumeMemoryOccupationReqInput(tags=tags)
-        await self._promptly(self._living().resume_memory_occupation(asked))
+        await self._within_silence_limit(self._running().resume_memory_occupation(asked))
 
-    async def _promptly(self, call: Awaitable[T]) -> T:
-        """What ``call`` returns; SGLang is dead if that takes longer than it may be silent."""
+    async def _within_silence_limit(self, call: Awaitable[T]) -> T:
+        """Awaits ``call``; SGLang counts as dead if that takes longer than it may be silent."""
         return await self._within(self._config.unresponsive_seconds, call)
 
     async def _within(self, limit: float, call: Awaitable[T]) -> T:
         try:
             async with asyncio.timeout(limit):
-                return await self._or_dead(call)
+                return await self._unless_dead(call)
         except TimeoutError:
-            self.die(f"its scheduler has not answered for {limit:.3g} s")
+            self.declare_dead(f"its scheduler has not answered for {limit:.3g} s")
             raise self._dead or EngineError("SGLang does not run") from None
 
-    async def _or_dead(self, call: Awaitable[T]) -> T:
-        """What ``call`` returns, unless SGLang dies meanwhile."""
+    async def _unless_dead(self, call: Awaitable[T]) -> T:
+        """Awaits ``call``; raises EngineError if SGLang dies meanwhile."""
         calling: asyncio.Future[T] = asyncio.ensure_future(call)
         dying = asyncio.ensure_future(self._died.wait())
         both: list[asyncio.Future[Any]] = [calling, dying]
@@ -296,39 +300,36 @@ class Bridge:
             calling.cancel()
             dying.cancel()
 
-    def _living(self) -> Any:
+    def _running(self) -> Any:
         if self._dead is not None:
             raise self._dead
         if self._manager is None:
             raise EngineError("SGLang does not run")
         return self._manager
 
-    def _living_loop(self) -> asyncio.AbstractEventLoop:
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             raise EngineError("SGLang does not run")
         return self._loop
 
-    # What the manager hands over.
+    # ManagerListener.
 
     def read(self, reader: Callable[[], Awaitable[None]]) -> None:
-        """See ``Listener``."""
-        self._reading = self._living_loop().create_task(
-            self.vital(reader(), "reading its outputs"), name="sglang outputs"
+        self._reading = self._running_loop().create_task(
+            self.run_critical(reader(), "reading its outputs"), name="sglang outputs"
         )
 
-    def on_chunks(self, chunks: list[Chunk]) -> None:
-        """See ``Listener``."""
-        self.receiver.on_chunks(chunks)
+    def on_outputs(self, outputs: list[SchedulerOutput]) -> None:
+        self.receiver.on_outputs(outputs)
 
-    def on_echo(self, name: str | None) -> None:
-        """See ``Listener``."""
-        echo = self._echoes.get(name or "")
-        if echo is not None and not echo.done():
-            echo.set_result(None)
+    def on_barrier(self, name: str | None) -> None:
+        barrier = self._barriers.get(name or "")
+        if barrier is not None and not barrier.done():
+            barrier.set_result(None)
 
 
 def _how_it_ended(descriptor: int | None) -> str:
-    """Of a process, by its pidfd; it stays to be waited for by who started it."""
+    """How a process ended, by its pidfd. Its zombie is left to whoever started it."""
     if descriptor is None:
         return "has ended"
     with contextlib.suppress(ChildProcessError):

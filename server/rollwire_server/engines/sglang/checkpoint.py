@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds: the tensors that SGLang's models load, and updates bring."""
+"""Reads checkpoint folders: the tensors that SGLang's models load, and that updates bring."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 def describe_checkpoint(
     folder: Path, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[TensorSpec], dict[str, int]]:
-    """The tensors of a checkpoint as a server of ``dtype`` holds them, and their digests, which are
-    computed on ``device``.
+    """The tensors of a checkpoint in ``dtype``, and their digests, computed on ``device``.
 
-    Tied embeddings are an alias, whether the files have it or not. Raises EngineError with one
-    line when the folder cannot be read.
+    Tied embeddings are an alias, whether the files contain them or not. Raises EngineError with
+    one line if the folder cannot be read.
     """
     specs: dict[str, TensorSpec] = {}
     digests: dict[str, int] = {}
@@ -54,7 +53,7 @@ def describe_checkpoint(
 
 
 def check_folder(folder: Path) -> None:
-    """Raises EngineError with one line when this is no checkpoint that can be read."""
+    """Raises EngineError with one line if this is not a checkpoint that SGLang can load."""
     if str(folder).startswith("builtin:"):
         raise EngineError(f"{folder} is a model of the built-in engine: SGLang takes a directory")
     if not folder.is_dir():

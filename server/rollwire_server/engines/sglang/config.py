@@ -10,7 +10,7 @@ import torch
 
 from rollwire_server.engines.base import EngineError
 
-# What the adapter is built on, so nobody else's to set.
+# The server sets these itself.
 OWN = {
     "model_path",
     "dtype",
@@ -25,10 +25,10 @@ OWN = {
     "watchdog_timeout",
 }
 
-# SGLang's own watchdog takes a pause for a hang, and would end it.
+# SGLang's own watchdog would take a pause for a hang, and end SGLang.
 NEVER_SECONDS = 1e9
 
-# On a CPU, where SGLang itself chooses what is not there.
+# On a CPU SGLang would choose backends that are not there.
 ON_CPU = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
@@ -39,18 +39,17 @@ ON_CPU = {
 
 @dataclass(frozen=True, slots=True)
 class SglangConfig:
-    """What ``SglangEngine`` needs to know.
+    """How to start ``SglangEngine``.
 
     Attributes:
-        model: A checkpoint directory.
-        dtype: Of the weights, as torch names it; "auto": the checkpoint's.
-        device: "cpu", "cuda", or "cuda:1", …: the first of the devices that it takes.
-        max_running_sequences: Sequences that are sampled side by side.
-        context_length: Prompt and output tokens of one sequence; None: the model's.
-        staging: Where an update waits for its commit: "device", "host", or "auto": on the devices
-            where they have room.
-        unresponsive_seconds: The scheduler counts as dead when it says nothing for so long.
-        arguments: Of SGLang's own ``ServerArgs``, by name.
+        model: A checkpoint directory. dtype: Of the weights, as torch names it; "auto": the
+        checkpoint's. device: "cpu", "cuda", or the first of several devices: "cuda:1".
+        max_running_sequences: How many sequences are sampled at once. context_length: The
+        most tokens of prompt and output together; None: the model's. staging: Where an update
+        waits for its commit: "device", "host", or "auto" (on the devices if
+            they have room).
+        unresponsive_seconds: The scheduler counts as dead after this long without an answer.
+        arguments: Further arguments of SGLang's ``ServerArgs``.
     """
 
     model: str
@@ -72,12 +71,11 @@ class SglangConfig:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the weights are in host memory."""
         return self.device == "cpu"
 
     @property
     def devices(self) -> list[torch.device]:
-        """Those of its processes, one each; one for all on a CPU."""
+        """The device of each scheduler process; one on a CPU."""
         if self.on_cpu:
             return [torch.device("cpu")]
         first, step = torch.device(self.device).index or 0, self.arguments.get("gpu_id_step", 1)
@@ -85,7 +83,7 @@ class SglangConfig:
         return [torch.device("cuda", first + i * step) for i in range(ranks)]
 
     def server_args(self, loader: str) -> dict[str, Any]:
-        """What SGLang is started with; ``loader`` names the function that puts weights in place."""
+        """SGLang's arguments; ``loader`` is the name of the function that puts weights in place."""
         return {
             "grammar_backend": "none",
             "log_level": "error",
@@ -105,7 +103,7 @@ class SglangConfig:
 
 
 def parse_arguments(texts: dict[str, str]) -> dict[str, Any]:
-    """Values of ``--engine-arg``: JSON where they are it (numbers, true, lists), else text."""
+    """Values of ``--engine-arg``: JSON if they parse (numbers, true, lists), else text."""
     values: dict[str, Any] = {}
     for name, text in texts.items():
         try:

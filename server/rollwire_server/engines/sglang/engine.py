@@ -22,9 +22,9 @@ from rollwire_server.engines.base import (
 )
 from rollwire_server.engines.sglang.bridge import Bridge
 from rollwire_server.engines.sglang.checkpoint import check_folder
-from rollwire_server.engines.sglang.sequences import Sequences
+from rollwire_server.engines.sglang.sequences import SequenceTable
 from rollwire_server.engines.sglang.warmup import WarmUp
-from rollwire_server.engines.sglang.weights import Weights
+from rollwire_server.engines.sglang.weights import SglangWeights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,31 +34,31 @@ if TYPE_CHECKING:
 
     from rollwire_server.engines.base import Sink, StagedUpdate
     from rollwire_server.engines.sglang.config import SglangConfig
-    from rollwire_server.engines.sglang.messages import Chunk, Facts
+    from rollwire_server.engines.sglang.messages import SchedulerOutput, SglangInfo
 
 logger = logging.getLogger(__name__)
 
 MAX_TOP_LOGPROBS = 64
 AHEAD = 1.25
-"""SGLang gets so many sequences for each that it can run. The rest wait here, where a commit need
-not take them back.
+"""SGLang gets this many sequences for each that it can run. The others wait here, where a commit
+need not withdraw them.
 """
 BESIDE_STAGING = 3 << 30
-"""What SGLang's steps and the buckets under way take of a device, beside staged updates."""
+"""Device memory that SGLang's steps and the buckets under way need beside a staged update."""
 LETTING_GO_SECONDS = 5.0
-"""For SGLang to close the memory of updates, of which CUDA would complain at the end."""
+"""For SGLang to close the memory of updates; CUDA would complain of open handles at exit."""
 ENDING_SECONDS = 30.0
-"""For SGLang to end what was given up, before the server goes to sleep."""
+"""For SGLang to end withdrawn sequences, before the server goes to sleep."""
 
 
 class SglangEngine:
     """Samples with SGLang, in processes of their own; implements ``Engine``.
 
-    A hold is SGLang's pause in place. What arrives meanwhile is kept here: SGLang would lose an
-    abort of it. A commit puts staged tensors in place inside the scheduler processes. Then
-    sequences that are to be computed anew are given up there and sent again with their tokens as
-    input, under an id and a cache key of their own; SGLang's own way (retract) would take them up
-    from keys and values that it kept of the weights before.
+    A hold is SGLang's pause in place. Sequences that arrive during a hold are kept here: SGLang
+    would lose an abort of them. A commit puts staged tensors in place inside the scheduler
+    processes. To recompute sequences, the engine withdraws them from SGLang and sends them again
+    with their tokens as input, under a new id and a new cache key. SGLang's own ``retract`` would
+    reuse keys and values of the old weights.
     """
 
     def __init__(self, config: SglangConfig) -> None:
@@ -70,11 +70,11 @@ class SglangEngine:
         self._ended = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._sink: Sink | None = None
-        self._facts: Facts | None = None
+        self._sglang: SglangInfo | None = None
         self._info: EngineInfo | None = None
         self._tag: WeightTag | None = None
-        self._weights: Weights | None = None
-        self._sequences = Sequences(0)
+        self._weights: SglangWeights | None = None
+        self._sequences = SequenceTable(0)
         self._held = False
         self._asleep = False
         self._released: list[str] = []
@@ -82,24 +82,23 @@ class SglangEngine:
     # Life.
 
     async def start(self, server_id: str, sink: Sink) -> WeightTag:
-        """See ``Engine``."""
         folder = Path(self._config.model)
         check_folder(folder)
-        self._facts = facts = await self._bridge.start()
+        self._sglang = info = await self._bridge.start()
         await self._warm_up.run(
             self._bridge,
-            context_length=facts.context_length,
+            context_length=info.context_length,
             at_once=self._config.max_running_sequences,
         )
         self._bridge.receiver = self
-        self._sequences = Sequences(facts.context_length)
-        self._weights = Weights(self._bridge, facts, folder, self._config.devices[0])
+        self._sequences = SequenceTable(info.context_length)
+        self._weights = SglangWeights(self._bridge, info, folder, self._config.devices[0])
         self._tag = WeightTag(None, 0, server_id, await self._weights.read())
         await self._choose_staging(self._weights)
         self._info = self._describe(self._weights)
         self._sink = sink
         self._tasks = [
-            asyncio.create_task(self._bridge.vital(work, what), name=f"sglang {what}")
+            asyncio.create_task(self._bridge.run_critical(work, what), name=f"sglang {what}")
             for work, what in (
                 (self._send(), "sending sequences"),
                 (self._listen(), "listening for its heartbeat"),
@@ -107,16 +106,16 @@ class SglangEngine:
         ]
         return self._tag
 
-    async def _choose_staging(self, weights: Weights) -> None:
+    async def _choose_staging(self, weights: SglangWeights) -> None:
         config = self._config
         if config.on_cpu or config.staging == "host":
-            await weights.take_memory()
+            await weights.allocate_staging()
             return
         torch.cuda.empty_cache()  # what the checkpoint's digests took
         share = weights.nbytes // len(config.devices)
         free = min(torch.cuda.mem_get_info(device)[0] for device in config.devices)
         if config.staging == "device" or free > share + BESIDE_STAGING:
-            await weights.take_memory(config.devices)
+            await weights.allocate_staging(config.devices)
             return
         logger.warning(
             "updates are staged in host memory, which commits copy at the speed of PCIe: SGLang "
@@ -124,14 +123,13 @@ class SglangEngine:
             "--engine-arg mem-fraction-static=…",
             *(free >> 20, (share + BESIDE_STAGING) >> 20),
         )
-        await weights.take_memory()
+        await weights.allocate_staging()
 
     async def stop(self) -> None:
-        """See ``Engine``."""
         self._sink = None
         for task in self._tasks:
             task.cancel()
-        letting_go = asyncio.create_task(self._let_go())
+        letting_go = asyncio.create_task(self._release_staging())
         ending = [*self._tasks, letting_go]
         try:
             await asyncio.wait(ending, timeout=LETTING_GO_SECONDS)
@@ -140,64 +138,60 @@ class SglangEngine:
             await asyncio.gather(*ending, return_exceptions=True)
         self._tasks = []
 
-    async def _let_go(self) -> None:
+    async def _release_staging(self) -> None:
         if self._weights is not None:
             with contextlib.suppress(EngineError):  # its processes end all the same
-                await self._weights.let_go()
+                await self._weights.release_staging()
 
     def describe(self) -> EngineInfo:
-        """See ``Engine``."""
         if self._info is None:
             raise EngineError("the engine has not started")
         return self._info
 
-    def _describe(self, weights: Weights) -> EngineInfo:
-        facts, config = self._known(), self._config
+    def _describe(self, weights: SglangWeights) -> EngineInfo:
+        info, config = self._known(), self._config
         basis = LogprobBasis.TEMPERATURE
-        if facts.logprobs_before_temperature:
+        if info.logprobs_before_temperature:
             basis = LogprobBasis.MODEL
         return EngineInfo(
             engine="sglang",
             model=config.model,
             device=config.devices[0],
-            staging="device" if weights.on_devices else "host",
+            staging="device" if weights.staged_on_devices else "host",
             staging_bytes=weights.nbytes,
-            vocab_size=facts.vocab_size,
-            context_length=facts.context_length,
-            eos_token_ids=facts.eos_token_ids,
+            vocab_size=info.vocab_size,
+            context_length=info.context_length,
+            eos_token_ids=info.eos_token_ids,
             logprob_bases=frozenset({basis}),
-            deterministic=facts.deterministic,
+            deterministic=info.deterministic,
             max_running_sequences=config.max_running_sequences,
-            max_top_logprobs=min(MAX_TOP_LOGPROBS, facts.vocab_size),
-            routed_experts=facts.routed_experts,
-            sampling_parameters=facts.sampling_parameters,
+            max_top_logprobs=min(MAX_TOP_LOGPROBS, info.vocab_size),
+            routed_experts=info.routed_experts,
+            sampling_parameters=info.sampling_parameters,
             scaled_prompt_logprobs=False,
-            unsupported_sleep=_unsupported_sleep(facts),
+            unsupported_sleep=_unsupported_sleep(info),
         )
 
     def load(self) -> EngineLoad:
-        """See ``Engine``."""
         sequences = self._sequences
         count = len(sequences) + len(sequences.ending)
         running = min(count, self._config.max_running_sequences)
-        total = self._facts.kv_tokens if self._facts is not None else 0
+        total = self._sglang.kv_tokens if self._sglang is not None else 0
         return EngineLoad(running, count - running, sequences.kv_tokens(), total)
 
     # Sampling.
 
     def submit(self, spec: SequenceSpec) -> None:
-        """See ``Engine``."""
-        self._living()
+        self._running()
         self._sequences.add(spec)
         self._to_send.set()
 
     async def abort(self, keys: Sequence[int]) -> None:
-        """See ``Engine``."""
         self._end_there(self._sequences.remove(keys))
         self._to_send.set()
 
     async def hold(self) -> None:
-        """See ``Engine``; a dead engine samples nothing."""
+        """Holds sampling; a dead engine samples nothing anyway."""
         async with self._commands:
             if not self._held:
                 self._held = True
@@ -205,18 +199,17 @@ class SglangEngine:
                     await self._bridge.pause()
 
     async def release(self) -> None:
-        """See ``Engine``."""
         async with self._commands:
             if self._held:
-                await self._bridge.go_on()
+                await self._bridge.resume()
                 self._held = False
                 self._to_send.set()
 
-    def on_chunks(self, chunks: Sequence[Chunk]) -> None:
-        """Takes what one step of SGLang says."""
+    def on_outputs(self, outputs: Sequence[SchedulerOutput]) -> None:
+        """Receives the outputs of one step."""
         if self._sink is None or self._tag is None:
             return
-        step, to_end = self._sequences.take(chunks, self._tag)
+        step, to_end = self._sequences.process(outputs, self._tag)
         if step.keys or step.ends or step.extras:
             self._sink.on_step(step)
             self._to_send.set()
@@ -225,28 +218,28 @@ class SglangEngine:
             self._ended.set()
 
     def on_death(self, error: EngineError) -> None:
-        """Learns that SGLang is dead."""
+        """SGLang is dead."""
         if (sink := self._sink) is not None:
             self._sink = None
             sink.on_failure(error)
 
     def _end_there(self, rids: Sequence[str]) -> None:
-        with contextlib.suppress(EngineError):  # the dead sample nothing
+        with contextlib.suppress(EngineError):  # a dead engine samples nothing
             for rid in rids:
                 self._bridge.abort(rid)
 
     async def _send(self) -> None:
-        """Hands sequences to SGLang, oldest first, while it may sample."""
+        """Sends sequences to SGLang, oldest first, while it may sample."""
         while True:
             await self._to_send.wait()
             self._to_send.clear()
-            with contextlib.suppress(EngineError):  # dead: ``on_death`` has told
+            with contextlib.suppress(EngineError):  # dead: ``on_death`` has reported it
                 while await self._send_one():
                     pass
 
     async def _send_one(self) -> bool:
         async with self._commands:
-            if self._held or self._asleep or not self._started().whole:
+            if self._held or self._asleep or not self._started().intact:
                 return False
             if self._sequences.sent >= AHEAD * self._config.max_running_sequences:
                 return False
@@ -254,35 +247,33 @@ class SglangEngine:
                 return False
             if (sequence := self._sequences.next_unsent(tag.revision)) is None:
                 return False
-            sink = self._living()
+            sink = self._running()
             request = self._sequences.send(sequence, tag.revision)
             try:
                 await self._bridge.send(request)
             except EngineError as error:
-                self._living()
+                self._running()
                 if (end := self._sequences.refuse(request.rid, str(error))) is not None:
                     sink.on_step(Step(tag, [], [], [], ends=[end]))
             return True
 
     async def _listen(self) -> None:
-        """Notices a scheduler that does not answer any more."""
+        """Notices a scheduler that no longer answers."""
         while True:
             await asyncio.sleep(self._config.unresponsive_seconds / 4)
             async with self._commands:  # whose deadlines notice it too
                 try:
-                    await self._bridge.echo()
+                    await self._bridge.barrier()
                 except EngineError:
                     return
 
-    # Weights.
+    # SglangWeights.
 
     def schema(self) -> list[TensorSpec]:
-        """See ``Engine``."""
-        self._living()
+        self._running()
         return list(self._started().specs)
 
     async def stage(self, manifest: Manifest) -> Mapping[str, Tensor]:
-        """See ``Engine``."""
         sent = [spec for spec in manifest.tensors if spec.alias_of is None]
         async with self._commands:
             self._awake()
@@ -291,20 +282,19 @@ class SglangEngine:
     async def commit(
         self, staged: StagedUpdate, weights: WeightTag, policy: KvPolicy
     ) -> CommitStats:
-        """See ``Engine``."""
         async with self._commands:
             self._awake()
             if not self._held:
                 raise EngineError("weights are committed only while sampling is held")
             began = time.perf_counter_ns()
-            await self._started().put(staged)
+            await self._started().apply(staged)
             self._tag = weights
-            to_end, tokens = self._sequences.recall(started=policy is KvPolicy.RECOMPUTE)
+            to_end, tokens = self._sequences.requeue(started=policy is KvPolicy.RECOMPUTE)
             self._end_there(to_end)
             return CommitStats(time.perf_counter_ns() - began, tokens)
 
     async def digests(self) -> dict[str, int]:
-        """See ``Engine``; raises EngineError when the memory is not what was committed."""
+        """The digests; raises EngineError if the memory is not what was committed."""
         async with self._commands:
             self._awake()
             return await self._started().digests()
@@ -312,13 +302,13 @@ class SglangEngine:
     # Sleeping.
 
     async def sleep(self, weights: SleepingWeights) -> int:
-        """See ``Engine``; without SGLang's memory saver nothing is really freed."""
+        """Sleeps; without SGLang's memory saver no memory is freed."""
         if len(self._sequences):
             raise EngineError("sequences are live: end them before the engine goes to sleep")
         async with self._commands:
-            self._living()
-            facts, freed = self._known(), 0
-            if not facts.can_release_memory:
+            self._running()
+            info, freed = self._known(), 0
+            if not info.can_release_memory:
                 logger.warning(
                     "sleep frees no memory without --engine-arg enable-memory-saver=true"
                 )
@@ -331,15 +321,14 @@ class SglangEngine:
                 freed = max(0, self._free_device_bytes() - before)
             self._asleep = True
             if weights is SleepingWeights.DISCARD:
-                self._started().whole = False
+                self._started().intact = False
             return freed
 
     async def wake(self, *, reload_checkpoint: bool) -> None:
-        """See ``Engine``."""
         async with self._commands:
-            self._living()
+            self._running()
             if self._released:
-                await self._bridge.take_memory(self._released)
+                await self._bridge.resume_memory(self._released)
                 self._released = []
             if reload_checkpoint:
                 await self._started().reload()
@@ -347,9 +336,9 @@ class SglangEngine:
             self._to_send.set()
 
     async def _idle(self) -> None:
-        """Returns when SGLang runs nothing; it gives no memory back before. No sequence is live."""
-        if self._held:  # what was given up ends with the next step
-            await self._bridge.go_on()
+        """Returns when SGLang runs nothing; until then it frees no memory. No sequence is live."""
+        if self._held:  # withdrawn sequences end with the next step
+            await self._bridge.resume()
         try:
             async with asyncio.timeout(ENDING_SECONDS):
                 while self._sequences.ending:
@@ -360,27 +349,27 @@ class SglangEngine:
         finally:
             if self._held:
                 await self._bridge.pause()
-        await self._bridge.echo()  # a step that had begun by then is over
+        await self._bridge.barrier()  # the step under way is over
 
     # What is known.
 
-    def _known(self) -> Facts:
-        if self._facts is None:
+    def _known(self) -> SglangInfo:
+        if self._sglang is None:
             raise EngineError("the engine has not started")
-        return self._facts
+        return self._sglang
 
-    def _started(self) -> Weights:
+    def _started(self) -> SglangWeights:
         if self._weights is None:
             raise EngineError("the engine has not started")
         return self._weights
 
-    def _living(self) -> Sink:
+    def _running(self) -> Sink:
         if self._sink is None:
             raise EngineError("the engine does not run")
         return self._sink
 
     def _awake(self) -> None:
-        self._living()
+        self._running()
         if self._asleep:
             raise EngineError("the weights' memory is given back: wake the engine up first")
 
@@ -389,8 +378,8 @@ class SglangEngine:
         return sum(int(torch.cuda.mem_get_info(device)[0]) for device in devices)
 
 
-def _unsupported_sleep(facts: Facts) -> dict[SleepingWeights, str]:
-    if not facts.can_release_memory or facts.keeps_weights_on_release:
+def _unsupported_sleep(info: SglangInfo) -> dict[SleepingWeights, str]:
+    if not info.can_release_memory or info.keeps_weights_on_release:
         return {}
     return {
         SleepingWeights.HOST_BACKUP: "SGLang keeps one with --engine-arg "

@@ -1,4 +1,4 @@
-"""SGLang's engine, as it is started and ended: by a thread that lives as long as its processes."""
+"""Starts SGLang and ends it, from a thread that lives as long as SGLang's processes."""
 
 from __future__ import annotations
 
@@ -6,26 +6,30 @@ import asyncio
 import contextlib
 import logging
 import os
+import queue
 import signal
+import threading
+from concurrent.futures import Future
 from functools import partial
 from multiprocessing import active_children, resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollwire_server.engines.base import EngineError
 from rollwire_server.engines.end_tokens import end_token_ids
 from rollwire_server.engines.sglang import processes
-from rollwire_server.engines.sglang.caller import Caller
-from rollwire_server.engines.sglang.messages import Facts
-from rollwire_server.engines.sglang.notes import Note
+from rollwire_server.engines.sglang.memory_files import MemoryFile
+from rollwire_server.engines.sglang.messages import SglangInfo
 from rollwire_server.engines.sglang.outputs import manager_class
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from multiprocessing.process import BaseProcess
 
     from rollwire_server.engines.sglang.config import SglangConfig
-    from rollwire_server.engines.sglang.outputs import Listener
+    from rollwire_server.engines.sglang.outputs import ManagerListener
+
+T = TypeVar("T")
 
 # Not min_new_tokens, for which SGLang needs a tokenizer.
 SAMPLING_PARAMETERS = frozenset(
@@ -46,19 +50,22 @@ LOADER = "rollwire_server.engines.sglang.loader.load"
 class Launcher:
     """Starts one SGLang and ends it.
 
-    The scheduler's children die with the thread that started them (PR_SET_PDEATHSIG): it lives on.
+    The scheduler's processes die with the thread that started them (PR_SET_PDEATHSIG), so that
+    thread lives on.
     """
 
-    def __init__(self, config: SglangConfig, listener: Listener) -> None:
+    def __init__(self, config: SglangConfig, listener: ManagerListener) -> None:
         self._config = config
         self._listener = listener
-        self._caller = Caller("rollwire-sglang")
+        self._caller = _LauncherThread("rollwire-sglang")
         self._engine: Any = None
-        self._others: set[BaseProcess] | None = None  # of this process, that are not SGLang's
-        self._failures: Note | None = None
+        self._others: set[BaseProcess] | None = (
+            None  # children of this process that are not SGLang's
+        )
+        self._failures: MemoryFile | None = None
 
     async def start(self) -> Any:
-        """SGLang's engine; raises EngineError with one line when it does not start."""
+        """Starts SGLang's engine; raises EngineError with one line if that fails."""
         with _own_logging(), _own_environment():
             self._engine = await asyncio.wrap_future(self._caller.call(self._launch))
         return self._engine
@@ -74,12 +81,11 @@ class Launcher:
             self._failures = None
 
     def failure(self) -> str:
-        """What ended the first of its processes that failed, as that said itself; may be empty."""
+        """Why the first process that failed did so, in its own words; empty if unknown."""
         told = self._failures.read() if self._failures is not None else ""
         return next(iter(told.splitlines()), "")
 
-    def facts(self) -> Facts:
-        """What the engine that was started is."""
+    def facts(self) -> SglangInfo:
         engine, manager = self._engine, self._engine.tokenizer_manager
         args = engine.server_args
         told = engine._scheduler_init_result.scheduler_infos[0]
@@ -87,9 +93,9 @@ class Launcher:
         sampling = SAMPLING_PARAMETERS
         if args.enable_deterministic_inference:
             sampling -= {"min_p"}  # its sampler has no min-p with seeds
-        return Facts(
+        return SglangInfo(
             vocab_size=model.vocab_size,
-            # One more output token would end it before its time; longer inputs are refused.
+            # With one more output token SGLang would end the sequence too early.
             context_length=min(manager.context_len, told["max_req_input_len"]),
             eos_token_ids=end_token_ids(
                 model.hf_config, model.hf_generation_config, model.vocab_size
@@ -108,9 +114,8 @@ class Launcher:
         )
 
     def _launch(self) -> Any:
-        """On the launcher's thread; its import takes seconds too."""
-        # SGLang's processes inherit the mask: Ctrl-C reaches them too, and is the server's to
-        # answer. The resource tracker's start would unblock it, so that comes first.
+        # SGLang's processes inherit the mask. Ctrl-C reaches them too, but the server answers it.
+        # Starting the resource tracker would unblock the signal, so that comes first.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         if self._config.on_cpu:
@@ -121,7 +126,7 @@ class Launcher:
             raise EngineError(f"needs {error.name}: pip install 'rollwire[sglang]'") from error
         manager = partial(manager_class(), self._listener)
         self._others = set(active_children())
-        note = self._failures = Note()
+        note = self._failures = MemoryFile()
 
         class OurEngine(Engine):  # type: ignore[misc]  # no types
             run_scheduler_process_func = staticmethod(partial(processes.run_scheduler, note.path))
@@ -141,7 +146,7 @@ class Launcher:
             line = next(iter(str(error).strip().splitlines()), type(error).__name__)
             line = self.failure() or line
             raise EngineError(f"SGLang did not start: {line}") from error
-        # It would end this process; deaths are seen by the bridge, and told.
+        # The watchdog would end this process. The bridge notices deaths itself.
         watchdog = engine.tokenizer_manager._subprocess_watchdog
         if watchdog is not None:
             watchdog.stop()
@@ -151,15 +156,55 @@ class Launcher:
         if self._engine is not None:
             self._engine.shutdown()
             _remove_sockets(self._engine.port_args)
-        elif self._others is not None:  # what a failed start left
+        elif self._others is not None:  # a failed start left processes behind
             from sglang.srt.utils import kill_process_tree
 
             for child in set(active_children()) - self._others:
                 kill_process_tree(child.pid)
 
 
+class _LauncherThread:
+    """Runs calls one after the other, and lives until it is stopped.
+
+    A daemon, unlike an executor's thread: a start of SGLang that hangs must not keep the server
+    from exiting.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def runs(self) -> bool:
+        return self._thread.is_alive()
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(function())
+            except BaseException as error:
+                result.set_exception(error)
+
+        if not self.runs:
+            self._thread.start()
+        self._calls.put(run)
+        return result
+
+    def stop(self) -> None:
+        """Ends the thread after the calls under way. Idempotent."""
+        if self.runs:
+            self._calls.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+
 def _remove_sockets(port_args: Any) -> None:
-    """Removes the files that SGLang's processes met at."""
+    """Removes the socket files of SGLang's processes."""
     for address in vars(port_args).values():
         if isinstance(address, str) and address.startswith("ipc://"):
             Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
@@ -167,7 +212,7 @@ def _remove_sockets(port_args: Any) -> None:
 
 @contextlib.contextmanager
 def _own_logging() -> Iterator[None]:
-    """Undoes that SGLang sets up logging for the whole process, by its import and its start."""
+    """Restores logging, which SGLang sets up for the whole process when it is imported."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:
@@ -179,8 +224,9 @@ def _own_logging() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_environment() -> Iterator[None]:
-    """Undoes what SGLang sets of NCCL, once its processes have it: ``NCCL_CUMEM_ENABLE`` has to be
-    the same at both ends of a transfer.
+    """Restores NCCL's variables, which SGLang sets for its processes.
+
+    ``NCCL_CUMEM_ENABLE`` must be the same at both ends of a weight transfer.
     """
     before = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
     try:

@@ -1,7 +1,7 @@
 """Puts weights in place inside SGLang's scheduler processes; SGLang calls ``load`` by its name.
 
-A command is JSON in the place of a tensor's name, and so is the answer of each process, in a note
-that the command names. The weights themselves lie in shared memory.
+A command is JSON in the place of a tensor's name. Each process answers in JSON, in a memory file
+that the command names. The weights themselves lie in staging memory.
 """
 
 from __future__ import annotations
@@ -14,143 +14,141 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rollwire_server.engines.loading.copy_plan import NoRecipeError, copies, learn
-from rollwire_server.engines.loading.fingerprint import Fingerprints
-from rollwire_server.engines.loading.page_lock import PageLock, pages_of
-from rollwire_server.engines.loading.shared_memory import Layout, opened, views
+from rollwire_server.engines.loading.copy_plan import UntraceableLoadError, grouped_copy, trace_load
+from rollwire_server.engines.loading.fingerprint import Fingerprinter
+from rollwire_server.engines.loading.pinned_memory import PinnedMemory, pinner_for
+from rollwire_server.engines.loading.staging_memory import StagingLayout, open_parts, tensor_views
 from rollwire_server.engines.memory import copy_tensors
 from rollwire_server.engines.sglang.checkpoint import read_tensors
-from rollwire_server.engines.sglang.notes import write
+from rollwire_server.engines.sglang.memory_files import append
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor, nn
 
-    from rollwire_server.engines.loading.copy_plan import Recipe
+    from rollwire_server.engines.loading.copy_plan import CopyPlan
 
-WARM_UP_PIECES = 8
+WARM_UP_COPIES = 8
 CPU = torch.device("cpu")
 
 
 def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Obeys one command; says how it went instead of raising."""
+    """Executes one command; answers with an error instead of raising."""
     command: dict[str, Any] = json.loads(named_tensors[0][0])
     if (loader := _loaders.get(model)) is None:
-        loader = _loaders[model] = Loader(model)
+        loader = _loaders[model] = WeightLoader(model)
     loader.touched = False
     answer: dict[str, Any] = {"error": None}
     try:
-        # What the last steps read must not change under them.
-        _finish_what_runs()
+        _synchronize()  # running steps still read the weights
         with torch.no_grad():
-            answer |= loader.obey(command) or {}
+            answer |= loader.execute(command) or {}
     except Exception as error:  # the server decides what follows from it
         answer["error"] = f"{type(error).__name__}: {error}"
     answer["touched"] = loader.touched
-    with contextlib.suppress(OSError):  # nobody waits for the answer any more
-        write(command["answers"][_rank()], json.dumps(answer))
+    with contextlib.suppress(OSError):  # the server no longer waits for the answer
+        append(command["answers"][_rank()], json.dumps(answer))
 
 
-class Loader:
-    """The weights of one model, as one process has them.
+class WeightLoader:
+    """Loads weights into the model of one process.
 
     Attributes:
-        touched: The command under way has begun to change them.
+        touched: Whether the command under way has begun to change weights.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.touched = False
         self._model = model
-        self._recipe: Recipe | None = None
+        self._plan: CopyPlan | None = None
         self._parts: list[dict[str, Any]] = []
         self._memories: list[Tensor] = []
-        self._locks: list[PageLock] = []
+        self._pinned: list[PinnedMemory] = []
         self._opened: dict[str, Tensor] = {}
         self._copies: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._fingerprints = Fingerprints(model)
-        self._committed = self._fingerprints.begin()
+        self._fingerprinter = Fingerprinter(model)
+        self._committed = self._fingerprinter.start()
 
-    def obey(self, command: dict[str, Any]) -> dict[str, Any] | None:
-        """One command, by its ``do``; returns what it has to say."""
+    def execute(self, command: dict[str, Any]) -> dict[str, Any] | None:
         match command["do"]:
-            case "learn":  # how the tensors of updates get in place
-                return self._learn(command["tensors"])
-            case "open":  # staged memory, and the tensors of an update in it
+            case "trace":  # where the tensors of updates go
+                return self._trace(command["tensors"])
+            case "open":  # staging memory, and the tensors of an update in it
                 return self._open(command["staged"])
             case "close":
                 self._close()
-            case "put":  # what is open in place
-                return self._put()
-            case "reload":  # those of a checkpoint folder
+            case "apply":  # the tensors that are open
+                return self._apply()
+            case "reload":  # the tensors of a checkpoint folder
                 self._change(read_tensors(Path(command["folder"])))
-            case "compare":  # with the weights that were last put in place
-                now, then = self._fingerprints.begin().read(), self._committed.read()
+            case "compare":  # the memory with the weights that were applied last
+                now, then = self._fingerprinter.start().result(), self._committed.result()
                 return {"changed": sorted(n for n in now if now[n] != then.get(n))}
             case unknown:
                 raise ValueError(f"no such command: {unknown}")
         return None
 
-    def _learn(self, tensors: list[tuple[str, str, list[int]]]) -> dict[str, Any]:
+    def _trace(self, tensors: list[tuple[str, str, list[int]]]) -> dict[str, Any]:
         try:
-            self._recipe = learn(self._model, tensors)
-        except NoRecipeError as error:
-            return {"recipe": f"each commit loads tensor by tensor: {error}"}
-        # What the first grouped copy of a process takes is not for the first commit to wait for.
-        pieces = [piece.target for some in self._recipe.values() for piece in some]
-        small = sorted(pieces, key=lambda piece: piece.numel())[:WARM_UP_PIECES]
-        copy_tensors([torch.empty_like(piece) for piece in small], small)
-        return {"recipe": None}
+            self._plan = trace_load(self._model, tensors)
+        except UntraceableLoadError as error:
+            return {"untraceable": f"each commit loads tensor by tensor: {error}"}
+        # The first grouped copy of a process is slow. It runs here, not in the first commit.
+        targets = [copy.target for copies in self._plan.values() for copy in copies]
+        small = sorted(targets, key=lambda target: target.numel())[:WARM_UP_COPIES]
+        copy_tensors([torch.empty_like(target) for target in small], small)
+        return {"untraceable": None}
 
     def _open(self, staged: dict[str, Any]) -> dict[str, Any]:
-        layout = Layout.read(staged)
+        layout = StagingLayout.from_json(staged)
         if layout.parts != self._parts:
             self._close()
-            self._memories = opened(layout.parts, _rank())
+            self._memories = open_parts(layout.parts, _rank())
             self._parts = layout.parts
             device = next((parameter.device for parameter in self._model.parameters()), CPU)
-            if (pages := pages_of(device)) is not None:
+            if (pinner := pinner_for(device)) is not None:
                 on_host = [memory for memory in self._memories if not memory.is_cuda]
-                self._locks = [PageLock(memory, pages) for memory in on_host]
-        self._opened = views(layout, self._memories)
-        if self._recipe is not None:
-            self._copies = copies(self._recipe, self._opened)
-        return {"lock_error": next((lock.error for lock in self._locks if lock.error), None)}
+                self._pinned = [PinnedMemory(memory, pinner) for memory in on_host]
+        self._opened = tensor_views(layout, self._memories)
+        if self._plan is not None:
+            self._copies = grouped_copy(self._plan, self._opened)
+        return {"pin_error": next((pinned.error for pinned in self._pinned if pinned.error), None)}
 
     def _close(self) -> None:
-        memories, locks = self._memories, self._locks
+        memories, pinned = self._memories, self._pinned
         self._opened, self._copies = {}, ([], [])
-        self._locks, self._memories, self._parts = [], [], []
-        for lock in locks:
-            lock.release()
-        del memories  # after they are unlocked
+        self._pinned, self._memories, self._parts = [], [], []
+        for memory in pinned:
+            memory.release()
+        del memories  # only after they are unpinned
 
-    def _put(self) -> dict[str, Any]:
-        if not self._opened:  # or else the former weights would serve under the new ones' name
+    def _apply(self) -> dict[str, Any]:
+        if not self._opened:  # the old weights would serve under the new version
             raise RuntimeError("no staged memory is open here")
         began = time.perf_counter()
-        if self._recipe is None:
+        if self._plan is None:
             self._change(self._opened.items())
             return {"copied_ms": _ms(began), "fingerprint_ms": 0.0}
         self.touched = True
         copy_tensors(*self._copies)
-        _finish_what_runs()
+        _synchronize()
         copied = time.perf_counter()
-        self._committed = self._fingerprints.begin()
+        self._committed = self._fingerprinter.start()
         return {"copied_ms": round((copied - began) * 1e3, 1), "fingerprint_ms": _ms(copied)}
 
     def _change(self, tensors: Any) -> None:
         self.touched = True
         self._model.load_weights(tensors)  # type: ignore[operator]  # as SGLang's models have it
-        _finish_what_runs()
-        self._committed = self._fingerprints.begin()
+        _synchronize()
+        self._committed = self._fingerprinter.start()
 
 
 def _ms(since: float) -> float:
     return round((time.perf_counter() - since) * 1e3, 1)
 
 
-def _finish_what_runs() -> None:
+def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -161,4 +159,4 @@ def _rank() -> int:
     return 0
 
 
-_loaders: dict[nn.Module, Loader] = {}
+_loaders: dict[nn.Module, WeightLoader] = {}

@@ -1,4 +1,4 @@
-"""What the engine and its bridge to SGLang say to each other, in no version's words."""
+"""The data between the engine and the bridge, independent of SGLang's version."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SchedulerRequest:
     """One sequence for the scheduler.
 
     Attributes:
-        rid: Its id, of the same length as all others.
+        rid: SGLang's id for it. All have the same length.
         input_ids: Prompt and prefix.
-        max_new_tokens, temperature, top_p, top_k, min_p, seed: As ``SamplingParams``; counted from
-            the end of ``input_ids``.
+        max_new_tokens, temperature, top_p, top_k, min_p, seed: As in ``SamplingParams``, but
+            max_new_tokens counts from the end of ``input_ids``.
         stop_token_ids: Where the scheduler stops by itself; empty: nowhere.
         cache_key: Only sequences of the same key share prefixes.
         top_logprobs: How many likeliest tokens to report.
@@ -45,17 +45,17 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """What one step says of one sequence.
+class SchedulerOutput:
+    """What one step reports of one sequence.
 
     Attributes:
-        rid: Its id.
-        token_ids, logprobs: New ones.
-        top: (token ids, log-probabilities) for each new token, if asked for.
-        prompt_logprobs: Of input tokens 1, 2, …; once.
-        cached_tokens: Input tokens whose keys and values were there already.
-        ended: Why the scheduler has ended it, or None; nothing comes for it afterwards.
-        routed_experts: Of all tokens that were an input, with the end, if asked for.
+        rid: SGLang's id for it.
+        token_ids, logprobs: The new ones.
+        top: (token ids, log-probabilities) for each new token, if requested.
+        prompt_logprobs: Of input tokens 1, 2, …; reported once.
+        cached_tokens: Input tokens whose keys and values were cached.
+        ended: Why the scheduler has ended the sequence, or None. Nothing follows it.
+        routed_experts: Of all input tokens, reported with the end, if requested.
     """
 
     rid: str
@@ -69,17 +69,17 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class SglangInfo:
     """What a started SGLang is.
 
     Attributes:
-        context_length: Longest prompt and output that it takes.
-        kv_tokens: Entries of its KV cache.
-        own_end_tokens: Where its scheduler ends a sequence unless it is told to ignore stops.
+        context_length: The most tokens of prompt and output together.
+        kv_tokens: The capacity of its KV cache.
+        own_end_tokens: Where its scheduler ends a sequence that does not ignore stops.
         processes: Ids of its processes.
         sampling_parameters: Those that neither end it nor are ignored.
-        ranks: Scheduler processes, each with its part of the weights.
-        routed_experts: It can report them.
+        ranks: How many scheduler processes there are, each with its shard of the weights.
+        routed_experts: Whether it can report them.
     """
 
     vocab_size: int
@@ -98,11 +98,11 @@ class Facts:
     routed_experts: bool
 
 
-class Receiver(Protocol):
-    """Where a bridge reports, on the event loop, in order."""
+class OutputReceiver(Protocol):
+    """Receives what a bridge reports, on the event loop, in order."""
 
-    def on_chunks(self, chunks: Sequence[Chunk]) -> None:
-        """Takes what one step says."""
+    def on_outputs(self, outputs: Sequence[SchedulerOutput]) -> None:
+        """Receives the outputs of one step."""
 
     def on_death(self, error: EngineError) -> None:
-        """Learns that SGLang is dead or does not answer."""
+        """SGLang is dead or does not answer."""

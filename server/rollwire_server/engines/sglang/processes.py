@@ -1,8 +1,8 @@
-"""SGLang's processes, as they begin: none outlives the server, a pause leaves nothing untold, and
-what ends them is told.
+"""Patches of SGLang's own processes, applied as they begin.
 
-SGLang ties them to their parent only when they have imported everything; one whose parent was
-killed before that would stay for good.
+They end with the server, report every sampled token before a pause takes effect, and say what
+ended them. SGLang ties a process to its parent only after its imports; a process whose parent is
+killed before that would live on.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from rollwire_server.engines.sglang.notes import write
+from rollwire_server.engines.sglang.memory_files import append
 
 PR_SET_PDEATHSIG = 1
 
 
-def run_scheduler(note: str, *args: Any, **kwargs: Any) -> None:
-    """A scheduler process, from start to end; its failure is written to ``note``."""
-    _end_with_parent()
-    _tell_failures("sglang.srt.managers.scheduler", note)
+def run_scheduler(failures: str, *args: Any, **kwargs: Any) -> None:
+    """Runs a scheduler process; its failure is appended to the memory file ``failures``."""
+    _die_with_parent()
+    _record_failures("sglang.srt.managers.scheduler", failures)
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
     from sglang.srt.managers.scheduler_components.output_streamer import (
         SchedulerOutputStreamer,
     )
 
-    settle_at_pauses(Scheduler)
-    tell_running_briefly(SchedulerOutputStreamer)
+    report_results_at_pause(Scheduler)
+    shorten_running_outputs(SchedulerOutputStreamer)
     run_scheduler_process(*args, **kwargs)
 
 
-def run_detokenizer(note: str, *args: Any, **kwargs: Any) -> None:
-    """The detokenizer process, from start to end; its failure is written to ``note``."""
-    _end_with_parent()
-    _tell_failures("sglang.srt.managers.detokenizer_manager", note)
+def run_detokenizer(failures: str, *args: Any, **kwargs: Any) -> None:
+    """Runs the detokenizer process, likewise."""
+    _die_with_parent()
+    _record_failures("sglang.srt.managers.detokenizer_manager", failures)
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     run_detokenizer_process(*args, **kwargs)
 
 
-def settle_at_pauses(scheduler: type) -> None:
+def report_results_at_pause(scheduler: type) -> None:
     """Has SGLang report what it has sampled when it pauses in place.
 
     With overlapped steps one result waits in ``result_queue`` while the next step runs. A pause
-    leaves it there until sampling goes on, and its tokens would be told after a commit that they
-    were sampled before. So it is reported at once, and skipped when its turn comes.
+    would leave it there until sampling goes on, and its tokens would be reported after the commit,
+    under the new weights. So it is reported at once, and skipped when its turn comes.
     """
     pause, process = scheduler.pause_generation, scheduler.process_batch_result  # type: ignore[attr-defined]
-    settled = SimpleNamespace(reqs=[])  # a batch of nothing, to whoever looks ahead
+    settled = SimpleNamespace(reqs=[])  # an empty batch, for code that looks ahead
 
     def pause_generation(self: Any, asked: Any) -> Any:
         answer = pause(self, asked)
@@ -71,11 +71,11 @@ def settle_at_pauses(scheduler: type) -> None:
     scheduler.process_batch_result = process_batch_result  # type: ignore[attr-defined]
 
 
-def tell_running_briefly(streamer: type) -> None:
-    """Has SGLang tell of sequences that just run what they sampled, and no more.
+def shorten_running_outputs(streamer: type) -> None:
+    """Has SGLang report only the new tokens of running sequences.
 
-    A step tells some forty things of each sequence, its timings pickled among them. With hundreds
-    of sequences that takes longer than a step of the device.
+    It reports some forty fields of each sequence a step, with pickled timings among them. With
+    hundreds of sequences that takes longer than the step on the device.
     """
     import msgspec
     from sglang.srt.managers.io_struct import BatchTokenIDOutput
@@ -99,8 +99,8 @@ def tell_running_briefly(streamer: type) -> None:
                 logprobs.append(req.logprob.output_token_logprobs_val[start:end])
                 req.send_token_offset = req.send_output_token_logprobs_offset = end
         if rids:
-            told = {"rids": rids, "output_ids": tokens, "output_token_logprobs_val": logprobs}
-            self.send_to_detokenizer.send_output(BatchTokenIDOutput(**{**nothing, **told}))
+            fields = {"rids": rids, "output_ids": tokens, "output_token_logprobs_val": logprobs}
+            self.send_to_detokenizer.send_output(BatchTokenIDOutput(**{**nothing, **fields}))
         if others or not reqs:
             stream(self, others, return_logprob, skip_req, *rest, **more)
 
@@ -108,7 +108,7 @@ def tell_running_briefly(streamer: type) -> None:
 
 
 def _just_runs(req: Any) -> bool:
-    """It goes on, and what it was asked to tell beside its tokens has been told."""
+    """Whether a sequence goes on and has nothing to report but tokens."""
     return bool(
         req.send_token_offset
         and req.stream
@@ -118,33 +118,33 @@ def _just_runs(req: Any) -> bool:
     )
 
 
-class _Failures(logging.Handler):
-    """Writes what ended a process to a note: SGLang logs a traceback then, and exits with 0."""
+class _FailureHandler(logging.Handler):
+    """Records what ended a process: SGLang only logs a traceback, and exits with 0."""
 
-    def __init__(self, note: str) -> None:
+    def __init__(self, failures: str) -> None:
         super().__init__(logging.ERROR)
-        self._note = note
+        self._failures = failures
 
     def emit(self, record: logging.LogRecord) -> None:
-        told = record.getMessage()
-        if "hit an exception" in told:
+        message = record.getMessage()
+        if "hit an exception" in message:
             with contextlib.suppress(OSError):
-                write(self._note, f"{_error_of(told)}\n")
+                append(self._failures, f"{_error_of(message)}\n")
 
 
 def _error_of(traceback: str) -> str:
-    """The first line of the error that a traceback ends with."""
+    """The first line of the error at the end of a traceback."""
     lines = traceback.strip().splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
     after = lines[frames[-1] + 1 :] if frames else lines
     return next((line for line in after if not line.startswith(" ")), lines[-1])
 
 
-def _tell_failures(logger: str, note: str) -> None:
-    logging.getLogger(logger).addHandler(_Failures(note))
+def _record_failures(logger: str, failures: str) -> None:
+    logging.getLogger(logger).addHandler(_FailureHandler(failures))
 
 
-def _end_with_parent() -> None:
+def _die_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()

@@ -1,4 +1,4 @@
-"""First sequences, before the server is ready: what they compile takes SGLang minutes."""
+"""Samples some sequences before the server is ready, since SGLang compiles kernels for minutes."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from rollwire_server.engines.base import EngineError
-from rollwire_server.engines.sglang.messages import Request
+from rollwire_server.engines.sglang.messages import SchedulerRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rollwire_server.engines.sglang.bridge import Bridge
-    from rollwire_server.engines.sglang.messages import Chunk
+    from rollwire_server.engines.sglang.messages import SchedulerOutput
 
 SECONDS = 1200.0
 PROMPT_TOKENS = 128
 NEW_TOKENS = 8
 AT_ONCE = 24
-"""Kernels are compiled apart for one sequence, for few, and for many."""
+"""SGLang compiles kernels separately for one sequence, for few, and for many."""
 
 
 class WarmUp:
-    """The receiver of a bridge until that is done."""
+    """Receives the outputs of the bridge until the warm-up is over."""
 
     def __init__(self) -> None:
         self._left: set[str] = set()
@@ -30,14 +30,14 @@ class WarmUp:
         self._error: EngineError | None = None
 
     async def run(self, bridge: Bridge, *, context_length: int, at_once: int) -> None:
-        """Samples one sequence, then some side by side; raises EngineError if SGLang dies of it."""
+        """Samples one sequence, then some at once; raises EngineError if SGLang dies."""
         tokens = min(PROMPT_TOKENS, context_length - NEW_TOKENS)
         rounds = [1, min(AT_ONCE, at_once)] if tokens > 0 else []
         try:
             async with asyncio.timeout(SECONDS):
                 for number, count in enumerate(rounds):
                     for i in range(count):
-                        rid = f"warm-{number:02}-{i:08}"  # as long as all others
+                        rid = f"warm-{number:02}-{i:08}"  # of the same length as all ids
                         await self._send(bridge, rid, max(1, tokens - i))
                     await self._ended()
         except TimeoutError:
@@ -45,7 +45,7 @@ class WarmUp:
 
     async def _send(self, bridge: Bridge, rid: str, tokens: int) -> None:
         self._left.add(rid)
-        request = Request(
+        request = SchedulerRequest(
             rid=rid,
             input_ids=[0] * tokens,
             max_new_tokens=NEW_TOKENS,
@@ -69,12 +69,10 @@ class WarmUp:
             self._event.clear()
             await self._event.wait()
 
-    def on_chunks(self, chunks: Sequence[Chunk]) -> None:
-        """See ``Receiver``."""
-        self._left -= {chunk.rid for chunk in chunks if chunk.ended is not None}
+    def on_outputs(self, outputs: Sequence[SchedulerOutput]) -> None:
+        self._left -= {output.rid for output in outputs if output.ended is not None}
         self._event.set()
 
     def on_death(self, error: EngineError) -> None:
-        """See ``Receiver``."""
         self._error = error
         self._event.set()

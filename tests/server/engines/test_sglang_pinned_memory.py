@@ -1,4 +1,4 @@
-"""Host memory of staged updates: page-locked when it is taken, in every process that copies it."""
+"""Host memory of staged updates: pinned when it is allocated, in every process that copies it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 import pytest
-from rollwire_server.engines.loading.shared_memory import on_host
+from rollwire_server.engines.loading.staging_memory import allocate_on_host
 from rollwire_server.engines.sglang import loader
 from rollwire_server.engines.sglang import weights as server
 from support.engines import staged_update
@@ -20,66 +20,70 @@ if TYPE_CHECKING:
 NBYTES = 128  # of an update, its tensors padded
 
 
-class Pages:
+class CountingPinner:
     """In the place of CUDA, which is not there: locks pages up to a limit, as a container may."""
 
     def __init__(self, limit: int = 1 << 20) -> None:
         self.limit = limit
         self.held: dict[int, int] = {}
-        self.locked = 0
+        self.pinned = 0
 
-    def lock(self, address: int, nbytes: int) -> None:
+    def pin(self, address: int, nbytes: int) -> None:
         if sum(self.held.values()) + nbytes > self.limit:
             raise RuntimeError("cudaHostRegister: out of memory")
         assert address not in self.held
         self.held[address] = nbytes
-        self.locked += 1
+        self.pinned += 1
 
-    def unlock(self, address: int) -> None:
+    def unpin(self, address: int) -> None:
         del self.held[address]
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> Pages:
+def here(monkeypatch: pytest.MonkeyPatch) -> CountingPinner:
     """The pages of the server."""
-    pages = Pages()
-    monkeypatch.setattr(server, "pages_of", lambda device: pages)
+    pages = CountingPinner()
+    monkeypatch.setattr(server, "pinner_for", lambda device: pages)
     return pages
 
 
 @pytest.fixture
-def there(monkeypatch: pytest.MonkeyPatch) -> Pages:
+def there(monkeypatch: pytest.MonkeyPatch) -> CountingPinner:
     """Those of SGLang's process."""
-    pages = Pages()
-    monkeypatch.setattr(loader, "pages_of", lambda device: pages)
+    pages = CountingPinner()
+    monkeypatch.setattr(loader, "pinner_for", lambda device: pages)
     return pages
 
 
 @pytest.mark.parametrize("model", [Copying(), Fragile()])
-async def test_memory_is_locked_once_at_both_ends(
-    tmp_path: Path, model: Copying, here: Pages, there: Pages
+async def test_memory_is_pinned_once_at_both_ends(
+    tmp_path: Path, model: Copying, here: CountingPinner, there: CountingPinner
 ) -> None:
     async with weights_of(model, tmp_path) as weights:
-        await weights.take_memory()
+        await weights.allocate_staging()
         for value in (1, 2):
             assert sum(here.held.values()) == sum(there.held.values()) == NBYTES
             staged = await weights.stage(weights.specs)
             for tensor in staged.values():
                 tensor.fill_(value)
-            await weights.put(staged_update(staged))
+            await weights.apply(staged_update(staged))
             del staged, tensor
             assert model.fused.eq(value).all()
-        assert (here.locked, there.locked) == (1, 1)
+        assert (here.pinned, there.pinned) == (1, 1)
 
 
 @pytest.mark.parametrize("few", ["here", "there"])
-async def test_what_cannot_be_locked_is_used_as_it_is_and_that_is_told_once(
-    tmp_path: Path, few: str, here: Pages, there: Pages, caplog: pytest.LogCaptureFixture
+async def test_memory_that_cannot_be_pinned_is_used_with_one_warning(
+    tmp_path: Path,
+    few: str,
+    here: CountingPinner,
+    there: CountingPinner,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     {"here": here, "there": there}[few].limit = NBYTES - 1
     model = Copying()
     async with weights_of(model, tmp_path) as weights:
-        await weights.take_memory()
+        await weights.allocate_staging()
         (told,) = [record for record in caplog.records if record.levelno == logging.WARNING]
         assert "out of memory" in told.getMessage()
         assert "ulimit -l" in told.getMessage()
@@ -87,17 +91,17 @@ async def test_what_cannot_be_locked_is_used_as_it_is_and_that_is_told_once(
             staged = await weights.stage(specs)
             for tensor in staged.values():
                 tensor.fill_(3)
-            await weights.put(staged_update(staged))
+            await weights.apply(staged_update(staged))
             del staged, tensor
         assert model.fused.eq(3).all()
         assert caplog.records[-1] is told
 
 
-async def test_memory_is_unlocked_before_it_is_freed(
-    tmp_path: Path, here: Pages, there: Pages
+async def test_memory_is_unpinned_before_it_is_freed(
+    tmp_path: Path, here: CountingPinner, there: CountingPinner
 ) -> None:
     async with weights_of(Copying(), tmp_path) as weights:
-        await weights.take_memory()
+        await weights.allocate_staging()
         late: list[torch.Tensor] = [*(await weights.stage(weights.specs)).values()]
         first = {*here.held}
         await weights.stage(weights.specs)
@@ -107,8 +111,8 @@ async def test_memory_is_unlocked_before_it_is_freed(
         assert len(here.held) == 1
         assert first.isdisjoint(here.held)
     specs = weights.specs
-    memory = on_host(specs)
-    memory.lock(here)
+    memory = allocate_on_host(specs)
+    memory.pin(here)
     assert len(here.held) == 2
     del memory
     assert len(here.held) == 1
