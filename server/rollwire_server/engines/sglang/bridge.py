@@ -77,11 +77,11 @@ class Bridge:
         engine = await self._launcher.start()
         self._manager = engine.tokenizer_manager
         self._manager.auto_create_handle_loop()
-        facts = self._launcher.facts()
-        self._ranks = facts.ranks
-        self._own_end_tokens = facts.own_end_tokens
-        self._watch(facts.processes)
-        return facts
+        info = self._launcher.info()
+        self._ranks = info.ranks
+        self._own_end_tokens = info.own_end_tokens
+        self._watch(info.processes)
+        return info
 
     async def stop(self) -> None:
         """Ends its processes. Idempotent, also before ``start`` and after a failed one."""

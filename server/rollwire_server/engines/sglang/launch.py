@@ -57,24 +57,22 @@ class Launcher:
     def __init__(self, config: SglangConfig, listener: ManagerListener) -> None:
         self._config = config
         self._listener = listener
-        self._caller = _LauncherThread("rollwire-sglang")
+        self._thread = _LauncherThread("rollwire-sglang")
         self._engine: Any = None
-        self._others: set[BaseProcess] | None = (
-            None  # children of this process that are not SGLang's
-        )
+        self._other_children: set[BaseProcess] | None = None  # of this process, not SGLang's
         self._failures: MemoryFile | None = None
 
     async def start(self) -> Any:
         """Starts SGLang's engine; raises EngineError with one line if that fails."""
         with _own_logging(), _own_environment():
-            self._engine = await asyncio.wrap_future(self._caller.call(self._launch))
+            self._engine = await asyncio.wrap_future(self._thread.call(self._launch))
         return self._engine
 
     async def stop(self) -> None:
         """Ends its processes. Idempotent, also before ``start`` and after a failed one."""
-        if self._caller.runs:
-            await asyncio.wrap_future(self._caller.call(self._shut_down))
-        self._caller.stop()
+        if self._thread.runs:
+            await asyncio.wrap_future(self._thread.call(self._shut_down))
+        self._thread.stop()
         self._engine = None
         if self._failures is not None:
             self._failures.close()
@@ -82,13 +80,13 @@ class Launcher:
 
     def failure(self) -> str:
         """Why the first process that failed did so, in its own words; empty if unknown."""
-        told = self._failures.read() if self._failures is not None else ""
-        return next(iter(told.splitlines()), "")
+        text = self._failures.read() if self._failures is not None else ""
+        return next(iter(text.splitlines()), "")
 
-    def facts(self) -> SglangInfo:
+    def info(self) -> SglangInfo:
         engine, manager = self._engine, self._engine.tokenizer_manager
         args = engine.server_args
-        told = engine._scheduler_init_result.scheduler_infos[0]
+        scheduler = engine._scheduler_init_result.scheduler_infos[0]
         model = manager.model_config
         sampling = SAMPLING_PARAMETERS
         if args.enable_deterministic_inference:
@@ -96,13 +94,13 @@ class Launcher:
         return SglangInfo(
             vocab_size=model.vocab_size,
             # With one more output token SGLang would end the sequence too early.
-            context_length=min(manager.context_len, told["max_req_input_len"]),
+            context_length=min(manager.context_len, scheduler["max_req_input_len"]),
             eos_token_ids=end_token_ids(
                 model.hf_config, model.hf_generation_config, model.vocab_size
             ),
             own_end_tokens=frozenset(model.hf_eos_token_id or ()),
             dtype=model.dtype,
-            kv_tokens=told["max_total_num_tokens"],
+            kv_tokens=scheduler["max_total_num_tokens"],
             deterministic=bool(args.enable_deterministic_inference) and not self._config.on_cpu,
             logprobs_before_temperature=_is_set("SGLANG_RETURN_ORIGINAL_LOGPROB"),
             can_release_memory=bool(args.enable_memory_saver),
@@ -125,13 +123,13 @@ class Launcher:
         except ModuleNotFoundError as error:
             raise EngineError(f"needs {error.name}: pip install 'rollwire[sglang]'") from error
         manager = partial(manager_class(), self._listener)
-        self._others = set(active_children())
-        note = self._failures = MemoryFile()
+        self._other_children = set(active_children())
+        failures = self._failures = MemoryFile()
 
         class OurEngine(Engine):  # type: ignore[misc]  # no types
-            run_scheduler_process_func = staticmethod(partial(processes.run_scheduler, note.path))
+            run_scheduler_process_func = staticmethod(partial(processes.run_scheduler, failures.path))
             run_detokenizer_process_func = staticmethod(
-                partial(processes.run_detokenizer, note.path)
+                partial(processes.run_detokenizer, failures.path)
             )
             init_tokenizer_manager_func = staticmethod(
                 lambda *args, **kwargs: init_tokenizer_manager(
@@ -156,10 +154,10 @@ class Launcher:
         if self._engine is not None:
             self._engine.shutdown()
             _remove_sockets(self._engine.port_args)
-        elif self._others is not None:  # a failed start left processes behind
+        elif self._other_children is not None:  # a failed start left processes behind
             from sglang.srt.utils import kill_process_tree
 
-            for child in set(active_children()) - self._others:
+            for child in set(active_children()) - self._other_children:
                 kill_process_tree(child.pid)
 
 
