@@ -127,7 +127,9 @@ class Launcher:
         failures = self._failures = MemoryFile()
 
         class OurEngine(Engine):  # type: ignore[misc]  # no types
-            run_scheduler_process_func = staticmethod(partial(processes.run_scheduler, failures.path))
+            run_scheduler_process_func = staticmethod(
+                partial(processes.run_scheduler, failures.path)
+            )
             run_detokenizer_process_func = staticmethod(
                 partial(processes.run_detokenizer, failures.path)
             )
