@@ -21,8 +21,8 @@ from rollwire_client import (
     Timeouts,
     UnavailableError,
 )
-from rollwire_client._fleet.addresses import address_source, ask
-from rollwire_client._fleet.server_lifecycle import Life
+from rollwire_client._fleet.addresses import address_source
+from rollwire_client._fleet.server_handle import ServerStatus
 
 PROMPT = [1, 2, 3]
 TOKENS = tuple(expected_token(PROMPT, i) for i in range(8))
@@ -55,7 +55,9 @@ def gate(then: asyncio.Event):
 async def ready(fleet: Fleet, *servers: ScriptedServer) -> None:
     """Returns once these, and no others, are members that take sequences."""
     want = [server.address for server in servers]
-    await until(lambda: [m.address for m in fleet._pool.servers if m.life is Life.READY] == want)
+    await until(
+        lambda: [m.address for m in fleet._pool.servers if m.status is ServerStatus.READY] == want
+    )
 
 
 async def test_a_new_server_is_used(pair: list[ScriptedServer]) -> None:
@@ -84,7 +86,7 @@ async def test_one_that_left_keeps_its_sequences_and_gets_no_more(
         left = fleet._pool.servers[0]
         del listed[0]
         await ready(fleet, pair[1])
-        assert left.life is Life.LEAVING
+        assert left.status is ServerStatus.LEAVING
         assert left.client.channel is not None
         running += [asyncio.create_task(fleet.generate(PROMPT, SAMPLING)) for _ in range(3)]
         await until(lambda: [len(s.requests) for s in pair] == [1, 4])
@@ -92,7 +94,7 @@ async def test_one_that_left_keeps_its_sequences_and_gets_no_more(
         trajectories = await asyncio.gather(*running)
         assert [t.token_ids for t in trajectories] == [TOKENS] * 5
         assert [len(t.servers) for t in trajectories] == [1] * 5
-        await until(lambda: left.life is Life.GONE)
+        await until(lambda: left.status is ServerStatus.GONE)
         with pytest.raises(Exception, match="is not open"):
             _ = left.client.channel
 
@@ -110,7 +112,7 @@ async def test_a_sequence_whose_leaving_server_dies_goes_on_elsewhere(
         await ready(fleet, pair[1])
         await pair[0].stop()
         assert (await running).token_ids == TOKENS
-        await until(lambda: left.life is Life.GONE)
+        await until(lambda: left.status is ServerStatus.GONE)
 
 
 async def test_one_that_comes_back_while_it_leaves_stays(pair: list[ScriptedServer]) -> None:
@@ -134,7 +136,7 @@ async def test_one_that_comes_back_later_begins_again(pair: list[ScriptedServer]
     async with following(listed) as fleet:
         first = fleet._pool.servers[0]
         listed.pop(0)
-        await until(lambda: first.life is Life.GONE)
+        await until(lambda: first.status is ServerStatus.GONE)
         listed.insert(0, pair[0])
         await ready(fleet, *pair)
         assert fleet._pool.servers[0] is not first
@@ -242,10 +244,10 @@ async def test_a_name_is_resolved_again_and_again(monkeypatch: pytest.MonkeyPatc
 
 async def test_what_a_name_resolves_to(monkeypatch: pytest.MonkeyPatch) -> None:
     source = address_source("dns:///localhost:5")
-    assert set(await ask(source, timeout=10)) <= {"127.0.0.1:5", "[::1]:5"}
+    assert set(await source.resolve(10)) <= {"127.0.0.1:5", "[::1]:5"}
     assert source.server_name == "localhost"
     with pytest.raises(LookupError, match=r"dns:///nowhere\.invalid:5: "):
-        await ask(address_source("dns:///nowhere.invalid:5"), timeout=20)
+        await address_source("dns:///nowhere.invalid:5").resolve(20)
 
 
 @pytest.mark.parametrize("wrong", ["dns:///name", "dns:///:5", "dns://name:5/", "name:5"])
@@ -262,7 +264,12 @@ async def test_publishes_reach_the_servers_of_the_moment() -> None:
             publisher = Publisher(fleet, term=7, bucket_bytes=BUCKET_BYTES)
             await publish(publisher)
             listed[:] = servers[1:]
-            await until(lambda: [m.life for m in fleet._pool.servers] == [Life.READY, Life.BEHIND])
+            await until(
+                lambda: (
+                    [m.status for m in fleet._pool.servers]
+                    == [ServerStatus.READY, ServerStatus.BEHIND]
+                )
+            )
             report = await publisher.catch_up(policy())
             assert [told.address for told in report.servers] == [servers[2].address]
             report = await publish(publisher, 2, seed=2)
@@ -288,11 +295,11 @@ async def test_a_server_that_leaves_during_a_publish_still_commits_it() -> None:
             handle = await publisher.publish(1, tensors)
             left = fleet._pool.servers[0]
             del listed[0]
-            await until(lambda: left.life is Life.LEAVING)
+            await until(lambda: left.status is ServerStatus.LEAVING)
             go.set()
             assert (await handle.committed).failed == ()
             assert [holds(s) for s in servers] == [True, True]
-            await until(lambda: left.life is Life.GONE)
+            await until(lambda: left.status is ServerStatus.GONE)
     finally:
         await asyncio.gather(*(server.stop() for server in servers))
 

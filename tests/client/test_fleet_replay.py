@@ -194,13 +194,11 @@ async def test_a_rollout_goes_on_from_the_routing_of_its_prefix(
     async with fleet_of(server) as fleet:
         sampling = Sampling(max_new_tokens=6)
         before = await fleet.generate(PROMPT, sampling, routed_experts=replay)
-        assert TrajectoryBuilder.of(before).trajectory() == before
-        draft, rollout = fleet._pool.begin(
-            PROMPT, sampling, {"routed_experts": replay}, prefix=before
-        )
-        assert draft.trajectory().routing == before.routing
-        async for _ in rollout.chunks(whole=True):
-            pass
+        output = TrajectoryBuilder.of(before)
+        assert output.trajectory() == before
+        rollout = fleet._pool.rollout(PROMPT, sampling, {"routed_experts": replay}, output=output)
+        assert output.trajectory().routing == before.routing
+        await rollout.run()
     first = 5 if replay is AS_SAMPLED else 0
     want = experts(*range(first), *range(100 + first, 108))
-    assert draft.trajectory().routing.experts == want
+    assert output.trajectory().routing.experts == want

@@ -19,7 +19,7 @@ from rollwire_client import (
     RolloutFailedError,
     ServerUnreachableError,
 )
-from rollwire_client._fleet.waiting import Want
+from rollwire_client._fleet.wait_log import WaitReason
 
 if TYPE_CHECKING:
     from client.scripted import Script
@@ -32,8 +32,8 @@ SERVING = common_pb2.SERVER_STATE_SERVING
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits is told at once."""
-    for want in Want:
-        monkeypatch.setattr(want, "grace", 0.0)
+    for reason in WaitReason:
+        monkeypatch.setattr(reason, "grace", 0.0)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

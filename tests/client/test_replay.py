@@ -213,7 +213,7 @@ def test_it_goes_on_from_what_an_earlier_rollout_had() -> None:
     assert before is not None
     for replay, want in ((AS_SAMPLED, [1] * 5 + [2] * 2), (LAST_PASS, [2] * 7)):
         draft = RoutingBuilder(replay, 3)
-        draft.go_on_from(before)
+        draft.load(before)
         assert draft.routing([(6, tag(1))]).experts == before.experts
         draft.add(rows(0, 3, 2, tag(2)))
         assert passes(draft.routing([(6, tag(1))])) == [1] * 5
@@ -235,7 +235,7 @@ def test_segments_carry_the_oldest_keys_of_their_rows() -> None:
     told = draft.routing([(8, tag(0, 2))])
     assert told is not None
     later = RoutingBuilder(AS_SAMPLED, 6)
-    later.go_on_from(told)
+    later.load(told)
     for routing in (told, later.routing([(8, tag(0, 2))]), joined([told])):
         assert routing is not None
         spans = [(s.start, s.end, s.weights, s.oldest_kv_revision) for s in routing.segments]

@@ -9,9 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rollwire_client import (
-    Chunk,
-    Finish,
-    FinishReason,
     MissingDependencyError,
     RoutingReplay,
     Segment,
@@ -25,9 +22,14 @@ def tag(version: int | None, server: str = "a") -> WeightTag:
     return WeightTag(version, 0 if version is None else version, server, 5)
 
 
-def chunk(offset: int, count: int, weights: WeightTag, oldest: int = 0, finish=None) -> Chunk:
-    tokens = tuple(range(offset, offset + count))
-    return Chunk(offset, tokens, tuple(-t / 4 for t in tokens), weights, oldest, finish)
+def append(
+    output: TrajectoryBuilder, count: int, weights: WeightTag, oldest: int = 0, server: str = "x"
+) -> None:
+    tokens = range(len(output.token_ids), len(output.token_ids) + count)
+    if count:
+        output.begin_run(weights, oldest, server)
+    output.token_ids += tokens
+    output.logprobs += [-t / 4 for t in tokens]
 
 
 def test_a_tag_shows_its_digest_as_the_command_does() -> None:
@@ -36,15 +38,18 @@ def test_a_tag_shows_its_digest_as_the_command_does() -> None:
     assert eval(shown) == WeightTag(4, 2, "a", 0x00C0FFEE)  # noqa: S307 - as of any dataclass
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from([None, 1, 2]), st.sampled_from("ab"))))
-def test_segments_cover_the_output_and_agree_with_the_chunks(pieces: list) -> None:
-    draft = TrajectoryBuilder("id", [7])
+PARTS = st.lists(st.tuples(st.integers(0, 4), st.sampled_from([None, 1, 2]), st.sampled_from("ab")))
+
+
+@given(PARTS)
+def test_segments_cover_the_output(parts: list) -> None:
+    output = TrajectoryBuilder("id", [7])
     versions, offset = [], 0
-    for count, version, server in pieces:
-        draft.add(chunk(offset, count, tag(version, server)), server)
+    for count, version, server in parts:
+        append(output, count, tag(version, server), server=server)
         versions += [version] * count
         offset += count
-    trajectory = draft.trajectory()
+    trajectory = output.trajectory()
     assert trajectory.token_ids == tuple(range(offset))
     assert trajectory.versions == tuple(versions)
     ends = [0, *(segment.end for segment in trajectory.segments)]
@@ -52,21 +57,46 @@ def test_segments_cover_the_output_and_agree_with_the_chunks(pieces: list) -> No
     assert ends[-1] == offset
     for one, next_one in zip(trajectory.segments, trajectory.segments[1:], strict=False):
         assert one.weights != next_one.weights
-    assert (draft.newest and draft.newest.version) == (versions[-1] if versions else None)
+    assert (output.newest and output.newest.version) == (versions[-1] if versions else None)
+
+
+@given(PARTS, st.integers(0, 50))
+def test_chunks_bring_each_token_once_with_its_weights_also_of_a_cut_output(
+    parts: list, end: int
+) -> None:
+    output, tags = TrajectoryBuilder("id", [7]), []
+    for count, version, server in parts:
+        append(output, count, tag(version, server), server=server)
+        tags += [tag(version, server)] * count
+    output.cut(end)
+    assert output.token_ids == list(range(min(end, len(tags))))
+    append(output, 3, tag(9))
+    tags = [*tags[:end], *[tag(9)] * 3]
+    offset = 0
+    while offset < len(tags):
+        chunk = output.chunk(offset)
+        assert chunk.token_ids == tuple(range(offset, offset + len(chunk.token_ids)))
+        assert chunk.logprobs == tuple(-t / 4 for t in chunk.token_ids)
+        assert {chunk.weights} == set(tags[offset : offset + len(chunk.token_ids)])
+        offset += len(chunk.token_ids)
+    trajectory = output.trajectory()
+    assert trajectory.versions == tuple(weights.version for weights in tags)
+    assert TrajectoryBuilder.of(trajectory).trajectory() == trajectory
 
 
 def test_a_segment_keeps_its_oldest_revision() -> None:
-    draft = TrajectoryBuilder("id", [7])
-    draft.add(chunk(0, 2, tag(3), oldest=1), "x")
-    draft.add(chunk(2, 2, tag(3), oldest=2), "x")
-    assert draft.trajectory().segments == (Segment(0, 4, tag(3), 1),)
+    output = TrajectoryBuilder("id", [7])
+    append(output, 2, tag(3), oldest=1)
+    append(output, 2, tag(3), oldest=2)
+    assert [output.chunk(0).oldest_kv_revision, output.chunk(2).oldest_kv_revision] == [1, 2]
+    assert output.trajectory().segments == (Segment(0, 4, tag(3), 1),)
 
 
 def test_tensors_are_what_a_loss_needs() -> None:
-    draft = TrajectoryBuilder("id", [7, 8])
-    draft.add(chunk(0, 1, tag(None)), "x")
-    draft.add(chunk(1, 2, tag(4), finish=Finish(FinishReason.STOP)), "x")
-    trajectory = draft.trajectory()
+    output = TrajectoryBuilder("id", [7, 8])
+    append(output, 1, tag(None))
+    append(output, 2, tag(4))
+    trajectory = output.trajectory()
     tensors = trajectory.to_tensors()
     assert tensors.token_ids.tolist() == [7, 8, 0, 1, 2]
     assert tensors.token_ids.dtype == tensors.versions.dtype == torch.int64
@@ -82,11 +112,11 @@ def test_tensors_have_the_experts_of_every_token_that_was_an_input(width: int) -
     if width == 2:
         experts[1][0] = [256, 65535]
     flat = [e for row in experts for layer in row for e in layer]
-    draft = TrajectoryBuilder("id", [7, 8], RoutingReplay.AS_SAMPLED)
+    output = TrajectoryBuilder("id", [7, 8], RoutingReplay.AS_SAMPLED)
     packed = b"".join(e.to_bytes(width, "little") for e in flat)
-    draft.routing.add(Rows(0, 3, (2, 2, width), packed, tag(4)))
-    draft.add(chunk(0, 3, tag(4)), "x")
-    trajectory = draft.trajectory()
+    output.routing.add(Rows(0, 3, (2, 2, width), packed, tag(4)))
+    append(output, 3, tag(4))
+    trajectory = output.trajectory()
     assert (trajectory.routing.num_rows, trajectory.routing.bytes_per_expert) == (3, width)
     tensor = trajectory.to_tensors().routing
     assert tensor.dtype == torch.int32
@@ -96,8 +126,8 @@ def test_tensors_have_the_experts_of_every_token_that_was_an_input(width: int) -
 
 def test_tensors_without_routing() -> None:
     assert TrajectoryBuilder("id", [7]).trajectory().to_tensors().routing is None
-    draft = TrajectoryBuilder("id", [7], RoutingReplay.LAST_PASS)
-    assert draft.trajectory().to_tensors().routing is None
+    output = TrajectoryBuilder("id", [7], RoutingReplay.LAST_PASS)
+    assert output.trajectory().to_tensors().routing is None
 
 
 def test_tensors_of_no_tokens() -> None:

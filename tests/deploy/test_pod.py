@@ -13,7 +13,7 @@ import pytest
 from deploy.chart import EXAMPLES
 from rollwire.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
 from rollwire_client import Credentials
-from rollwire_client._rpc.channels import connect
+from rollwire_client._rpc.channel import connect
 from support.calls import Generation, connected, request
 from support.certificates import Authority
 from support.checkpoints import dense

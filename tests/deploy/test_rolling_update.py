@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from rollwire_client import Fleet, Publisher, ServerInfo, ServerState
-from rollwire_client._fleet.server_lifecycle import Life
+from rollwire_client._fleet.server_handle import ServerStatus
 from support.calls import until
 from support.fleets import policy
 from support.namespaces import network, unavailable
@@ -114,7 +114,7 @@ async def samples(fleet: Fleet, address: str) -> None:
 
     async def so() -> bool:
         return any(
-            m.address == address and m.life is Life.READY and m.outstanding_tokens > most
+            m.address == address and m.status is ServerStatus.READY and m.outstanding_tokens > most
             for m in fleet._pool.servers
         )
 

@@ -28,7 +28,7 @@ from rollwire_client._batches import (
     Sample,
     Tail,
 )
-from rollwire_client._data import Aborted, ActivePause, Chunk, Pause, Resumed, Sampling, ServerInfo
+from rollwire_client._data import Aborted, ActivePause, Pause, Resumed, Sampling, ServerInfo
 from rollwire_client._errors import (
     BufferFileError,
     CallbackError,
@@ -73,10 +73,10 @@ from rollwire_client._publishing.publisher import Publisher
 from rollwire_client._publishing.report import PublishReport, ServerReport
 from rollwire_client._publishing.sharded import Ranks
 from rollwire_client._routing_replay import Routing, RoutingReplay, RoutingSegment
-from rollwire_client._rpc.channels import Credentials
 from rollwire_client._rpc.client import RolloutClient, Timeouts
+from rollwire_client._rpc.credentials import Credentials
 from rollwire_client._rpc.request import RolloutOptions
-from rollwire_client._trajectory import Segment, Trajectory, TrajectoryTensors
+from rollwire_client._trajectory import Chunk, Segment, Trajectory, TrajectoryTensors
 
 __all__ = [
     "Aborted",

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollwire.types import Finish, LogprobBasis, ServerState, WeightTag
-
-    from rollwire_client._routing_replay import Routing
+    from rollwire.types import LogprobBasis, ServerState, WeightTag
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,32 +38,6 @@ class Sampling:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     seed: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """The tokens of one sequence that follow ``offset``, all sampled under the same weights.
-
-    Attributes:
-        offset: Output tokens before these.
-        token_ids: May be empty in the last chunk.
-        logprobs: One for each token.
-        weights: What sampled them.
-        oldest_kv_revision: The lowest revision that computed a key or value which these tokens
-            attended to. Below ``weights.revision`` only after a commit with ``KvPolicy.KEEP``.
-        finish: In the last chunk of a sequence, and only there.
-        routing: If it was asked for: the rows that follow those of the chunks before, none twice.
-            With ``RoutingReplay.LAST_PASS`` they begin again where they were computed again, and
-            replace what came before from there on.
-    """
-
-    offset: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    weights: WeightTag
-    oldest_kv_revision: int
-    finish: Finish | None = None
-    routing: Routing | None = None
 
 
 @dataclass(frozen=True, slots=True)

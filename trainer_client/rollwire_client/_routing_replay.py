@@ -128,7 +128,7 @@ class RoutingBuilder:
         self._settled = 0  # rows of tokens of earlier attempts
         self._taken = 0
 
-    def go_on_from(self, routing: Routing) -> None:
+    def load(self, routing: Routing) -> None:
         """Takes what an earlier rollout of the same sequence has."""
         self._shape = _shape(routing)
         self._store.load(routing)

@@ -15,8 +15,33 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rollwire_client._data import Chunk
     from rollwire_client._routing_replay import Routing, RoutingReplay
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens of one sequence that follow ``offset``, all sampled under the same weights.
+
+    Attributes:
+        offset: Output tokens before these.
+        token_ids: May be empty in the last chunk.
+        logprobs: One for each token.
+        weights: What sampled them.
+        oldest_kv_revision: The lowest revision that computed a key or value which these tokens
+            attended to. Below ``weights.revision`` only after a commit with ``KvPolicy.KEEP``.
+        finish: In the last chunk of a sequence, and only there.
+        routing: If it was asked for: the rows that follow those of the chunks before, none twice.
+            With ``RoutingReplay.LAST_PASS`` they begin again where they were computed again, and
+            replace what came before from there on.
+    """
+
+    offset: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    weights: WeightTag
+    oldest_kv_revision: int
+    finish: Finish | None = None
+    routing: Routing | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,23 +180,17 @@ def _routing_tensor(routing: Routing, tokens: int) -> Tensor:
     return made
 
 
-@dataclass(slots=True)
-class _Run:
-    """A segment that may still grow; it starts where the one before it ends."""
-
-    end: int
-    weights: WeightTag
-    oldest_kv_revision: int
-
-
 class TrajectoryBuilder:
-    """A trajectory that is still being sampled.
+    """A sequence while it is sampled: attempts append to it, and its reader takes chunks from it.
 
     Attributes:
         request_id: Its name on the servers.
         prompt_ids: The prompt.
-        token_ids: The output so far.
-        routing: If it was asked for: what attempts are to merge it into.
+        token_ids: The output so far. Whoever appends calls ``begin_run`` where the weights change.
+        logprobs: One for each output token.
+        run_weights, run_oldest: Weights and oldest KV revision of the run that is appended to.
+        finish: How it ended, once its reader knows.
+        routing: If it was asked for: where attempts merge the rows that come.
     """
 
     def __init__(
@@ -179,97 +198,120 @@ class TrajectoryBuilder:
         request_id: str,
         prompt_ids: Sequence[int],
         replay: RoutingReplay | None = None,
+        *,
+        after: WeightTag | None = None,
     ) -> None:
+        """``after`` is what sampled the last token of the prompt, in a conversation."""
         self.request_id = request_id
         self.prompt_ids = tuple(prompt_ids)
         self.token_ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._runs: list[_Run] = []
-        self._servers: list[str] = []
-        self._finish: Finish | None = None
+        self.logprobs: list[float] = []
+        self.finish: Finish | None = None
         self.routing = RoutingBuilder(replay, len(self.prompt_ids)) if replay is not None else None
+        self._after = after
+        # Where each run of equal weights begins, the weights, and its oldest KV revision.
+        self._runs: list[tuple[int, WeightTag, int]] = []
+        self.run_weights: WeightTag | None = None
+        self.run_oldest = 0
+        self._servers: list[str] = []
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> TrajectoryBuilder:
-        """One that has all of that."""
+        """A builder that has what the trajectory has."""
         routing = trajectory.routing
-        draft = cls.after(
-            trajectory, trajectory.request_id, routing.replay if routing is not None else None
-        )
-        draft._finish = trajectory.finish  # noqa: SLF001 - its own
-        return draft
+        replay = routing.replay if routing is not None else None
+        made = cls(trajectory.request_id, trajectory.prompt_ids, replay)
+        made.token_ids += trajectory.token_ids
+        made.logprobs += trajectory.logprobs
+        made._runs += [(s.start, s.weights, s.oldest_kv_revision) for s in trajectory.segments]
+        made._servers += trajectory.servers
+        made.finish = trajectory.finish
+        if made.routing is not None and routing is not None:
+            made.routing.load(routing)
+        return made
 
-    @classmethod
-    def after(
-        cls, prefix: Trajectory, request_id: str, replay: RoutingReplay | None
-    ) -> TrajectoryBuilder:
-        """One that goes on, under another name, from what was sampled before."""
-        draft = cls(request_id, prefix.prompt_ids, replay)
-        draft.token_ids += prefix.token_ids
-        draft._logprobs += prefix.logprobs
-        draft._runs += [_Run(s.end, s.weights, s.oldest_kv_revision) for s in prefix.segments]
-        draft._servers += prefix.servers
-        if draft.routing is not None and prefix.routing is not None:
-            draft.routing.go_on_from(prefix.routing)
-        return draft
+    def resume(self, request_id: str, replay: RoutingReplay | None) -> None:
+        """The sequence goes on under another request."""
+        self.request_id, self.finish = request_id, None
+        known = self._routing()
+        self.routing = RoutingBuilder(replay, len(self.prompt_ids)) if replay is not None else None
+        if self.routing is not None and known is not None:
+            self.routing.load(known)
 
     def begin_attempt(self) -> None:
-        """What comes now is of another attempt."""
+        """What comes from now on is of another attempt."""
         if self.routing is not None:
             self.routing.begin_attempt(len(self.token_ids))
 
-    def with_rows(self, chunk: Chunk) -> Chunk:
-        """The chunk, which was just added, with the routing that no chunk before it had."""
-        if self.routing is None:
-            return chunk
-        return replace(chunk, routing=self.routing.take(self._tokens()))
-
-    def add(self, chunk: Chunk, server: str) -> None:
-        """Appends what ``server`` sampled."""
-        self._finish = chunk.finish
-        if not chunk.token_ids:
-            return
+    def begin_run(self, weights: WeightTag, oldest_kv_revision: int, server: str) -> None:
+        """What is appended from now on was sampled by ``server`` under these weights."""
+        if not self._runs or self._runs[-1][1:] != (weights, oldest_kv_revision):
+            self._runs.append((len(self.token_ids), weights, oldest_kv_revision))
         if not self._servers or self._servers[-1] != server:
             self._servers.append(server)
-        self.token_ids += chunk.token_ids
-        self._logprobs += chunk.logprobs
-        weights, oldest = chunk.weights, chunk.oldest_kv_revision
-        last = self._runs[-1] if self._runs else None
-        if last is None or (last.weights is not weights and last.weights != weights):
-            self._runs.append(_Run(len(self.token_ids), weights, oldest))
-        else:
-            last.end = len(self.token_ids)
-            last.oldest_kv_revision = min(last.oldest_kv_revision, oldest)
+        self.run_weights, self.run_oldest = weights, oldest_kv_revision
+
+    def chunk(self, offset: int) -> Chunk:
+        """The tokens from ``offset`` on, as far as they were sampled under the same weights."""
+        run = len(self._runs) - 1
+        end = len(self.token_ids)
+        while self._runs[run][0] > offset:
+            end = self._runs[run][0]
+            run -= 1
+        tokens, logprobs = self.token_ids[offset:end], self.logprobs[offset:end]
+        _, weights, oldest_kv_revision = self._runs[run]
+        return Chunk(offset, tuple(tokens), tuple(logprobs), weights, oldest_kv_revision)
+
+    def with_routing(self, chunk: Chunk) -> Chunk:
+        """The chunk with the routing that no chunk before it had."""
+        if self.routing is None:
+            return chunk
+        return replace(chunk, routing=self.routing.take(self._ends()))
+
+    def cut(self, end: int) -> None:
+        """Drops the tokens from ``end`` on."""
+        del self.token_ids[end:], self.logprobs[end:]
+        while self._runs and self._runs[-1][0] >= end:
+            self._runs.pop()
+            self.run_weights = None
 
     @property
     def weights(self) -> list[WeightTag]:
         """What sampled it, in order."""
-        return [run.weights for run in self._runs]
+        return [weights for _, weights, _ in self._runs]
 
     @property
     def newest(self) -> WeightTag | None:
-        """The weights that sampled its last token."""
-        return self._runs[-1].weights if self._runs else None
+        """The weights that sampled its last token, or the last one before it."""
+        return self._runs[-1][1] if self._runs else self._after
 
     def trajectory(self) -> Trajectory:
         """As it is now."""
-        starts = [0, *(run.end for run in self._runs)]
-        segments = [
-            Segment(start, run.end, run.weights, run.oldest_kv_revision)
-            for start, run in zip(starts, self._runs, strict=False)
-        ]
         return Trajectory(
             request_id=self.request_id,
             prompt_ids=self.prompt_ids,
             token_ids=tuple(self.token_ids),
-            logprobs=tuple(self._logprobs),
-            segments=tuple(segments),
-            finish=self._finish,
+            logprobs=tuple(self.logprobs),
+            segments=self._segments(),
+            finish=self.finish,
             servers=tuple(self._servers),
-            routing=self.routing.routing(self._tokens()) if self.routing is not None else None,
+            routing=self._routing(),
         )
 
-    def _tokens(self) -> list[tuple[int, WeightTag]]:
-        """As routing counts them."""
+    def _segments(self) -> tuple[Segment, ...]:
+        segments: list[Segment] = []
+        ends = [*(start for start, _, _ in self._runs[1:]), len(self.token_ids)]
+        for (start, weights, oldest), end in zip(self._runs, ends, strict=False):
+            if segments and segments[-1].weights == weights:
+                last = segments.pop()
+                start, oldest = last.start, min(oldest, last.oldest_kv_revision)
+            segments.append(Segment(start, end, weights, oldest))
+        return tuple(segments)
+
+    def _routing(self) -> Routing | None:
+        return self.routing.routing(self._ends()) if self.routing is not None else None
+
+    def _ends(self) -> list[tuple[int, WeightTag]]:
+        """Where each segment ends in prompt + output, and its weights."""
         prompt = len(self.prompt_ids)
-        return [(prompt + run.end, run.weights) for run in self._runs]
+        return [(prompt + segment.end, segment.weights) for segment in self._segments()]

@@ -31,7 +31,7 @@ from rollwire_client import (
     Trajectory,
 )
 from rollwire_client._fleet.server_pool import ServerPool
-from rollwire_client._fleet.waiting import Want
+from rollwire_client._fleet.wait_log import WaitReason
 from rollwire_client.testing import FakeServer
 
 if TYPE_CHECKING:
@@ -240,16 +240,16 @@ async def test_a_batch_that_waits_for_room_says_so_and_lets_others_work(
     seconds: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However short the rollouts are that find none."""
-    monkeypatch.setattr(Want.ROOM, "grace", 0.5)
+    monkeypatch.setattr(WaitReason.QUEUE, "grace", 0.5)
     rollouts = 0
-    begin = ServerPool.begin
+    begin = ServerPool.rollout
 
     def counted(*arguments: object, **options: object) -> object:
         nonlocal rollouts
         rollouts += 1
         return begin(*arguments, **options)
 
-    monkeypatch.setattr(ServerPool, "begin", counted)
+    monkeypatch.setattr(ServerPool, "rollout", counted)
 
     async def full(sequence: Sequence) -> None:
         code = grpc.StatusCode.RESOURCE_EXHAUSTED

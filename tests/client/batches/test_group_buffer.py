@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from rollwire_client import Carry, Chunk, Drop, DropReason, Prompt, Sampling, WeightTag
+from rollwire_client import Carry, Drop, DropReason, Prompt, Sampling, WeightTag
 from rollwire_client._batches.group import GroupSampler, GroupState, LiveGroup
 from rollwire_client._batches.group_buffer import BatchPlan, GroupBuffer
 
@@ -40,8 +40,11 @@ class Buffer:
 
     def sample(self, number: int, version: int | None) -> None:
         """A token of this version."""
-        chunk = Chunk(0, (1,), (0.0,), WeightTag(version, 0, "s", 0), 0)
-        self.of.groups[number].samples[0].draft.add(chunk, "s")
+        weights = WeightTag(version, 0, "s", 0)
+        output = self.of.groups[number].samples[0].draft
+        output.begin_run(weights, 0, "s")
+        output.token_ids.append(1)
+        output.logprobs.append(0.0)
 
     def complete(self, *numbers: int) -> None:
         for number in numbers:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from rollwire_client import Fleet
-from rollwire_client._fleet.server_lifecycle import Life
+from rollwire_client._fleet.server_handle import ServerStatus
 from support.synthetic import PROMPT, each_sampled, sampling, start_synthetic, undisturbed, until
 
 if TYPE_CHECKING:
@@ -24,7 +24,9 @@ def member(fleet: Fleet, server: ServerProcess) -> ServerHandle:
 async def ready(fleet: Fleet, *servers: ServerProcess) -> None:
     """Returns once these processes, and no others, take sequences."""
     want = {server.server_id for server in servers}
-    await until(lambda: {m.server_id for m in fleet._pool.servers if m.life is Life.READY} == want)
+    await until(
+        lambda: {m.server_id for m in fleet._pool.servers if m.status is ServerStatus.READY} == want
+    )
 
 
 @pytest.mark.slow
@@ -50,7 +52,7 @@ async def test_one_added_one_removed_one_replaced_under_50_rollouts(
         listed.remove(removed)
         listed.append(fast)
         await ready(fleet, stays, replaced, fast)
-        assert left.life is Life.LEAVING
+        assert left.status is ServerStatus.LEAVING
 
         replaced.kill()
         listed[1] = await asyncio.to_thread(
@@ -59,7 +61,7 @@ async def test_one_added_one_removed_one_replaced_under_50_rollouts(
         assert listed[1].server_id != replaced.server_id
         await ready(fleet, *listed)
         trajectories = await asyncio.gather(*tasks)
-        await until(lambda: left.life is Life.GONE)
+        await until(lambda: left.status is ServerStatus.GONE)
     assert [trajectory.token_ids for trajectory in trajectories] == want
     ran = Counter(trajectory.servers[0] for trajectory in trajectories)
     assert set(ran.values()) == {16, 17}

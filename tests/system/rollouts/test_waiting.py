@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from rollwire_client import Fleet, QueueFullError, Retries, RolloutClient, RolloutFailedError
-from rollwire_client._fleet.waiting import Want
+from rollwire_client._fleet.wait_log import WaitReason
 from support.synthetic import PROMPT, sampling, start_synthetic, until
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ async def test_a_paused_server_that_is_full(
     start_server: StartServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it has taken waits without an end; what finds no room is given up in time."""
-    monkeypatch.setattr(Want.RESUME, "grace", 0.0)
+    monkeypatch.setattr(WaitReason.RESUME, "grace", 0.0)
     flags = "--max-running", "2", "--max-waiting", "1"
     server = await asyncio.to_thread(start_synthetic, start_server, 0, *flags)
     async with RolloutClient(server.address) as client:

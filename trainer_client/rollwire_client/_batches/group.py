@@ -53,7 +53,7 @@ class LiveSample:
 
     Attributes:
         index: Its place in the group.
-        draft: What was sampled, but for what ``rollout`` has not passed on yet.
+        draft: What was sampled.
         reward: Of the complete sample; None before that, and without a reward function.
         refills: How often it was begun anew, which changes its seed.
         rollout: Samples it.
@@ -66,11 +66,9 @@ class LiveSample:
     rollout: Rollout | None = None
 
     def trajectory(self) -> Trajectory:
-        self._flush()
         return self.draft.trajectory()
 
     def weights(self) -> list[WeightTag]:
-        self._flush()
         return self.draft.weights
 
     def restart(self) -> None:
@@ -78,10 +76,6 @@ class LiveSample:
         self.refills += 1
         self.rollout = None
         self.draft = TrajectoryBuilder(self.draft.request_id, self.draft.prompt_ids)
-
-    def _flush(self) -> None:
-        if self.rollout is not None:
-            self.rollout.flush()
 
 
 class GroupState(enum.Enum):
@@ -140,7 +134,7 @@ class LiveGroup:
             self.oldest_version = version
             for sample in self.samples:
                 if sample.rollout is not None:
-                    sample.rollout.allow(version)
+                    sample.rollout.lower_min_version(version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,15 +224,13 @@ class GroupSampler:
         options: RolloutOptions = {**self.options, "session_id": group.session_id}
         if group.oldest_version is not None:
             options["min_weight_version"] = group.oldest_version
-        sample.draft, sample.rollout = self.pool.begin(
+        sample.rollout = self.pool.rollout(
             prompt.token_ids,
             replace(prompt.sampling or self.sampling, seed=seed),
             options,
-            prefix=sample.trajectory(),
-            waiter=(group.session_id, sample.index),
+            output=sample.draft,
         )
-        async for _ in sample.rollout.chunks(whole=True):
-            pass
+        await sample.rollout.run()
 
 
 def checked_prompt(prompt: Prompt) -> Prompt:

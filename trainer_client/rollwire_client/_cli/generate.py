@@ -24,7 +24,7 @@ from rollwire_client._rpc.client import Timeouts
 if TYPE_CHECKING:
     from rollwire.types import Finish
 
-    from rollwire_client._data import Chunk
+    from rollwire_client._trajectory import Chunk
 
 
 @options.command

@@ -1,4 +1,4 @@
-"""Where a fleet's servers are: a list, a name that stands for some, or whoever knows."""
+"""Where a fleet's servers are: a list of addresses, a DNS name, or a function of the user's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rollwire_client._concurrency.threads import run_in_thread
 from rollwire_client._rpc.host_address import server_address
@@ -21,122 +21,95 @@ Addresses: TypeAlias = (
 _DNS = "dns:///"
 
 
-class AddressSource(Protocol):
-    """Says where the servers are now."""
+@dataclass(frozen=True, slots=True)
+class AddressSource:
+    """Says where the servers are now.
 
-    @property
-    def fixed(self) -> bool:
-        """Whether it always says the same."""
+    Attributes:
+        description: What it is, for messages.
+        lookup: Gives HOST:PORT of each server.
+        fixed: The addresses never change.
+        server_name: What the certificates of all servers say, if that is known.
+    """
 
-    @property
-    def server_name(self) -> str | None:
-        """What the certificates of all servers say, if that is known."""
+    description: str
+    lookup: Callable[[], Awaitable[Iterable[str]]]
+    fixed: bool = False
+    server_name: str | None = None
 
-    async def now(self) -> tuple[str, ...]:
-        """HOST:PORT of each server, each once; empty if there is none.
+    async def resolve(self, timeout: float) -> tuple[str, ...]:
+        """HOST:PORT of each server, each once.
 
         Raises:
-            Exception: It cannot say.
+            LookupError: There is no answer within ``timeout`` seconds, none that can be used, or
+                there are no servers.
         """
+        try:
+            async with asyncio.timeout(timeout):
+                addresses = _checked(await self.lookup())
+        except TimeoutError as error:
+            raise LookupError(f"{self.description}: no answer within {timeout:g} s") from error
+        except Exception as error:
+            raise LookupError(f"{self.description}: {error or type(error).__name__}") from error
+        if not addresses:
+            raise LookupError(f"{self.description}: there are no servers")
+        return addresses
 
 
 def address_source(addresses: Addresses) -> AddressSource:
     """What a fleet was given, as the library uses it.
 
     Raises:
-        TypeError, ValueError: It is none of the three.
+        TypeError, ValueError: It is neither a list of addresses, nor a DNS name, nor a function.
     """
     if callable(addresses):
-        return _Asked(addresses)
+        return _from_function(addresses)
     if isinstance(addresses, str):
         if not addresses.startswith(_DNS):
             raise TypeError(
                 f"addresses is the text {addresses!r}: give a list of HOST:PORT, "
                 f"or {_DNS}NAME:PORT for a name that is resolved again and again"
             )
-        name, _, port = server_address(addresses.removeprefix(_DNS)).rpartition(":")
-        return _Resolved(name.strip("[]"), int(port))
-    listed = _each_once(addresses)
+        return _from_name(server_address(addresses.removeprefix(_DNS)))
+    listed = _checked(addresses)
     if not listed:
         raise ValueError("a fleet needs at least one server address")
-    return _Listed(listed)
+
+    async def lookup() -> Iterable[str]:
+        return listed
+
+    return AddressSource(", ".join(listed), lookup, fixed=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Listed:
-    addresses: tuple[str, ...]
-    fixed = True
-    server_name = None
-
-    async def now(self) -> tuple[str, ...]:
-        return self.addresses
-
-    def __str__(self) -> str:
-        return ", ".join(self.addresses)
-
-
-@dataclass(frozen=True, slots=True)
-class _Resolved:
+def _from_name(address: str) -> AddressSource:
     """A name with an address for each server, as headless services have it."""
+    name, _, port = address.rpartition(":")
+    name = name.strip("[]")
 
-    name: str
-    port: int
-    fixed = False
-
-    @property
-    def server_name(self) -> str:
-        return self.name
-
-    async def now(self) -> tuple[str, ...]:
+    async def lookup() -> Iterable[str]:
         found = await run_in_thread(
-            lambda: socket.getaddrinfo(self.name, self.port, type=socket.SOCK_STREAM)
+            lambda: socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
         )
         hosts = sorted({str(address[0]) for *_, address in found})  # resolvers shuffle them
-        return tuple(
-            f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}" for host in hosts
-        )
+        return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
 
-    def __str__(self) -> str:
-        return f"{_DNS}{self.name}:{self.port}"
+    return AddressSource(f"{_DNS}{name}:{port}", lookup, server_name=name)
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A function of the user's; one that is not async may block, so it gets a thread."""
+def _from_function(function: Callable[[], Any]) -> AddressSource:
+    async def lookup() -> Iterable[str]:
+        if inspect.iscoroutinefunction(function):
+            answer = function()
+        else:  # it may block
+            answer = await run_in_thread(function)
+        addresses: Iterable[str] = await answer if inspect.isawaitable(answer) else answer
+        return addresses
 
-    ask: Callable[[], Iterable[str]] | Callable[[], Awaitable[Iterable[str]]]
-    fixed = False
-    server_name = None
-
-    async def now(self) -> tuple[str, ...]:
-        ask: Callable[[], Any] = self.ask
-        told = ask() if inspect.iscoroutinefunction(ask) else await run_in_thread(ask)
-        return _each_once(await told if inspect.isawaitable(told) else told)
-
-    def __str__(self) -> str:
-        return f"the addresses that {getattr(self.ask, '__qualname__', repr(self.ask))} gives"
+    name = getattr(function, "__qualname__", repr(function))
+    return AddressSource(f"the addresses that {name} gives", lookup)
 
 
-def _each_once(addresses: Iterable[str]) -> tuple[str, ...]:
+def _checked(addresses: Iterable[str]) -> tuple[str, ...]:
     if isinstance(addresses, str):
         raise TypeError(f"the addresses are the text {addresses!r}: give a list of HOST:PORT")
     return tuple(dict.fromkeys(server_address(address) for address in addresses))
-
-
-async def ask(source: AddressSource, *, timeout: float) -> tuple[str, ...]:
-    """What the source says.
-
-    Raises:
-        LookupError: It says nothing within ``timeout`` seconds, nothing that can be used, or that
-            there are no servers.
-    """
-    try:
-        async with asyncio.timeout(timeout):
-            addresses = await source.now()
-    except TimeoutError as error:
-        raise LookupError(f"{source}: no answer within {timeout:g} s") from error
-    except Exception as error:
-        raise LookupError(f"{source}: {error or type(error).__name__}") from error
-    if not addresses:
-        raise LookupError(f"{source}: there are no servers")
-    return addresses

@@ -22,7 +22,7 @@ _REMEMBERED = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class _Expected:
+class _PendingCommit:
     """Weights that servers were told to commit; ``digest`` is None where it is not known before."""
 
     version: int | None
@@ -52,7 +52,7 @@ class Policy:
         self.count = 0
         self.rolled_back = False
         self._changed = changed
-        self._expected: _Expected | None = None  # may be committed, and nobody has said so yet
+        self._pending: _PendingCommit | None = None  # may be committed, and nobody has said so yet
         self._committing = False
         self._before: WeightTag | None = None
 
@@ -70,7 +70,7 @@ class Policy:
             digest: Of the weights after it; None if it is not known.
             rollback: Whether the version may be below theirs.
         """
-        self._expected = _Expected(version, digest, rollback)
+        self._pending = _PendingCommit(version, digest, rollback)
         self._before, self._committing = self.current, not rollback
         try:
             yield
@@ -80,7 +80,7 @@ class Policy:
 
     def committed(self, weights: WeightTag) -> None:
         """A server has committed these weights, which it was told to."""
-        expected, self._expected = self._expected, None
+        expected, self._pending = self._pending, None
         if expected is None:  # another one was first
             return
         if self.current is None or not _same(weights, self.current):
@@ -90,9 +90,9 @@ class Policy:
         self.current = weights
         self._changed()
 
-    def seen(self, weights: WeightTag) -> None:
+    def observed(self, weights: WeightTag) -> None:
         """A server serves these weights, or did: its answer to the commit may have been lost."""
-        expected = self._expected
+        expected = self._pending
         if expected is not None and expected.digest is not None and expected.is_same(weights):
             self.committed(weights)
 
@@ -115,7 +115,7 @@ class Policy:
             return True
         return self._committing and (self._before is None or _same(weights, self._before))
 
-    def refuses_next(self, weights: WeightTag) -> bool:
+    def next_publish_is_refused_by(self, weights: WeightTag) -> bool:
         """Whether a server with these weights refuses the next publish, as their version is higher
         though nothing was rolled back here.
         """
@@ -124,13 +124,13 @@ class Policy:
             return False
         return version > policy.version
 
-    def least_version(self, after: WeightTag) -> int | None:
+    def min_version(self, after: WeightTag) -> int | None:
         """The oldest version under which a sequence may go on that these weights sampled last.
 
         There must be a policy. None: any.
         """
         policy = self.current
-        expected = self._expected is not None and self._expected.is_same(after)
+        expected = self._pending is not None and self._pending.is_same(after)
         if policy is None or expected or _same(after, policy):
             return after.version
         if after.version is None or policy.version is None:

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
     from rollwire.types import WeightTag
 
-    from rollwire_client._data import Chunk, Sampling
+    from rollwire_client._data import Sampling
     from rollwire_client._fleet.addresses import Addresses
     from rollwire_client._fleet.server_handle import ServerHandle
-    from rollwire_client._rpc.channels import Credentials
     from rollwire_client._rpc.client import Timeouts
-    from rollwire_client._trajectory import Trajectory
+    from rollwire_client._rpc.credentials import Credentials
+    from rollwire_client._trajectory import Chunk, Trajectory
 
 
 class Fleet:
@@ -94,7 +94,7 @@ class Fleet:
 
     def unavailable_reason(self) -> str | None:
         """Why no server samples now, with the reason of each; None while one does."""
-        return self._pool.unavailable_reason()
+        return self._pool.router.unavailable_reason()
 
     def stream(
         self,
@@ -119,7 +119,7 @@ class Fleet:
             RolloutFailedError: It was given up, see ``Retries``.
             RollwireError: Any of these has what was sampled in ``.trajectory``.
         """
-        return self._pool.begin(prompt_ids, sampling, options)[1].chunks(whole=False)
+        return self._pool.rollout(prompt_ids, sampling, options).chunks()
 
     async def generate(
         self,
@@ -128,10 +128,9 @@ class Fleet:
         **options: Unpack[RolloutOptions],
     ) -> Trajectory:
         """Samples one sequence to its end; see ``stream``."""
-        draft, rollout = self._pool.begin(prompt_ids, sampling, options)
-        async for _ in rollout.chunks(whole=True):
-            pass
-        return draft.trajectory()
+        rollout = self._pool.rollout(prompt_ids, sampling, options)
+        await rollout.run()
+        return rollout.output.trajectory()
 
     def session(self, prompt_ids: Sequence[int] = ()) -> Session:
         """A conversation that begins with these tokens; see ``Session``.
@@ -140,7 +139,7 @@ class Fleet:
             InvalidRequestError: They are no token ids.
         """
         self._pool.check_process()
-        return Session(prompt_ids, self._pool.start)
+        return Session(prompt_ids, self._pool)
 
     async def info(self) -> dict[str, ServerInfo | RollwireError]:
         """What each server is and does, or why it does not say so, by address.

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rollwire.conversion import duration_to_proto
 from rollwire.reasons import ErrorScope
@@ -23,38 +23,38 @@ from rollwire_client._errors import (
     UnavailableError,
     WeightVersionError,
 )
-from rollwire_client._fleet.waiting import Want
+from rollwire_client._fleet.wait_log import WaitReason
 from rollwire_client._rpc.request import deliver_rarely
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Awaitable, Callable
 
-    from rollwire.types import WeightTag
+    from rollwire.types import Finish
     from rollwire.v1 import rollout_pb2
 
-    from rollwire_client._data import Chunk
+    from rollwire_client._fleet.router import Router
     from rollwire_client._fleet.server_handle import ServerHandle
-    from rollwire_client._fleet.waiting import Waits
     from rollwire_client._rpc.attempt import Attempt
-    from rollwire_client._trajectory import TrajectoryBuilder
+    from rollwire_client._trajectory import Chunk, TrajectoryBuilder
 
 logger = logging.getLogger(__name__)
 
-_LOOK = 0.5  # seconds between two looks whether weights that are waited for will still come
+_WEIGHTS_POLL = 0.5  # seconds between two looks whether weights that are waited for will still come
 
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """When a fleet gives a sequence up. A new token starts both counts again, and one that a server
-    has taken is not given up while that is paused: it waits, and the log says so.
+    """When a fleet gives a sequence up. A new token starts both counts again. A sequence that a
+    paused server has taken is not given up: it waits, and the log says so.
 
     Attributes:
-        attempts: So many in a row that failed without a new token.
-        seconds: So long without a place on a server, in sum: until one is ready, has room in its
-            queue, or comes to serve the weights that are asked for, and between attempts.
-        first_delay: Seconds between the second and the third of them; each next wait is twice as
+        attempts: Give up after this many failures in a row without a new token.
+        seconds: Give up after waiting this long in sum for a place on a server: until one is ready,
+            has room in its queue, or comes to serve the weights that are asked for, and between
+            attempts.
+        first_delay: Seconds between the second attempt and the third; each next wait is twice as
             long. (Between the first and the second there is none.)
-        longest_delay: But not longer than this.
+        longest_delay: The longest of these waits, in seconds.
 
     Raises:
         TypeError, ValueError: One of them is none of these.
@@ -72,67 +72,32 @@ class Retries:
             seconds(f"Retries.{name}", getattr(self, name))
 
 
-class Pick(Protocol):
-    """Chooses a server that is ready."""
-
-    async def __call__(
-        self,
-        request: rollout_pb2.GenerateRequest,
-        after: WeightTag | None,
-        *,
-        timeout: float,
-        other_than: ServerHandle | None,
-        waiter: object,
-    ) -> ServerHandle:
-        """Waits for a server, preferably one whose weights the sequence takes now.
-
-        Args:
-            request: What it is to sample.
-            after: The weights that sampled the token before; None for the first.
-            timeout: Seconds.
-            other_than: This one only if no other is ready.
-            waiter: Stands for the sequence where the log says what waits.
-
-        Raises:
-            WeightVersionError: All have newer weights than the request takes.
-            QueueFullError: None had room for it within ``timeout`` seconds.
-            UnavailableError: None was ready.
-        """
-
-
 class Rollout:
     """One sequence: the request, what came so far, and the failures since the last new token.
 
-    It goes on from what ``draft`` has, and puts into it what comes. What was committed before the
-    weights of its last token samples none after it.
+    It goes on from what ``output`` has, and appends what comes. Weights that were committed before
+    those of its last token sample none after it.
     """
 
     def __init__(
         self,
         request: rollout_pb2.GenerateRequest,
-        draft: TrajectoryBuilder,
-        *,
-        pick: Pick,
+        output: TrajectoryBuilder,
+        router: Router,
         retries: Retries,
-        waits: Waits,
-        after: WeightTag | None = None,
-        waiter: object | None = None,
     ) -> None:
-        """``after`` sampled the last token of what stands before the draft; ``waits`` is told when
-        it waits for weights. ``waiter`` stands for it where the log says what waits, and for the
-        rollouts before and after it that try the same: default: itself.
-        """
+        self.output = output
         self._request = request
-        self._draft = draft
-        self._given_after = after
-        self._least = request.min_weight_version if request.HasField("min_weight_version") else None
-        self._pick = pick
+        self._router = router
         self._retries = retries
-        self._waits = waits
-        self._waiter = self if waiter is None else waiter
-        self._visited: tuple[ServerHandle, Attempt] | None = None
-        self._failures: list[RollwireError] = []
-        self._unplaced = 0.0  # seconds since the last new token
+        self._min_version = (
+            request.min_weight_version if request.HasField("min_weight_version") else None
+        )
+        self._server: ServerHandle | None = None
+        self._attempt: Attempt | None = None
+        self._read = self._counted = len(output.token_ids)
+        self._failures: list[RollwireError] = []  # since the last new token, as the next one
+        self._unplaced = 0.0  # seconds without a place on a server
         self._step_failed_at: ServerHandle | None = None
         self._clock = asyncio.get_running_loop().time
         self._deadline = float("inf")
@@ -140,164 +105,99 @@ class Rollout:
             self._deadline = self._clock() + request.timeout.ToTimedelta().total_seconds()
         self._put_prefix()
 
-    def flush(self) -> None:
-        """Puts into the draft what came so far of an attempt that is read as a whole."""
-        if self._visited is not None:
-            member, attempt = self._visited
-            for chunk in attempt.pending():
-                self._add(chunk, member)
+    def lower_min_version(self, version: int | None) -> None:
+        """From now on ``version`` and newer ones may sample it too; None: any."""
+        if self._min_version is not None and (version is None or version < self._min_version):
+            self._min_version = version
 
-    def allow(self, least: int | None) -> None:
-        """From now on it may be sampled under version ``least`` too, and newer ones."""
-        if self._least is not None and (least is None or least < self._least):
-            self._least = least
-
-    async def chunks(self, *, whole: bool) -> AsyncGenerator[Chunk, None]:
-        """The tokens as they come; with ``whole``, those of an attempt at its end.
-
-        Left before the end of a ``whole`` sequence, it puts into the draft what was sampled of it;
-        else the caller has what it read.
+    def chunks(self) -> AsyncGenerator[Chunk, None]:
+        """The tokens as they come; the last chunk has the finish. Left before that, the output
+        has what was read.
 
         Raises:
             RollwireError: With what was sampled before it in ``.trajectory``.
         """
-        if whole:
-            deliver_rarely(self._request)
+        return self._sample(whole=False)
+
+    async def run(self) -> None:
+        """Samples it to its end. Cancelled before that, the output has what was sampled.
+
+        Raises:
+            RollwireError: With what was sampled before it in ``.trajectory``.
+        """
+        deliver_rarely(self._request)
+        async for _ in self._sample(whole=True):
+            pass
+
+    # One generator, which closes its attempt itself: one that is abandoned is closed by the event
+    # loop, and that closes nested generators in any order.
+    async def _sample(self, *, whole: bool) -> AsyncGenerator[Chunk, None]:
         try:
             while True:
-                member = await self._choose()
-                self._put_bound(member)
-                failure: RollwireError | None = None
+                server = await self._route()
+                self._put_bound(server)
                 try:
-                    async with member.attempt(self._request, self._draft.routing) as attempt:
-                        self._visited = member, attempt
-                        while (chunk := await self._next(member, attempt, whole)) is not None:
-                            finish = chunk.finish
-                            if finish and finish.reason is FinishReason.INTERRUPTED:
-                                failure = ServerNotReadyError(
-                                    f"{member.address}: gave the sequence up: {finish.message}",
-                                    server=member.address,
-                                )
+                    attempt = await server.start(self._request, self.output)
+                    self._server, self._attempt = server, attempt
+                    try:
+                        while (chunk := await self._next(server, attempt, whole)) is not None:
+                            self._read += len(chunk.token_ids)
+                            if chunk.finish and chunk.finish.reason is FinishReason.INTERRUPTED:
                                 chunk = replace(chunk, finish=None)
-                            self._add(chunk, member)
+                            self.output.finish = chunk.finish
                             if chunk.token_ids or chunk.finish:
-                                yield chunk if whole else self._draft.with_rows(chunk)
-                except RollwireError as error:
-                    failure = error
-                if failure is None:
-                    return
-                await self._recover(member, failure)
+                                yield self.output.with_routing(chunk)
+                        self._end(server, attempt.finish)
+                        return
+                    finally:
+                        server.end(attempt)
+                except RollwireError as failure:
+                    await self._recover(server, failure)
         except RollwireError as error:
             if whole:
                 await self._take_rest()
-            error.trajectory = self._draft.trajectory()
+            error.trajectory = self.output.trajectory()
             raise
         finally:
             if whole:
                 await self._take_rest()
-            self._visited = None
+            else:
+                self._detach()
+                self.output.cut(self._read)
+
+    def _end(self, server: ServerHandle, finish: Finish | None) -> None:
+        if finish is not None and finish.reason is FinishReason.INTERRUPTED:
+            raise ServerNotReadyError(
+                f"{server.address}: gave the sequence up: {finish.message}", server=server.address
+            )
+        self.output.finish = finish
 
     async def _take_rest(self) -> None:
-        """Puts into the draft what an aborted attempt's server had sampled and not sent yet."""
-        if self._visited is None:
+        """Takes what an aborted attempt's server had sampled and not sent yet."""
+        if self._server is None or (attempt := self._attempt) is None:
             return
-        member, attempt = self._visited
         try:
-            await attempt.wait_end(member.client.timeouts.close)
+            await attempt.wait_rest(self._server.client.timeouts.close)
         finally:
-            for chunk in attempt.rest():
-                self._add(chunk, member)
+            self._detach()
+            finish = attempt.finish
+            # Its own end is of interest, not that it was aborted.
+            if finish is not None and finish.reason in {FinishReason.STOP, FinishReason.LENGTH}:
+                self.output.finish = finish
 
-    async def _next(self, member: ServerHandle, attempt: Attempt, whole: bool) -> Chunk | None:  # noqa: FBT001
-        """The next chunk; for weights that the server does not have it waits no longer than for a
-        server.
-        """
-        try:
-            while self._may_await_weights(attempt):
-                began = self._clock()
-                look = _LOOK
-                if behind := self._is_behind(member):
-                    look = min(look, self._patience)
-                try:
-                    async with asyncio.timeout(look):
-                        return await attempt.next(whole=whole)
-                except TimeoutError as error:
-                    self._await_weights(member, error)
-                finally:
-                    if behind:
-                        self._unplaced += self._clock() - began
-        finally:
-            self._waits.end(self._waiter)
-        return await attempt.next(whole=whole)
+    def _detach(self) -> None:
+        if self._attempt is not None:
+            self._attempt.detach()
+            self._attempt = None
 
-    def _await_weights(self, member: ServerHandle, cause: Exception) -> None:
-        """A server was looked at that has not the weights yet.
-
-        Raises:
-            RollwireError: It is not to be waited for any more.
-        """
-        if not self._is_behind(member):
-            return
-        least, serves = self._request.min_weight_version, version_text(member.version)
-        if self._may_go_back(member):
-            raise ServerNotReadyError(
-                f"{member.address}: serves {serves}, to which the policy was rolled back while a "
-                f"sequence waited for version {least}",
-                server=member.address,
-            ) from cause
-        if self._patience <= 0:
-            raise self._given_up(self._never_came(member), ErrorScope.SERVER) from cause
-        self._waits.begin(
-            self._waiter,
-            Want.WEIGHTS,
-            give_up=self._clock() + self._patience,
-            why=lambda: f"{member.address}: serves {serves}, and version {least} is asked for",
-        )
-
-    @property
-    def _patience(self) -> float:
-        """Seconds that the sequence still waits for a place."""
-        return max(self._retries.seconds - self._unplaced, 0.0)
-
-    def _may_await_weights(self, attempt: Attempt) -> bool:
-        """Whether no token came, perhaps for want of newer weights."""
-        request = self._request
-        begun = attempt.next_offset > len(request.output_token_ids)
-        return request.HasField("min_weight_version") and not begun
-
-    def _is_behind(self, member: ServerHandle) -> bool:
-        """Whether the server's weights are, as far as is known, older than the request takes."""
-        return member.version is None or member.version < self._request.min_weight_version
-
-    def _may_go_back(self, member: ServerHandle) -> bool:
-        """Whether the sequence takes older weights by now than the attempt was told."""
-        bound = self._bound(member)
-        return bound is None or bound < self._request.min_weight_version
-
-    def _never_came(self, member: ServerHandle) -> UnavailableError:
-        least, seconds = self._request.min_weight_version, self._retries.seconds
-        return UnavailableError(
-            f"{member.address}: serves {version_text(member.version)}, and did not come to serve "
-            f"version {least} within {seconds:g} s",
-            server=member.address,
-        )
-
-    def _add(self, chunk: Chunk, member: ServerHandle) -> None:
-        self._draft.add(chunk, member.address)
-        if chunk.token_ids:
-            self._failures.clear()
-            self._unplaced = 0.0
-
-    async def _choose(self) -> ServerHandle:
-        """Where to go on."""
+    async def _route(self) -> ServerHandle:
         began = self._clock()
         try:
-            return await self._pick(
+            return await self._router.route(
                 self._request,
-                self._after,
+                self.output,
                 timeout=min(self._patience, self._deadline - began),
-                other_than=self._step_failed_at,
-                waiter=self._waiter,
+                avoid=self._step_failed_at,
             )
         except UnavailableError as error:
             if self._clock() >= self._deadline:
@@ -306,26 +206,31 @@ class Rollout:
         finally:
             self._unplaced += self._clock() - began
 
-    async def _recover(self, member: ServerHandle, failure: RollwireError) -> None:
-        """Makes ready for the next attempt.
+    async def _recover(self, server: ServerHandle, failure: RollwireError) -> None:
+        """The rule of failover: whether and when a sequence goes on elsewhere after a failure.
 
         Raises:
-            RollwireError: There is none.
+            RollwireError: It does not.
         """
+        if len(self.output.token_ids) > self._counted:
+            self._counted = len(self.output.token_ids)
+            self._failures.clear()
+            self._unplaced = 0.0
         too_new = isinstance(failure, WeightVersionError) and failure.reason == "WEIGHTS_TOO_NEW"
         step_failed = isinstance(failure, StepFailedError) and self._step_failed_at is None
         given_up = isinstance(failure, RolloutFailedError)
         if given_up or not (failure.elsewhere or too_new or step_failed):
             raise failure
+        self._detach()
         logger.info("%s: sequence %s goes on elsewhere", failure, self._request.request_id)
         if too_new:  # no failure either way: another server may serve an older version
-            member.refused_as_too_old(self._request.max_weight_version)
+            server.refused_as_too_new(self._request.max_weight_version)
         elif step_failed:  # of the sequence, most likely: one other server may show that it is not
-            self._step_failed_at = member
+            self._step_failed_at = server
         elif isinstance(failure, QueueFullError):
-            member.full_until = self._clock() + (failure.retry_after or 1.0)
+            server.full_until = self._clock() + (failure.retry_after or 1.0)
         else:
-            member.suspect(failure)
+            server.suspect(failure)
             self._failures.append(failure)
             if len(self._failures) >= self._retries.attempts:
                 raise self._given_up(failure) from failure
@@ -334,12 +239,12 @@ class Rollout:
             await asyncio.sleep(delay)
         if self._clock() >= self._deadline:
             raise self._timed_out() from failure
-        self._make_next_attempt()
+        self._prepare_next_attempt()
 
-    def _make_next_attempt(self) -> None:
+    def _prepare_next_attempt(self) -> None:
         request = self._request
         request.attempt += 1
-        self._draft.begin_attempt()
+        self.output.begin_attempt()
         self._put_prefix()
         if request.HasField("timeout"):
             request.timeout.CopyFrom(duration_to_proto(self._deadline - self._clock()))
@@ -347,25 +252,84 @@ class Rollout:
     def _put_prefix(self) -> None:
         request = self._request
         request.ClearField("output_token_ids")
-        request.output_token_ids.extend(self._draft.token_ids)
-        if self._least is None:
+        request.output_token_ids.extend(self.output.token_ids)
+        if self._min_version is None:
             request.ClearField("min_weight_version")
         else:
-            request.min_weight_version = self._least
+            request.min_weight_version = self._min_version
 
-    @property
-    def _after(self) -> WeightTag | None:
-        """What sampled the token before the next one."""
-        return self._draft.newest or self._given_after
+    def _put_bound(self, server: ServerHandle) -> None:
+        if (bound := self._bound(server)) is not None:
+            self._request.min_weight_version = bound
 
-    def _bound(self, member: ServerHandle) -> int | None:
+    def _bound(self, server: ServerHandle) -> int | None:
         """The oldest version under which the sequence may go on at a server."""
-        bounds = (self._least, member.least_version(self._after))
+        bounds = (self._min_version, server.min_version(self.output.newest))
         return max((bound for bound in bounds if bound is not None), default=None)
 
-    def _put_bound(self, member: ServerHandle) -> None:
-        if (bound := self._bound(member)) is not None:
-            self._request.min_weight_version = bound
+    async def _next(self, server: ServerHandle, attempt: Attempt, whole: bool) -> Chunk | None:  # noqa: FBT001
+        """The next chunk, or with ``whole`` the end. A server whose weights are too old is waited
+        for no longer than one that is not ready.
+        """
+        read: Callable[[], Awaitable[Chunk | None]] = attempt.wait_end if whole else attempt.next
+        try:
+            while self._may_await_weights(attempt):
+                began = self._clock()
+                timeout = _WEIGHTS_POLL
+                if behind := self._is_behind(server):
+                    timeout = min(timeout, self._patience)
+                try:
+                    async with asyncio.timeout(timeout):
+                        return await read()
+                except TimeoutError as error:
+                    self._await_weights(server, error)
+                finally:
+                    if behind:
+                        self._unplaced += self._clock() - began
+        finally:
+            self._router.wait_log.end(self.output)
+        return await read()
+
+    def _may_await_weights(self, attempt: Attempt) -> bool:
+        """Whether no token came, perhaps for want of newer weights."""
+        request = self._request
+        begun = attempt.next_offset > len(request.output_token_ids)
+        return request.HasField("min_weight_version") and not begun
+
+    def _await_weights(self, server: ServerHandle, cause: Exception) -> None:
+        """Raises RollwireError if a server whose weights are too old is not to be waited for."""
+        if not self._is_behind(server):
+            return
+        bound, serves = self._request.min_weight_version, version_text(server.version)
+        allowed = self._bound(server)
+        if allowed is None or allowed < bound:
+            raise ServerNotReadyError(
+                f"{server.address}: serves {serves}, to which the policy was rolled back while a "
+                f"sequence waited for version {bound}",
+                server=server.address,
+            ) from cause
+        if self._patience <= 0:
+            never_came = UnavailableError(
+                f"{server.address}: serves {serves}, and did not come to serve version {bound} "
+                f"within {self._retries.seconds:g} s",
+                server=server.address,
+            )
+            raise self._given_up(never_came, ErrorScope.SERVER) from cause
+        self._router.wait_log.begin(
+            self.output,
+            WaitReason.WEIGHTS,
+            give_up=self._clock() + self._patience,
+            describe=lambda: f"{server.address}: serves {serves}, and version {bound} is asked for",
+        )
+
+    def _is_behind(self, server: ServerHandle) -> bool:
+        """Whether the server's weights are, as far as is known, older than the request takes."""
+        return server.version is None or server.version < self._request.min_weight_version
+
+    @property
+    def _patience(self) -> float:
+        """Seconds that the sequence still waits for a place."""
+        return max(self._retries.seconds - self._unplaced, 0.0)
 
     def _delay(self) -> float:
         doublings = len(self._failures) - 2
@@ -377,7 +341,7 @@ class Rollout:
     def _timed_out(self) -> TimedOutError:
         return TimedOutError(
             f"sequence {self._request.request_id}: its time is up after "
-            f"{len(self._draft.token_ids)} tokens"
+            f"{len(self.output.token_ids)} tokens"
         )
 
     def _given_up(
@@ -386,7 +350,7 @@ class Rollout:
         causes = self._failures if last in self._failures else [*self._failures, last]
         return RolloutFailedError(
             f"sequence {self._request.request_id} was given up after "
-            f"{len(self._draft.token_ids)} tokens, in attempt {self._request.attempt}: {last}",
+            f"{len(self.output.token_ids)} tokens, in attempt {self._request.attempt}: {last}",
             causes,
             scope=scope,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import logging
 import math
 from dataclasses import replace
@@ -12,77 +13,94 @@ from typing import TYPE_CHECKING, Any
 from rollwire.types import ServerState, WeightTag, version_text
 
 from rollwire_client._errors import RollwireError, ServerNotReadyError, ServerUnreachableError
-from rollwire_client._fleet.server_lifecycle import TRANSITIONS, Event, Life
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from contextlib import AbstractAsyncContextManager
 
     from rollwire.v1 import rollout_pb2
 
     from rollwire_client._data import ServerInfo
     from rollwire_client._fleet.committed_policy import Policy
-    from rollwire_client._routing_replay import RoutingBuilder
     from rollwire_client._rpc.attempt import Attempt
     from rollwire_client._rpc.client import RolloutClient
+    from rollwire_client._trajectory import TrajectoryBuilder
 
 logger = logging.getLogger(__name__)
 
 _READY = {ServerState.SERVING, ServerState.PAUSED}
-_WORKS = {Life.READY, Life.BEHIND}
 _CURABLE = {ServerState.AWAITING_WEIGHTS, ServerState.QUARANTINED}  # by a full update
 
 
-class ServerHandle:
-    """A server of a fleet, asked every so often how it is.
+class ServerStatus(enum.Enum):
+    """Where a server is in its life with a fleet. Only a ready server gets sequences."""
 
-    It takes sequences while ``problem`` is None. A failed sequence casts doubt on it: it gets
-    nothing until it was asked again, and answered well.
+    JOINING = "joining"
+    """Its address is in the list; it has not answered yet."""
+    READY = "ready"
+    BEHIND = "behind"
+    """Serves other weights than the fleet's policy: it missed a publish."""
+    NOT_SERVING = "not serving"
+    """Answers, and serves nothing now: it starts, awaits weights, sleeps, drains, …"""
+    SUSPECT = "suspect"
+    """A sequence failed there, or it did not answer: it is probed again."""
+    LEAVING = "leaving"
+    """Its address is not in the list any more; it keeps the sequences that it has."""
+    GONE = "gone"
+    """Its channel is closed. The same address gets a new handle."""
+
+
+class ServerHandle:
+    """A server of a fleet, probed every so often.
+
+    It takes sequences while ``problem`` is None. A failed sequence makes it suspect: it gets none
+    until it has answered a probe.
 
     Attributes:
         client: Of the server.
-        life: Where it is in its life.
+        status: Where it is in its life.
         info: What it said last.
         problem: Why it takes no sequences.
         full_until: Its queue was full; when to try again, on the event loop's clock.
-        answers: Whether it said how it is when it was asked last.
+        answers: Whether it answered the last probe.
+        attempts: Sequences of this fleet that it has.
     """
 
     def __init__(
         self,
         client: RolloutClient,
         *,
-        changed: Callable[[], None],
-        identified: Callable[[], None],
+        on_change: Callable[[], None],
+        on_identity: Callable[[], None],
         policy: Policy,
         fresh_seconds: float,
     ) -> None:
-        """``changed`` is called whenever it is ready, and when it says something new;
-        ``identified`` when another process answers, or none; ``policy`` is what it should serve;
+        """``on_change`` is called whenever it is ready, and when what it says has changed;
+        ``on_identity`` when another process answers, or none; ``policy`` is what it should serve;
         what was heard of it counts for ``fresh_seconds``.
         """
         self.client = client
-        self.life = Life.JOINING
+        self.status = ServerStatus.JOINING
         self.info: ServerInfo | None = None
         self.problem: RollwireError | None = self._not_ready("has not answered yet")
         self.full_until = 0.0
         self.answers = False
-        self._changed = changed
-        self._identified = identified
+        self.attempts = 0
+        self._on_change = on_change
+        self._on_identity = on_identity
         self._policy = policy
-        self._last_words = ""  # what it said when it gave up a sequence, since it was last ready
-        self._beyond: tuple[WeightTag | None, int] | None = None  # see refused_as_too_old
+        # What it said when it gave up a sequence, since it was ready.
+        self._last_message = ""
+        # The weights that it was known to have, and the version below which it refused a sequence.
+        self._refused: tuple[WeightTag | None, int] | None = None
         self._fresh_seconds = fresh_seconds
         self._clock = asyncio.get_running_loop().time
-        self._asked_at = -math.inf  # inf while it is being asked
+        self._probed_at = -math.inf  # inf while a probe is under way
         self._starting_tokens = 0
-        self._attempts = 0
-        self._works: set[asyncio.Task[Any]] = set()
-        self._poked = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()  # while it leaves: these still need it
+        self._probe_now = asyncio.Event()
 
     @property
     def address(self) -> str:
-        """Of the server."""
         return self.client.address
 
     @property
@@ -97,85 +115,68 @@ class ServerHandle:
 
     @property
     def paused(self) -> bool:
-        """Whether it said last that it is: what it has taken waits, also while it drains."""
+        """Whether the sequences that it has wait for a resume, also while it drains."""
         if self.info is None:
             return False
-        drains = self.info.state is ServerState.DRAINING
-        return self.info.state is ServerState.PAUSED or (drains and bool(self.info.pauses))
+        draining = self.info.state is ServerState.DRAINING
+        return self.info.state is ServerState.PAUSED or (draining and bool(self.info.pauses))
 
-    def told_pause(self) -> str:
-        """Who paused it, in a message's words."""
+    def pause_text(self) -> str:
+        """Who paused it, for a message."""
         pauses = self.info.pauses if self.info is not None else ()
         return "is paused" + (f" by {', '.join(map(str, pauses))}" if pauses else "")
-
-    @property
-    def attempts(self) -> int:
-        """Sequences of this library that it has."""
-        return self._attempts
-
-    def is_ahead(self, most: int) -> bool:
-        """Whether its weights are known to be newer than version ``most``."""
-        if self._beyond is not None:
-            known, refused = self._beyond
-            if refused >= most and known == self._weights:
-                return True
-        return self.version is not None and self.version > most
-
-    def may_serve(self, most: int) -> bool:
-        """Whether it may still sample under version ``most`` or an older one, now or later: what it
-        needs to serve again, or has missed, brings it to the policy of the others.
-        """
-        if self.info is None:
-            return self.life is Life.JOINING
-        if (policy := self._policy.current) is not None:
-            return policy.version is None or policy.version <= most
-        return not self.is_ahead(most) and self.info.state not in _CURABLE
-
-    def least_version(self, after: WeightTag | None) -> int | None:
-        """The oldest version under which a sequence may go on here that these weights sampled last:
-        none that was committed before them. None: any.
-        """
-        if after is None or self._policy.current is not None:
-            return self._policy.least_version(after) if after is not None else None
-        if (info := self.info) is None or after.version is None:
-            return after.version
-        serves, highest = info.weights.version, info.highest_version
-        if serves is None or highest is None or not serves < after.version <= highest:
-            return after.version
-        return serves  # it has rolled back from there
 
     @property
     def outstanding_tokens(self) -> int:
         """Tokens that its sequences may still bring."""
         return self.client.outstanding_tokens + self._starting_tokens
 
-    def attempt(
-        self, request: rollout_pb2.GenerateRequest, routing: RoutingBuilder | None
-    ) -> AbstractAsyncContextManager[Attempt]:
-        """An attempt here, which counts as outstanding once it is entered; leaving it aborts it.
+    def is_newer_than(self, version: int) -> bool:
+        """Whether its weights are known to be newer than ``version``."""
+        if self._refused is not None:
+            weights, refused = self._refused
+            if refused >= version and weights == self._weights:
+                return True
+        return self.version is not None and self.version > version
 
-        Rows of routing go to ``routing`` as they come.
-
-        Raises:
-            RollwireError: When it is entered: it cannot be started.
+    def can_serve(self, max_version: int) -> bool:
+        """Whether it can ever serve ``max_version`` or an older one. Its version never decreases,
+        and a server that recovers is updated to the fleet's policy.
         """
-        return _Visit(self, request, routing)
+        if self.info is None:
+            return self.status is ServerStatus.JOINING
+        if (policy := self._policy.current) is not None:
+            return policy.version is None or policy.version <= max_version
+        return not self.is_newer_than(max_version) and self.info.state not in _CURABLE
+
+    def min_version(self, after: WeightTag | None) -> int | None:
+        """The oldest version under which a sequence may go on here whose last token ``after``
+        sampled: none that was committed before that. None: any.
+        """
+        if after is None or self._policy.current is not None:
+            return self._policy.min_version(after) if after is not None else None
+        if (info := self.info) is None or after.version is None:
+            return after.version
+        serves, highest = info.weights.version, info.highest_version
+        if serves is None or highest is None or not serves < after.version <= highest:
+            return after.version
+        return serves  # it was rolled back from there
 
     async def start(
-        self, request: rollout_pb2.GenerateRequest, routing: RoutingBuilder | None
+        self, request: rollout_pb2.GenerateRequest, output: TrajectoryBuilder
     ) -> Attempt:
-        """Starts an attempt; beneath ``attempt``, which ends it.
+        """Starts an attempt at a sequence, which appends to ``output``; ``end`` ends it.
 
-        A server of which nothing was heard for a while is asked how it is, beside that.
+        A server of which nothing was heard for a while is probed at the same time.
         """
-        if self._clock() - max(self._asked_at, self.client.heard_at) > self._fresh_seconds:
-            self._poked.set()
+        if self._clock() - max(self._probed_at, self.client.heard_at) > self._fresh_seconds:
+            self._probe_now.set()
         context = self.info.context_length if self.info is not None else 0
         tokens = request.sampling.max_new_tokens or context
         self._starting_tokens += tokens
-        self._attempts += 1
+        self.attempts += 1
         try:
-            return await self.client.start(request, routing)
+            return await self.client.start(request, output)
         except BaseException:
             self.end(None)
             raise
@@ -186,93 +187,95 @@ class ServerHandle:
         """Ends an attempt that was started, or could not be."""
         if attempt is not None:
             attempt.close()
-        self._attempts -= 1
-        self._poke_if_unused()
+        self.attempts -= 1
+        self._leave_if_unused()
 
     def suspect(self, error: RollwireError) -> None:
-        """A sequence failed here: ask the server before it gets another."""
-        if not (self._last_words or isinstance(error, ServerUnreachableError)):
-            self._last_words = str(error).removeprefix(f"{self.address}: ")
-        self._move(Event.FAILED, error)
-        self._poked.set()
+        """A sequence failed here: the server gets none until it has answered a probe."""
+        if not (self._last_message or isinstance(error, ServerUnreachableError)):
+            self._last_message = str(error).removeprefix(f"{self.address}: ")
+        self._set_status(ServerStatus.SUSPECT, error)
+        self._probe_now.set()
 
-    def refused_as_too_old(self, most: int) -> None:
-        """It refused a sequence of at most this version, as its weights are newer: they are others
-        than those that it is known to serve, or will be.
+    def refused_as_too_new(self, max_version: int) -> None:
+        """It refused a sequence of at most this version: its weights are newer, or will be, than
+        those that it is known to serve.
         """
-        self._beyond = (self._weights, most)
+        self._refused = (self._weights, max_version)
 
     def committed(self, weights: WeightTag) -> None:
         """The server has committed these weights."""
         if self.info is not None and self.info.server_id == weights.server_id:
             self.info = replace(self.info, weights=weights)
         else:
-            self._poked.set()
+            self._probe_now.set()
 
     def policy_changed(self) -> None:
-        """From now on it takes sequences only if it serves other weights than before."""
-        if self.info is not None and self.life in _WORKS:
-            self._move(*self._judge(self.info))
-        self._poked.set()
+        """From now on it takes sequences only if it serves the new policy."""
+        if self.info is not None and self.status in {ServerStatus.READY, ServerStatus.BEHIND}:
+            self._set_status(*self._assess(self.info))
+        self._probe_now.set()
 
     def rejoin(self) -> None:
         """Its address is in the fleet's list again."""
-        self._move(Event.LISTED, self._not_ready("has not answered yet"))
-        self._poked.set()
+        self._set_status(ServerStatus.JOINING, self._not_ready("has not answered yet"))
+        self._probe_now.set()
 
-    def leave(self, works: Iterable[asyncio.Task[Any]]) -> None:
-        """Its address is not in the list: it goes once its sequences and ``works`` have ended."""
-        self._move(Event.UNLISTED, self._not_ready("left the fleet"))
-        for work in works:
-            self._works.add(work)
-            work.add_done_callback(self._work_ended)
-        self._poked.set()
+    def leave(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
+        """Its address is not in the list any more: it goes once its sequences and ``tasks`` have
+        ended.
+        """
+        self._set_status(ServerStatus.LEAVING, self._not_ready("left the fleet"))
+        for task in tasks:
+            self._tasks.add(task)
+            task.add_done_callback(self._task_ended)
+        self._probe_now.set()
 
-    async def run(self, pause: Callable[[], float]) -> None:
-        """Asks the server every ``pause()`` seconds, and whenever it is in doubt, until it has
-        left; then its channel is closed.
+    async def run(self, interval: Callable[[], float]) -> None:
+        """Probes the server every ``interval()`` seconds, and at once where there is a reason,
+        until it has left; then closes its channel.
         """
         while True:
-            self._poked.clear()
-            if self.life is not Life.LEAVING:
+            self._probe_now.clear()
+            if self.status is not ServerStatus.LEAVING:
                 await self.probe()
-            elif not self._attempts and not self._works:
-                self._move(Event.UNUSED, self._not_ready("left the fleet"))
+            elif not self.attempts and not self._tasks:
+                self._set_status(ServerStatus.GONE, self._not_ready("left the fleet"))
                 await self.client.close()
                 return
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause()):
-                    await self._poked.wait()
+                async with asyncio.timeout(interval()):
+                    await self._probe_now.wait()
 
     async def probe(self) -> ServerInfo | None:
-        """Asks the server how it is; None if it does not say."""
-        self._poked.clear()
-        self._asked_at = math.inf
+        """Asks the server for its info; None if it does not answer."""
+        self._probe_now.clear()
+        self._probed_at = math.inf
         try:
             info = await self.client.info(timeout=self.client.timeouts.probe)
         except RollwireError as error:
             if self.answers:
                 self.answers = False
-                self._identified()
-            self._move(Event.FAILED, error)
+                self._on_identity()
+            self._set_status(ServerStatus.SUSPECT, error)
             return None
         finally:
-            self._asked_at = self._clock()
+            self._probed_at = self._clock()
         if self.info is not None and _is_later(self.info.weights, info.weights):
             info = replace(info, weights=self.info.weights)
         before, self.info = self.info, info
         if not self.answers or before is None or before.server_id != info.server_id:
             self.answers = True
-            self._identified()
-        self._policy.seen(info.weights)
+            self._on_identity()
+        self._policy.observed(info.weights)
         if before is None or (before.state, before.weights) != (info.state, info.weights):
-            self._changed()
-        if not self._poked.is_set():  # else it is asked again at once
-            self._move(*self._judge(self.info))
+            self._on_change()
+        if not self._probe_now.is_set():  # else it is probed again at once
+            self._set_status(*self._assess(self.info))
         return info
 
     def is_behind(self, info: ServerInfo) -> bool:
-        """Whether the fleet's policy is what a server that is so needs to serve it."""
+        """Whether a server with this info needs the fleet's policy to serve."""
         if self._policy.current is None or not info.accepts_updates:
             return False
         if info.state in _CURABLE:
@@ -283,84 +286,63 @@ class ServerHandle:
     def _weights(self) -> WeightTag | None:
         return self.info.weights if self.info is not None else None
 
-    def _work_ended(self, work: asyncio.Task[Any]) -> None:
-        self._works.discard(work)
-        self._poke_if_unused()
+    def _task_ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        self._leave_if_unused()
 
-    def _poke_if_unused(self) -> None:
-        if self.life is Life.LEAVING and not self._attempts and not self._works:
-            self._poked.set()
+    def _leave_if_unused(self) -> None:
+        if self.status is ServerStatus.LEAVING and not self.attempts and not self._tasks:
+            self._probe_now.set()
 
-    def _move(self, event: Event, problem: RollwireError | None) -> None:
-        life = TRANSITIONS[self.life].get(event)
-        if life is None:
+    def _set_status(self, status: ServerStatus, problem: RollwireError | None) -> None:
+        before = self.status
+        if before is ServerStatus.GONE or (
+            # Only the list of addresses brings it back, whatever it answers meanwhile.
+            before is ServerStatus.LEAVING
+            and status not in {ServerStatus.JOINING, ServerStatus.GONE}
+        ):
             return
-        if life is not self.life:
-            # A server that is lost to rollouts is news, and so is the end of that.
-            news = {life, self.life} == {Life.READY, Life.SUSPECT}
+        if status is not before:
+            # A server that is lost to rollouts is news, and so is its return.
+            is_news = {status, before} == {ServerStatus.READY, ServerStatus.SUSPECT}
             logger.log(
-                logging.WARNING if news else logging.INFO,
+                logging.WARNING if is_news else logging.INFO,
                 "%s: %s, was %s%s",
-                self.address, life.value, self.life.value, f": {problem}" if problem else "",
+                self.address, status.value, before.value, f": {problem}" if problem else "",
             )  # fmt: skip
-        self.life = life
-        if life in _WORKS:
-            self._last_words = ""
-        elif problem is not None and self._last_words not in str(problem):
-            told = f"{problem}; it had said: {self._last_words}"
-            problem = type(problem)(told, server=self.address)
+        self.status = status
+        if status in {ServerStatus.READY, ServerStatus.BEHIND}:
+            self._last_message = ""
+        elif problem is not None and self._last_message not in str(problem):
+            message = f"{problem}; it had said: {self._last_message}"
+            problem = type(problem)(message, server=self.address)
         self.problem = problem
         if problem is None:
-            self._changed()
+            self._on_change()
 
-    def _judge(self, info: ServerInfo) -> tuple[Event, RollwireError | None]:
+    def _assess(self, info: ServerInfo) -> tuple[ServerStatus, RollwireError | None]:
         if info.state not in _READY:
-            return Event.RESTS, self._not_ready(f"is {info.state.value}")
+            return ServerStatus.NOT_SERVING, self._not_ready(f"is {info.state.value}")
         policy = self._policy.current
         if policy is not None and not self._policy.accepts(info.weights):
             cure = "the next publish brings it up, or catch_up()"
-            if self._policy.refuses_next(info.weights):
+            if self._policy.next_publish_is_refused_by(info.weights):
                 cure = f"catch_up() brings it there, or a publish above version {self.version}"
-            return Event.LAGS, self._not_ready(
-                f"serves {_told_beside(info.weights, policy)}, which was published last here: "
-                f"{cure}"
+            return ServerStatus.BEHIND, self._not_ready(
+                f"serves {_compared(info.weights, policy)}, which was published last here: {cure}"
             )
-        return Event.SERVES, None
+        return ServerStatus.READY, None
 
     def _not_ready(self, why: str) -> ServerNotReadyError:
         return ServerNotReadyError(f"{self.address}: {why}", server=self.address)
 
 
-class _Visit:
-    """An attempt at a member. A class, as a rollout may be an abandoned generator: the event loop
-    closes those in any order, and a context manager made of another one would not outlive that.
-    """
-
-    def __init__(
-        self,
-        member: ServerHandle,
-        request: rollout_pb2.GenerateRequest,
-        routing: RoutingBuilder | None,
-    ) -> None:
-        self._member = member
-        self._request = request
-        self._routing = routing
-        self._attempt: Attempt | None = None
-
-    async def __aenter__(self) -> Attempt:
-        self._attempt = await self._member.start(self._request, self._routing)
-        return self._attempt
-
-    async def __aexit__(self, *_: object) -> None:
-        self._member.end(self._attempt)
-
-
-def _is_later(known: WeightTag, told: WeightTag) -> bool:
+def _is_later(known: WeightTag, answered: WeightTag) -> bool:
     """Whether a commit overtook an answer."""
-    return known.server_id == told.server_id and known.revision > told.revision
+    return known.server_id == answered.server_id and known.revision > answered.revision
 
 
-def _told_beside(weights: WeightTag, policy: WeightTag) -> str:
+def _compared(weights: WeightTag, policy: WeightTag) -> str:
     one, other = version_text(weights.version), version_text(policy.version)
     if one == other:
         one, other = (f"{one} of digest {tag.digest:016x}" for tag in (weights, policy))

@@ -17,27 +17,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Unpack
 
 from rollwire_client._routing_replay import joined
-from rollwire_client._rpc.request import (
-    DEFAULT_SAMPLING,
-    RolloutOptions,
-    checked_token_ids,
-    generate_request,
-)
-from rollwire_client._trajectory import Trajectory, TrajectoryBuilder, TrajectoryTensors, tensors
+from rollwire_client._rpc.request import DEFAULT_SAMPLING, RolloutOptions, checked_token_ids
+from rollwire_client._trajectory import Trajectory, TrajectoryTensors, tensors
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Iterator, Sequence
 
-    from rollwire.types import WeightTag
-    from rollwire.v1 import rollout_pb2
-
-    from rollwire_client._data import Chunk, Sampling
+    from rollwire_client._data import Sampling
     from rollwire_client._fleet.rollout import Rollout
+    from rollwire_client._fleet.server_pool import ServerPool
     from rollwire_client._routing_replay import Routing
-
-    StartRollout = Callable[
-        [rollout_pb2.GenerateRequest, TrajectoryBuilder, WeightTag | None], Rollout
-    ]
+    from rollwire_client._trajectory import Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +82,9 @@ class Session:
         id: Its name on the servers.
     """
 
-    def __init__(self, prompt_ids: Sequence[int], start: StartRollout) -> None:
-        """``start`` makes the rollouts."""
+    def __init__(self, prompt_ids: Sequence[int], pool: ServerPool) -> None:
         self.id = uuid.uuid4().hex
-        self._start = start
+        self._pool = pool
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int | None] = []
@@ -135,10 +124,9 @@ class Session:
         Raises:
             RuntimeError: A turn is under way.
         """
-        draft, rollout = self._turn(sampling, options)
-        with self._sampling(draft):
-            async for _ in rollout.chunks(whole=True):
-                pass
+        rollout = self._turn(sampling, options)
+        with self._sampling(rollout):
+            await rollout.run()
         return self._turns[-1]
 
     async def stream(
@@ -149,9 +137,9 @@ class Session:
         Leaving the iteration ends the turn: close it, as with ``contextlib.aclosing``, before the
         conversation goes on.
         """
-        draft, rollout = self._turn(sampling, options)
-        with self._sampling(draft):
-            async with contextlib.aclosing(rollout.chunks(whole=False)) as chunks:
+        rollout = self._turn(sampling, options)
+        with self._sampling(rollout):
+            async with contextlib.aclosing(rollout.chunks()) as chunks:
                 async for chunk in chunks:
                     yield chunk
 
@@ -166,27 +154,23 @@ class Session:
             turns=tuple(self._turns),
         )
 
-    def _turn(
-        self, sampling: Sampling, options: RolloutOptions
-    ) -> tuple[TrajectoryBuilder, Rollout]:
+    def _turn(self, sampling: Sampling, options: RolloutOptions) -> Rollout:
         self._check_idle()
         if "session_id" in options:
             raise TypeError("session_id is the session's own: leave it out")
         own: RolloutOptions = {**options, "session_id": self.id}
-        request = generate_request(self._token_ids, sampling, own)
-        draft = TrajectoryBuilder(request.request_id, self._token_ids, own.get("routed_experts"))
         sampled = [turn.segments[-1] for turn in self._turns if turn.segments]
         after = sampled[-1].weights if sampled else None
-        return draft, self._start(request, draft, after)
+        return self._pool.rollout(self._token_ids, sampling, own, after=after)
 
     @contextlib.contextmanager
-    def _sampling(self, draft: TrajectoryBuilder) -> Iterator[None]:
+    def _sampling(self, rollout: Rollout) -> Iterator[None]:
         self._busy = True
         try:
             yield
         finally:
             self._busy = False
-            turn = draft.trajectory()
+            turn = rollout.output.trajectory()
             self._turns.append(turn)
             self._add(turn.token_ids, turn.logprobs, turn.versions, sampled=True)
 

@@ -21,7 +21,7 @@ from rollwire_client._errors import (
     ServerUnreachableError,
     UpdateRefusedError,
 )
-from rollwire_client._rpc.calls import unary
+from rollwire_client._rpc.channel import unary
 from rollwire_client._rpc.status import error_from_call
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from rollwire_client._publishing.publish_target import PublishTimeouts
 from rollwire_client._publishing.report import PublishReport
 from rollwire_client._publishing.sharded import CATCHES_UP, publishes
 from rollwire_client._rpc import conversion
-from rollwire_client._rpc.calls import unary
+from rollwire_client._rpc.channel import unary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

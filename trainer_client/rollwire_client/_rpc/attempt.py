@@ -1,139 +1,127 @@
-"""One attempt at a sequence on one server, as it comes over a link.
+"""One attempt at a sequence on one server: a stream appends what comes, a reader takes it.
 
-It keeps what it got in pieces of equal weights, so that a slow reader finds few large chunks
-instead of many small ones.
+The tokens are kept once, in the ``TrajectoryBuilder`` of the sequence. An attempt is a place in it:
+how far the server has come, and how far the reader.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rollwire.types import Finish, FinishReason, WeightTag
 
-from rollwire_client._data import Chunk
 from rollwire_client._errors import ProtocolError, RollwireError
+from rollwire_client._trajectory import Chunk
 
 if TYPE_CHECKING:
-    from rollwire_client._routing_replay import RoutingBuilder, Rows
-    from rollwire_client._rpc.rollout_stream import Stream
+    from collections.abc import Callable
 
-
-@dataclass(slots=True)
-class _Piece:
-    """Tokens that were sampled under the same weights and are not read yet."""
-
-    offset: int
-    token_ids: list[int]
-    logprobs: list[float]
-    weights: WeightTag
-    oldest_kv_revision: int
-
-    def chunk(self, finish: Finish | None) -> Chunk:
-        return Chunk(
-            self.offset,
-            tuple(self.token_ids),
-            tuple(self.logprobs),
-            self.weights,
-            self.oldest_kv_revision,
-            finish,
-        )
+    from rollwire_client._routing_replay import Rows
+    from rollwire_client._trajectory import TrajectoryBuilder
 
 
 class Attempt:
-    """One attempt at a sequence on one server: read it with ``next``, then ``close`` it."""
+    """One attempt at a sequence on one server: read it with ``next``, then ``close`` it.
+
+    Attributes:
+        handle: Its number on the stream.
+        budget: The most output tokens that the sequence may come to.
+        next_offset: Output tokens that came, those before this attempt included.
+        awaits_tokens: Its reader waits for the next token.
+        ended: No more comes from the server.
+        finish: How it ended, unless that was an error.
+        error: The error that ended it.
+    """
 
     __slots__ = (
-        "_error",
-        "_finish",
-        "_link",
-        "_pieces",
-        "_routing",
+        "_abort",
+        "_output",
+        "_read",
+        "_server",
         "_waiter",
-        "_whole",
+        "awaits_tokens",
         "budget",
         "ended",
+        "error",
+        "finish",
+        "finish_weights",
         "handle",
         "next_offset",
     )
 
     def __init__(
-        self, link: Stream, handle: int, offset: int, budget: int, routing: RoutingBuilder | None
+        self,
+        handle: int,
+        output: TrajectoryBuilder,
+        budget: int,
+        server: str,
+        abort: Callable[[Attempt], None],
     ) -> None:
         self.handle = handle
-        self.next_offset = offset
         self.budget = budget
+        self.next_offset = self._read = len(output.token_ids)
+        self.awaits_tokens = False
         self.ended = False
-        self._link = link
-        self._routing = routing
-        self._pieces: deque[_Piece] = deque()
-        self._finish: Finish | None = None
-        self._error: RollwireError | None = None
+        self.finish: Finish | None = None
+        self.finish_weights: WeightTag | None = None  # until the reader has the finish
+        self.error: RollwireError | None = None
+        self._output: TrajectoryBuilder | None = output
+        self._server = server
+        self._abort = abort
         self._waiter: asyncio.Future[None] | None = None
-        self._whole = False
 
-    async def next(self, *, whole: bool = False) -> Chunk | None:
-        """The next chunk; None after the last one.
-
-        Args:
-            whole: Wait for the end of the attempt first: a reader that wants it as a whole is
-                woken once, not by every step.
+    async def next(self) -> Chunk | None:
+        """The next tokens of equal weights, as many as came; None after the last chunk, which has
+        the finish.
 
         Raises:
-            RollwireError: What the attempt failed with, after the last chunk before it.
+            RollwireError: What the attempt failed with, after all that came before.
         """
-        while not self.ended and (whole or not self._pieces):
-            await self._wait(whole=whole)
-        if self._pieces:
-            piece = self._pieces.popleft()
-            return piece.chunk(None if self._pieces else self._finish)
-        if self._error is not None:
-            raise self._error
-        return None
+        while not self.ended and self._read == self.next_offset:
+            await self._wait(awaits_tokens=True)
+        weights = self.finish_weights
+        if self._read < self.next_offset and self._output is not None:
+            chunk = self._output.chunk(self._read)
+            self._read += len(chunk.token_ids)
+        elif weights is not None:
+            chunk = Chunk(self._read, (), (), weights, weights.revision)
+        else:
+            self._raise_error()
+            return None
+        if self.finish is not None and self._read == self.next_offset:
+            self.finish_weights = None
+            return replace(chunk, finish=self.finish)
+        return chunk
 
-    def pending(self) -> list[Chunk]:
-        """What came and was not read yet, of an attempt that goes on; no later chunk has it."""
-        if self.ended:
-            return []
-        pieces, self._pieces = self._pieces, deque()
-        return [piece.chunk(None) for piece in pieces]
+    async def wait_end(self) -> None:
+        """Returns when it has ended: a reader who wants it whole is woken once, not every step.
+
+        Raises:
+            RollwireError: What it failed with.
+        """
+        while not self.ended:
+            await self._wait(awaits_tokens=False)
+        self._raise_error()
+
+    async def wait_rest(self, timeout: float) -> None:
+        """After ``close``: waits for what the server had sampled and not sent yet."""
+        with contextlib.suppress(TimeoutError, RollwireError):
+            async with asyncio.timeout(timeout):
+                await self.wait_end()
 
     def close(self) -> None:
         """Ends it on the server if it has not ended yet."""
         if not self.ended:
-            self._link.abort(self)
+            self._abort(self)
 
-    async def wait_end(self, timeout: float) -> None:
-        """Waits for the last tokens of an attempt that was closed, at most ``timeout`` seconds."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                while not self.ended:
-                    await self._wait(whole=True)
+    def detach(self) -> None:
+        """What still comes is not added to the sequence, which may go on elsewhere."""
+        self._output = None
 
-    def rest(self) -> list[Chunk]:
-        """What came and was not read, of an attempt that nobody reads any more.
-
-        Its end is told only if it is the sequence's own, not that it was aborted.
-        """
-        pieces, self._pieces = self._pieces, deque()
-        finish = self._finish
-        if finish is not None and finish.reason not in {FinishReason.STOP, FinishReason.LENGTH}:
-            finish = None
-        return [piece.chunk(finish if piece is pieces[-1] else None) for piece in pieces]
-
-    async def _wait(self, *, whole: bool) -> None:
-        """Returns when something came, or only at the end."""
-        self._whole = whole
-        self._waiter = self._link.loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def take(
+    def append(
         self,
         offset: int,
         token_ids: list[int],
@@ -141,7 +129,7 @@ class Attempt:
         weights: WeightTag,
         oldest_kv_revision: int,
     ) -> int:
-        """Appends what a message brings and says how many of its tokens are new.
+        """Appends the tokens of a message, and returns how many of them are new.
 
         Raises:
             ProtocolError: There is a gap before ``offset``.
@@ -150,36 +138,28 @@ class Attempt:
             known = self.next_offset - offset
             if known < 0:
                 raise ProtocolError(
-                    f"{self._link.address}: tokens {self.next_offset} to {offset - 1} of the "
+                    f"{self._server}: tokens {self.next_offset} to {offset - 1} of the "
                     f"sequence never came: the server skipped them",
-                    server=self._link.address,
+                    server=self._server,
                 )
             token_ids, logprobs = token_ids[known:], logprobs[known:]
-        if not token_ids:
-            return 0
-        if (
-            self._pieces
-            and (last := self._pieces[-1]).weights is weights
-            and last.oldest_kv_revision == oldest_kv_revision
-        ):
-            last.token_ids += token_ids
-            last.logprobs += logprobs
-        else:
-            self._pieces.append(
-                _Piece(self.next_offset, token_ids, logprobs, weights, oldest_kv_revision)
-            )
-        self.next_offset += len(token_ids)
-        if self._waiter is not None and not self._whole:
-            self._link.to_wake.add(self)
-        return len(token_ids)
+        output = self._output
+        if output is not None and token_ids:  # in line: this is done for every token
+            if weights is not output.run_weights or oldest_kv_revision != output.run_oldest:
+                output.begin_run(weights, oldest_kv_revision, self._server)
+            output.token_ids += token_ids
+            output.logprobs += logprobs
+        count = len(token_ids)
+        self.next_offset += count
+        return count
 
-    def take_rows(self, rows: Rows) -> None:
+    def add_rows(self, rows: Rows) -> None:
         """Merges routing into that of the sequence.
 
         Raises:
-            ValueError: It does not go with what came before.
+            ValueError: It contradicts what came before.
         """
-        if (routing := self._routing) is None:
+        if self._output is None or (routing := self._output.routing) is None:
             return
         if rows.end > routing.prompt + self.budget:
             raise ValueError(
@@ -188,33 +168,44 @@ class Attempt:
             )
         routing.add(rows)
 
-    def finish(self, finish: Finish, weights: WeightTag) -> None:
-        """Ends it as the server says.
-
-        Raises:
-            ProtocolError: The server sampled more tokens than it sent.
-        """
+    def end(self, finish: Finish, weights: WeightTag) -> None:
+        """The server says that it has ended, while it served ``weights``."""
         if (
             finish.output_tokens > self.next_offset
             and finish.reason is not FinishReason.SUPERSEDED  # the newer stream has the rest
         ):
-            raise ProtocolError(
-                f"{self._link.address}: the sequence ended with {finish.output_tokens} tokens, of "
-                f"which {self.next_offset} came",
-                server=self._link.address,
+            self.fail(
+                ProtocolError(
+                    f"{self._server}: the sequence ended with {finish.output_tokens} tokens, of "
+                    f"which {self.next_offset} came",
+                    server=self._server,
+                )
             )
-        if not self._pieces:
-            self._pieces.append(_Piece(self.next_offset, [], [], weights, weights.revision))
-        self._finish = finish
-        self.end(None)
-
-    def end(self, error: RollwireError | None) -> None:
-        """Ends it: no more comes from the server."""
+            return
+        self.finish, self.finish_weights = finish, weights
         self.ended = True
-        self._error = error
+        self.wake()
+
+    def fail(self, error: RollwireError) -> None:
+        """No more comes from the server."""
+        self.error = error
+        self.ended = True
         self.wake()
 
     def wake(self) -> None:
         """Lets the reader go on, if it waits."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    async def _wait(self, *, awaits_tokens: bool) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        self.awaits_tokens = awaits_tokens
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            self.awaits_tokens = False
+
+    def _raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error

@@ -12,11 +12,11 @@ from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
 
 from rollwire_client._arguments import all_seconds, seconds
 from rollwire_client._concurrency.affinity import LoopAffinity
-from rollwire_client._data import Aborted, Chunk, Pause, Resumed, Sampling, ServerInfo
+from rollwire_client._data import Aborted, Pause, Resumed, Sampling, ServerInfo
 from rollwire_client._errors import ClosedError, RollwireError, ServerUnreachableError
 from rollwire_client._rpc import conversion
-from rollwire_client._rpc.calls import unary
-from rollwire_client._rpc.channels import Credentials, connect
+from rollwire_client._rpc.channel import connect, unary
+from rollwire_client._rpc.credentials import Credentials
 from rollwire_client._rpc.host_address import server_address
 from rollwire_client._rpc.request import (
     DEFAULT_SAMPLING,
@@ -27,14 +27,13 @@ from rollwire_client._rpc.request import (
     put_seconds,
 )
 from rollwire_client._rpc.rollout_stream import Stream
-from rollwire_client._trajectory import Trajectory, TrajectoryBuilder
+from rollwire_client._trajectory import Chunk, Trajectory, TrajectoryBuilder
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Sequence
 
     import grpc
 
-    from rollwire_client._routing_replay import RoutingBuilder
     from rollwire_client._rpc.attempt import Attempt
 
 
@@ -52,7 +51,7 @@ class Timeouts:
         call: For the answer to a call.
         silence: After this long without a message for live sequences, the server is asked whether
             it is there.
-        probe: For the answer to that; then the link counts as lost.
+        probe: For the answer to that; then the stream counts as lost.
         close: For the server to end what a closing client aborts.
 
     Raises:
@@ -102,7 +101,7 @@ class RolloutClient:
         self._channel: grpc.aio.Channel | None = None
         self._stub: rollout_pb2_grpc.RolloutServiceStub | None = None
         self._affinity = LoopAffinity(_WHAT)
-        self._link: Stream | None = None
+        self._stream: Stream | None = None
         self._opening = asyncio.Lock()
         self._context_length = 0
 
@@ -125,8 +124,8 @@ class RolloutClient:
         channel, self._channel = self._channel, None
         self._stub = None
         try:
-            if self._link is not None:
-                await self._link.close(self.timeouts.close)
+            if self._stream is not None:
+                await self._stream.close(self.timeouts.close)
         finally:
             await channel.close()
 
@@ -143,12 +142,12 @@ class RolloutClient:
     @property
     def heard_at(self) -> float:
         """When tokens came last, on the event loop's clock."""
-        return self._link.heard_at if self._link is not None else -math.inf
+        return self._stream.heard_at if self._stream is not None else -math.inf
 
     @property
     def outstanding_tokens(self) -> int:
         """Tokens that sequences under way may still bring."""
-        return self._link.outstanding_tokens if self._link is not None else 0
+        return self._stream.outstanding_tokens if self._stream is not None else 0
 
     def stream(
         self,
@@ -172,8 +171,7 @@ class RolloutClient:
             InvalidRequestError: A value does not fit; ``violations`` names the field.
             RollwireError: With what was sampled before it in ``.trajectory``.
         """
-        request = generate_request(prompt_ids, sampling, options)
-        return self._run(request, _draft(request, options), whole=False)
+        return self._chunks(*_request(prompt_ids, sampling, options))
 
     async def generate(
         self,
@@ -182,23 +180,32 @@ class RolloutClient:
         **options: Unpack[RolloutOptions],
     ) -> Trajectory:
         """Samples one sequence to its end; see ``stream``."""
-        request = generate_request(prompt_ids, sampling, options)
-        draft = _draft(request, options)
-        async for _ in self._run(request, draft, whole=True):
-            pass
-        return draft.trajectory()
+        request, output = _request(prompt_ids, sampling, options)
+        deliver_rarely(request)
+        attempt = None
+        try:
+            attempt = await self.start(request, output)
+            await attempt.wait_end()
+        except RollwireError as error:
+            error.trajectory = output.trajectory()
+            raise
+        finally:
+            if attempt is not None:
+                attempt.close()
+        output.finish = attempt.finish
+        return output.trajectory()
 
     async def start(
-        self, request: rollout_pb2.GenerateRequest, routing: RoutingBuilder | None = None
+        self, request: rollout_pb2.GenerateRequest, output: TrajectoryBuilder
     ) -> Attempt:
-        """Starts one attempt at a sequence, which the caller reads and closes; for the library
-        itself, beneath ``stream`` and a ``Fleet``. Rows of routing go to ``routing``.
+        """Starts one attempt at a sequence, which appends to ``output``; the caller closes it. For
+        the library itself, beneath ``stream`` and a ``Fleet``.
         """
-        link = await self._open()
+        stream = await self._open()
         limit = request.sampling.max_new_tokens or self._context_length
         room = max(self._context_length - len(request.prompt_token_ids), 0)
         budget = max(min(limit, room), len(request.output_token_ids))
-        return link.start(request, budget, routing)
+        return stream.start(request, output, budget)
 
     async def info(self, *, timeout: float | None = None) -> ServerInfo:
         """What the server is, holds and is doing.
@@ -276,19 +283,17 @@ class RolloutClient:
         self._affinity.check()
         return self._channel
 
-    async def _run(
-        self, request: rollout_pb2.GenerateRequest, draft: TrajectoryBuilder, *, whole: bool
+    async def _chunks(
+        self, request: rollout_pb2.GenerateRequest, output: TrajectoryBuilder
     ) -> AsyncGenerator[Chunk, None]:
         attempt = None
-        if whole:
-            deliver_rarely(request)
         try:
-            attempt = await self.start(request, draft.routing)
-            while (chunk := await attempt.next(whole=whole)) is not None:
-                draft.add(chunk, self.address)
-                yield chunk if whole else draft.with_rows(chunk)
+            attempt = await self.start(request, output)
+            while (chunk := await attempt.next()) is not None:
+                output.finish = chunk.finish
+                yield output.with_routing(chunk)
         except RollwireError as error:
-            error.trajectory = draft.trajectory()
+            error.trajectory = output.trajectory()
             raise
         finally:
             if attempt is not None:
@@ -296,22 +301,22 @@ class RolloutClient:
 
     async def _open(self) -> Stream:
         self._check_open()
-        if self._link is not None and self._link.lost is None:
-            return self._link
+        if self._stream is not None and self._stream.lost is None:
+            return self._stream
         async with self._opening:
-            if self._link is None or self._link.lost is not None:
+            if self._stream is None or self._stream.lost is not None:
                 # A stream has no deadline, so the server is first asked whether it is there.
                 info = await self.info()
                 self._context_length = info.context_length
-                self._link = Stream(
+                self._stream = Stream(
                     self._rollouts.StreamRollouts(),
                     self.address,
-                    probe=lambda: self._expect_server(info.server_id),
+                    probe=lambda: self._require_server(info.server_id),
                     silence=self.timeouts.silence,
                 )
-            return self._link
+            return self._stream
 
-    async def _expect_server(self, server_id: str) -> None:
+    async def _require_server(self, server_id: str) -> None:
         """Asks whether this process is there.
 
         Raises:
@@ -330,7 +335,9 @@ class RolloutClient:
         return Aborted(answer.aborted, tuple(answer.not_found))
 
 
-def _draft(request: rollout_pb2.GenerateRequest, options: RolloutOptions) -> TrajectoryBuilder:
-    return TrajectoryBuilder(
-        request.request_id, request.prompt_token_ids, options.get("routed_experts")
-    )
+def _request(
+    prompt_ids: Sequence[int], sampling: Sampling, options: RolloutOptions
+) -> tuple[rollout_pb2.GenerateRequest, TrajectoryBuilder]:
+    request = generate_request(prompt_ids, sampling, options)
+    replay = options.get("routed_experts")
+    return request, TrajectoryBuilder(request.request_id, request.prompt_token_ids, replay)

@@ -1,8 +1,7 @@
 """One StreamRollouts call: any number of attempts at sequences, multiplexed in columns.
 
-    Link ─ open ─▶ reads, writes, watches ─▶ lost: every attempt on it ends with the error
-
-A message of the server carries one engine step of all attempts.
+A message of the server carries one engine step of all attempts. A stream reads and writes, and
+watches for silence, until it is lost: then each of its attempts ends with the error.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
     from rollwire.types import WeightTag
 
-    from rollwire_client._routing_replay import RoutingBuilder
+    from rollwire_client._trajectory import TrajectoryBuilder
 
     Call = grpc.aio.StreamStreamCall[
         rollout_pb2.StreamRolloutsRequest, rollout_pb2.StreamRolloutsResponse
@@ -46,7 +45,8 @@ E = TypeVar("E", bound=Exception)
 logger = logging.getLogger(__name__)
 
 # Waking a reader costs several times what a token does, so readers are not woken more often than
-# this (seconds). Where steps take longer, each is told at once; the end of a sequence always is.
+# this (seconds). Where steps take longer, each step wakes them at once; the end of a sequence
+# always does.
 _WAKE_INTERVAL = 0.02
 
 
@@ -55,10 +55,9 @@ class Stream:
 
     Attributes:
         address: Of the server.
-        lost: Why the link serves no more; None while it does.
+        lost: The error that ended the stream; None while it is open.
         outstanding_tokens: Tokens that its attempts may still bring.
         heard_at: When the last message came, on the event loop's clock.
-        to_wake: Attempts whose readers wait for what they have.
     """
 
     def __init__(
@@ -71,36 +70,31 @@ class Stream:
         self.lost: RollwireError | None = None
         self.outstanding_tokens = 0
         self.heard_at = 0.0
-        self.to_wake: set[Attempt] = set()
-        self.loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         self._call = call
         self._probe = probe
         self._silence = silence
         self._attempts: dict[int, Attempt] = {}
         self._handles = 0
+        self._to_wake: set[Attempt] = set()  # their readers wait for tokens that came
         self._waking: asyncio.TimerHandle | None = None
         self._woke = 0.0
         self._tag: tuple[common_pb2.WeightTag, WeightTag] | None = None
         self._outgoing: asyncio.Queue[rollout_pb2.StreamRolloutsRequest | None] = asyncio.Queue()
-        self._task = asyncio.create_task(self._serve(), name=f"rollwire link to {address}")
+        self._task = asyncio.create_task(self._serve(), name=f"rollwire stream to {address}")
 
     def start(
-        self,
-        request: rollout_pb2.GenerateRequest,
-        budget: int,
-        routing: RoutingBuilder | None = None,
+        self, request: rollout_pb2.GenerateRequest, output: TrajectoryBuilder, budget: int
     ) -> Attempt:
-        """Sends a request that may bring the output to at most ``budget`` tokens.
-
-        Rows of routing go to ``routing`` as they come.
+        """Sends a request; what comes is appended to ``output``, to at most ``budget`` tokens.
 
         Raises:
-            RollwireError: The link is lost.
+            RollwireError: The stream is lost.
         """
         if self.lost is not None:
             raise copy.copy(self.lost)
         self._handles += 1
-        attempt = Attempt(self, self._handles, len(request.output_token_ids), budget, routing)
+        attempt = Attempt(self._handles, output, budget, self.address, self.abort)
         self._attempts[attempt.handle] = attempt
         self.outstanding_tokens += budget - attempt.next_offset
         self._outgoing.put_nowait(
@@ -152,7 +146,7 @@ class Stream:
             self._lose(error)
 
     async def _read(self) -> None:
-        clock = self.loop.time
+        clock = self._loop.time
         self.heard_at = clock()
         async for message in self._call:
             self.heard_at = clock()
@@ -165,7 +159,7 @@ class Stream:
             await self._call.done_writing()
 
     async def _watch(self) -> None:
-        clock = self.loop.time
+        clock = self._loop.time
         while True:
             await asyncio.sleep(self._silence / 2)
             silent_since = time.monotonic() - (clock() - self.heard_at)
@@ -182,12 +176,11 @@ class Stream:
             len(handles) == len(counts) == len(message.offsets) == len(oldest)
             and sum(counts) == len(token_ids) == len(logprobs)
         ):
-            raise ProtocolError(
-                f"{self.address}: the columns of a message do not fit each other: {len(handles)} "
-                f"handles, {len(token_ids)} token ids, {len(logprobs)} log-probabilities",
-                server=self.address,
+            raise self._protocol_error(
+                f"the columns of a message do not fit each other: {len(handles)} handles, "
+                f"{len(token_ids)} token ids, {len(logprobs)} log-probabilities"
             )
-        attempts = self._attempts
+        attempts, to_wake = self._attempts, self._to_wake
         start = new = 0
         for handle, count, offset, revision in zip(
             handles, counts, message.offsets, oldest, strict=True
@@ -195,22 +188,24 @@ class Stream:
             end = start + count
             if (attempt := attempts.get(handle)) is not None:
                 try:
-                    new += attempt.take(
+                    new += attempt.append(
                         offset, token_ids[start:end], logprobs[start:end], weights, revision
                     )
                 except ProtocolError as error:
-                    self._give_up(attempt, error)
+                    self._abandon(attempt, error)
+                if attempt.awaits_tokens:
+                    to_wake.add(attempt)
             start = end
         self.outstanding_tokens -= new
         for event in message.events:
             self._on_event(event, weights)
-        if self.to_wake and self._waking is None:
-            self._waking = self.loop.call_at(self._woke + _WAKE_INTERVAL, self._wake_readers)
+        if self._to_wake and self._waking is None:
+            self._waking = self._loop.call_at(self._woke + _WAKE_INTERVAL, self._wake_readers)
 
     def _wake_readers(self) -> None:
         self._waking = None
-        self._woke = self.loop.time()
-        attempts, self.to_wake = self.to_wake, set()
+        self._woke = self._loop.time()
+        attempts, self._to_wake = self._to_wake, set()
         for attempt in attempts:
             attempt.wake()
 
@@ -220,37 +215,34 @@ class Stream:
             return
         try:
             for rows in event.routed_experts:
-                attempt.take_rows(conversion.rows(rows, self._weights(rows.weights)))
-        except ValueError as misfit:
-            problem = f"{self.address}: {misfit}"
-            self._give_up(attempt, ProtocolError(problem, server=self.address))
+                attempt.add_rows(conversion.rows(rows, self._weights(rows.weights)))
+        except ValueError as mismatch:
+            self._abandon(attempt, self._protocol_error(str(mismatch)))
             return
         if event.HasField("finish"):
-            finish = finish_from_proto(event.finish)
-            if finish is None:
-                problem = f"{self.address}: a sequence ended for no known reason: {event.finish}"
-                self._forget(attempt)
-                attempt.end(ProtocolError(problem, server=self.address))
-                return
             self._forget(attempt)
-            try:
-                attempt.finish(finish, weights)
-            except ProtocolError as error:
-                attempt.end(error)
+            if (finish := finish_from_proto(event.finish)) is not None:
+                attempt.end(finish, weights)
+            else:
+                problem = f"a sequence ended for no known reason: {event.finish}"
+                attempt.fail(self._protocol_error(problem))
         elif event.HasField("error"):
             self._forget(attempt)
-            attempt.end(error_from_sequence(event.error, self.address))
+            attempt.fail(error_from_sequence(event.error, self.address))
+
+    def _protocol_error(self, problem: str) -> ProtocolError:
+        return ProtocolError(f"{self.address}: {problem}", server=self.address)
 
     def _weights(self, message: common_pb2.WeightTag) -> WeightTag:
-        # One object for equal tags, so that pieces can compare them by identity.
+        # One object for equal tags, so that appending can compare them by identity.
         if self._tag is None or self._tag[0] != message:
             self._tag = (message, weight_tag_from_proto(message))
         return self._tag[1]
 
-    def _give_up(self, attempt: Attempt, error: RollwireError) -> None:
+    def _abandon(self, attempt: Attempt, error: RollwireError) -> None:
         self.abort(attempt)
         self._forget(attempt)
-        attempt.end(error)
+        attempt.fail(error)
 
     def _forget(self, attempt: Attempt) -> None:
         del self._attempts[attempt.handle]
@@ -265,7 +257,7 @@ class Stream:
             logger.info("%s; %d sequences were under way", error, len(attempts))
         for attempt in attempts:
             self._forget(attempt)
-            attempt.end(copy.copy(error))  # each gets a trajectory of its own
+            attempt.fail(copy.copy(error))  # each gets a trajectory of its own
 
 
 def _first(group: BaseExceptionGroup[E]) -> E:

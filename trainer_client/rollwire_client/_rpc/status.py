@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import grpc
@@ -27,7 +28,6 @@ from rollwire_client._errors import (
     UpdateRefusedError,
     WeightVersionError,
 )
-from rollwire_client._rpc.unreachable import explain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -102,6 +102,39 @@ _BY_CODE: Mapping[int, tuple[type[RollwireError], ErrorScope]] = {
 }
 _OTHERWISE = ServerFailedError, ErrorScope.SERVER
 
+_FAILED = "failed to connect to all addresses; last error: "
+# As in "UNKNOWN: ipv4:127.0.0.1:9: Failed to connect to remote host: Connection refused".
+_STATUS = re.compile(r"^[A-Z_]+: ")
+_TRIED = re.compile(r"^ipv[46]:\S+:(?P<port>\d+): ")
+
+_SILENT = "what listens there does not answer: check the port, and whether the server hangs"
+# Advice for what gRPC says of a failed connection, by a part of that; the first that fits counts.
+_ADVICE = {
+    "HTTP proxy returned": "the proxy refuses it: leave use_proxy out, or name it in no_proxy",
+    "Connection refused": "nothing listens there",
+    "certificate has expired": "renew the server's certificate",
+    "CERTIFICATE_VERIFY_FAILED": (
+        "the server's certificate is not signed by the authority given: check Credentials(ca=…) "
+        "or --tls-ca"
+    ),
+    "Hostname Verification": (
+        "the server's certificate is for another name: give Credentials(server_name=…) or "
+        "--tls-server-name"
+    ),
+    "WRONG_VERSION_NUMBER": "TLS is not spoken there: connect without it, or to another port",
+    "Failed parsing HTTP/2": "no gRPC server listens there: check the port",
+    "timed out": _SILENT,
+    "Endpoint closing": _SILENT,  # by this side, as the TLS handshake took too long
+    "errors resolving": "check the name and the DNS",
+    "DNS resolution failed": "check the name and the DNS",
+}
+# A server that wants TLS, or a client's certificate, closes the connection without a word.
+_CLOSED = (
+    "it closed the connection at once: it may want TLS, Credentials(ca=…) or --tls-ca; or a "
+    "client's certificate that it trusts, Credentials(certificate=…, key=…) or --tls-cert and "
+    "--tls-key"
+)
+
 
 def error_from_call(error: grpc.aio.AioRpcError, server: str) -> RollwireError:
     """The error of a call to ``server`` that ended with ``error``."""
@@ -130,7 +163,7 @@ def _make(code: int, message: str, server: str, details: ErrorDetails) -> Rollwi
     else:
         kind, scope = _BY_CODE.get(code, _OTHERWISE)
     if kind is ServerUnreachableError:
-        message = f"cannot be reached: {explain(message, server)}"
+        message = f"cannot be reached: {_explain(message, server)}"
     suffix = f" ({details.reason})" if details.reason else ""
     error = kind(
         f"{server}: {message}{suffix}",
@@ -142,3 +175,18 @@ def _make(code: int, message: str, server: str, details: ErrorDetails) -> Rollwi
     )
     error.scope = scope
     return error
+
+
+def _explain(details: str, server: str) -> str:
+    """What gRPC says of a call that found no server, with the address that was tried and advice."""
+    refused = details.startswith(_FAILED)
+    cause = _STATUS.sub("", details.removeprefix(_FAILED)).removesuffix(": OK")
+    tried = _TRIED.match(cause)
+    if tried is not None and tried["port"] != server.rpartition(":")[2]:
+        cause = f"through the environment's proxy: {cause}"
+    for part, advice in _ADVICE.items():
+        if part in cause:
+            return f"{cause} ({advice})"
+    if refused and ("closed" in cause or "reset" in cause):
+        return f"{cause} ({_CLOSED})"
+    return cause

@@ -1,21 +1,28 @@
-"""Channels to servers: TLS, tokens, and how connections are kept."""
+"""Channels to servers, and calls of one answer over them."""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
 import logging
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
+from rollwire.deadlines import Timeout
 
 from rollwire_client._concurrency.affinity import LoopAffinity, check_grpc, use_grpc
-from rollwire_client._rpc.watched_files import WatchedFiles, check_tls
+from rollwire_client._errors import ClosedError, ServerUnreachableError
+from rollwire_client._rpc.credentials import CredentialsError, TlsFiles, current_token
+from rollwire_client._rpc.status import error_from_call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
+
+    from rollwire_client._rpc.credentials import Credentials
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
 
 logger = logging.getLogger(__name__)
 
@@ -34,55 +41,6 @@ _OPTIONS = (
 )
 
 
-class CredentialsError(ValueError):
-    """Credentials that cannot be used, or would be given away."""
-
-
-@dataclass(frozen=True, slots=True)
-class Credentials:
-    """How a client gets to servers: what it shows them, and how it knows them.
-
-    Files are read again when they change: a token's with the next call, those of TLS with the next
-    connection, as after a server's restart. While they cannot be used (empty, half written, a key
-    of another certificate) the last good ones count, and the log warns.
-
-    Attributes:
-        token: Bearer token sent with every call, or a function that gives the one that counts now.
-            Publishing needs the servers' control token.
-        token_file: File that holds the token, in place of ``token``.
-        tls: Connect by TLS; so does each of the fields that follow, but the last.
-        ca: File of the authorities (PEM) that sign servers. Default: the system's.
-        certificate, key: Files of this client's own certificate (PEM), for mutual TLS.
-        server_name: What the servers' certificate must say, in place of the address's host.
-        use_proxy: Connect through the HTTP proxy that the environment names (``grpc_proxy``,
-            ``https_proxy``, ``http_proxy``; ``no_proxy``). Default: straight to the servers,
-            whatever it names.
-
-    Raises:
-        CredentialsError: ``certificate`` or ``key`` alone; ``token`` and ``token_file``.
-    """
-
-    token: str | Callable[[], str] | None = field(default=None, repr=False)
-    tls: bool = False
-    ca: Path | str | None = None
-    certificate: Path | str | None = None
-    key: Path | str | None = None
-    server_name: str | None = None
-    use_proxy: bool = False
-    token_file: Path | str | None = None
-
-    def __post_init__(self) -> None:
-        if (self.certificate is None) != (self.key is None):
-            raise CredentialsError("certificate and key belong together")
-        if self.token is not None and self.token_file is not None:
-            raise CredentialsError("give token or token_file, not both")
-
-    @property
-    def secure(self) -> bool:
-        """Whether it is TLS."""
-        return self.tls or bool(self.ca or self.certificate or self.server_name)
-
-
 def connect(address: str, credentials: Credentials) -> grpc.aio.Channel:
     """A channel to a server, to be closed by the caller; connects when it is used.
 
@@ -92,8 +50,7 @@ def connect(address: str, credentials: Credentials) -> grpc.aio.Channel:
         NotOpenHereError: This process is a fork of one that has used gRPC.
     """
     check_grpc()
-    has_token = credentials.token is not None or credentials.token_file is not None
-    if has_token and not credentials.secure and not _is_loopback(address):
+    if credentials.has_token and not credentials.secure and not _is_loopback(address):
         raise CredentialsError(f"the token would travel in the clear to {address}: use TLS")
     return _ServerChannel(address, credentials)
 
@@ -118,8 +75,8 @@ class _ServerChannel(grpc.aio.Channel):
     def __init__(self, address: str, credentials: Credentials) -> None:
         self._address = address
         self._credentials = credentials
-        self._token = _token(credentials)
-        self._files = _tls_files(credentials) if credentials.secure else None
+        self._token = current_token(credentials)
+        self._files = TlsFiles(credentials) if credentials.secure else None
         self._affinity = LoopAffinity(f"client of {address}")
         self._connection = self._connect()
         self._closing: set[asyncio.Task[None]] = set()
@@ -185,7 +142,9 @@ class _ServerChannel(grpc.aio.Channel):
         return call
 
     def _current(self) -> _Connection:
-        """Where the next call goes. One that stands is kept, whatever became of the files."""
+        """Where the next call goes. An established connection is kept, whatever became of the
+        files.
+        """
         before = self._connection
         if (
             self._files is not None
@@ -210,7 +169,7 @@ class _ServerChannel(grpc.aio.Channel):
             channel = grpc.aio.insecure_channel(self._address, options=options)
         else:
             channel = grpc.aio.secure_channel(
-                self._address, _channel_credentials(self._credentials, self._files), options=options
+                self._address, self._files.channel_credentials(), options=options
             )
         use_grpc(channel)
         return _Connection(channel)
@@ -227,52 +186,49 @@ class _ServerChannel(grpc.aio.Channel):
             task.add_done_callback(self._closing.discard)
 
 
-def _tls_paths(credentials: Credentials) -> list[Path | None]:
-    files = (credentials.ca, credentials.certificate, credentials.key)
-    return [None if file is None else Path(file) for file in files]
+async def unary(
+    method: grpc.aio.UnaryUnaryMultiCallable[Request, Response],
+    request: Request,
+    *,
+    server: str,
+    timeout: float,
+    deadline: float | None = None,
+) -> Response:
+    """Calls a method of a stub.
 
+    Args:
+        method: What is called.
+        request: Its request.
+        server: Address of the server.
+        timeout: Seconds to wait for the answer.
+        deadline: Seconds after which the server is to give up too, whether or not this process
+            runs meanwhile.
 
-def _tls_files(credentials: Credentials) -> WatchedFiles:
-    ca, certificate, key = _tls_paths(credentials)
-    return _watched(
-        [path for path in (ca, certificate, key) if path is not None],
-        lambda: check_tls(ca, certificate, key),
-    )
-
-
-def _channel_credentials(credentials: Credentials, files: WatchedFiles) -> grpc.ChannelCredentials:
-    contents = iter(files.contents)
-    ca, certificate, key = (
-        None if path is None else next(contents) for path in _tls_paths(credentials)
-    )
-    return grpc.ssl_channel_credentials(
-        root_certificates=ca, private_key=key, certificate_chain=certificate
-    )
-
-
-def _token(credentials: Credentials) -> Callable[[], str] | None:
-    """What gives the token that counts now; None without one."""
-    if credentials.token_file is not None:
-        file = _watched([Path(credentials.token_file)], lambda: None)
-
-        def read() -> str:
-            file.refresh()
-            return file.contents[0].decode()
-
-        return read
-    token = credentials.token
-    if token is None or callable(token):
-        return token
-    return lambda: token
-
-
-def _watched(paths: list[Path], check: Callable[[], None]) -> WatchedFiles:
+    Raises:
+        ServerUnreachableError: Nothing answers, or not within ``timeout`` seconds.
+        ClosedError: The channel was closed meanwhile.
+        RollwireError: What else the server answered with.
+    """
     try:
-        return WatchedFiles(paths, check)
-    except OSError as error:
-        raise CredentialsError(f"cannot read {error.filename}: {error.strerror}") from error
-    except ValueError as error:
-        raise CredentialsError(str(error)) from error
+        # A deadline of gRPC's goes on while this process hears nobody.
+        async with Timeout(timeout):
+            return await method(request, timeout=deadline)
+    except TimeoutError as error:
+        raise _no_answer(server, timeout) from error
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise _no_answer(server, timeout) from error
+        raise error_from_call(error, server) from error
+    except asyncio.CancelledError:
+        # gRPC cancels whoever waits for a call of a channel that is closed.
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise ClosedError(f"{server}: the client was closed", server=server) from None
+
+
+def _no_answer(server: str, timeout: float) -> ServerUnreachableError:
+    return ServerUnreachableError(f"{server}: no answer within {timeout:g} s", server=server)
 
 
 def _is_loopback(address: str) -> bool:
