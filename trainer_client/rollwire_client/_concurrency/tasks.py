@@ -12,25 +12,25 @@ T = TypeVar("T")
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancels what still runs, and waits for it; what it raises is not of interest any more.
+    """Cancels what still runs, and waits for it; what it raises does not matter any more.
 
-    A task is cancelled here once: it may need a while to clean up, in which nobody disturbs it.
-    When this is cancelled meanwhile, it says so once all have ended.
+    Each task is cancelled once: it may need a while to clean up, undisturbed. When the caller is
+    cancelled meanwhile, that is raised once all have ended.
     """
     tasks = list(tasks)
     for task in tasks:
         task.cancel()
-    await _ended(tasks)
+    await _wait(tasks)
 
 
 async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Does what has to be done to its end, in bounded time: whoever cancels is heard after it."""
+    """Runs what has to be done, in bounded time; a cancellation is raised only after it."""
     task = asyncio.create_task(work)
-    await _ended([task])
+    await _wait([task])
     return task.result()
 
 
-async def _ended(tasks: list[asyncio.Task[Any]]) -> None:
+async def _wait(tasks: list[asyncio.Task[Any]]) -> None:
     cancelled: asyncio.CancelledError | None = None
     while running := [task for task in tasks if not task.done()]:
         try:

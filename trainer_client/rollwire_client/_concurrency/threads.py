@@ -1,4 +1,8 @@
-"""Blocking work beside the event loop, in threads that can be given up."""
+"""Blocking calls beside the event loop, in threads that can be abandoned.
+
+A thread cannot be killed. One that hangs is left to itself; as a daemon it does not keep the
+interpreter from exiting, as those of a ``ThreadPoolExecutor`` do.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
@@ -19,47 +22,49 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def run_in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Runs ``work`` in a thread of its own; the future has what it returns or raises.
-
-    A thread cannot be killed. Cancelling the future gives this one up: it goes on until ``work``
-    ends, nobody learns how, and the interpreter does not wait for it at its exit.
-    """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved
-
-    def run() -> None:
-        try:
-            result = work()
-        except BaseException as error:
-            _tell(future, functools.partial(future.set_exception, as_exception(error)))
-        else:
-            _tell(future, functools.partial(future.set_result, result))
-
-    threading.Thread(target=run, name="rollwire-blocking", daemon=True).start()
-    return future
-
-
-@dataclass(eq=False, slots=True)
 class Call(Generic[T]):
-    """A call that a ``WorkerThread`` makes.
+    """A call in another thread.
 
     Attributes:
-        result: What it returns or raises.
-        since: When it began, or came further, on the monotonic clock; None before.
+        result: What it returns or raises. Cancelling it abandons the call: nobody learns how it
+            ends.
+        since: When it began on the monotonic clock; None before.
     """
 
-    work: Callable[[], T]
-    result: asyncio.Future[T]
-    since: float | None = None
+    def __init__(self, work: Callable[[], T]) -> None:
+        self.result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        # So that asyncio does not log an exception that nobody awaits.
+        self.result.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self.since: float | None = None
+        self._work = work
+
+    def run(self) -> None:
+        """Makes the call, in the other thread."""
+        try:
+            result = self._work()
+        except BaseException as error:
+            self._report(functools.partial(self.result.set_exception, as_exception(error)))
+        else:
+            self._report(functools.partial(self.result.set_result, result))
+
+    def _report(self, set_outcome: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self.result.get_loop().call_soon_threadsafe(
+                lambda: None if self.result.done() else set_outcome()
+            )
+
+
+def run_in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Runs ``work`` in a thread of its own; cancelling the future abandons it."""
+    call = Call(work)
+    threading.Thread(target=call.run, name="rollwire-blocking", daemon=True).start()
+    return call.result
 
 
 class WorkerThread:
     """A thread that makes calls one after the other, in their order; started by the first.
 
-    A thread cannot be killed: ``abandon`` leaves it to the call that it makes, and a new one goes
-    on with the rest. The interpreter does not wait for either at its exit.
+    ``abandon`` leaves it to the call that it makes, and a new one goes on with the rest.
     """
 
     def __init__(self, name: str) -> None:
@@ -67,15 +72,11 @@ class WorkerThread:
         self._queue = self._new_queue()
 
     def submit(self, work: Callable[[], T]) -> Call[T]:
-        """Has it called, within the context of now. Used from one event loop.
+        """Has ``work`` called, within the context of now. Used from one event loop.
 
-        Cancelling its ``result`` before it begins takes it back; afterwards nobody learns of it.
+        Cancelling its ``result`` before it begins takes it back.
         """
-        call = Call(work, asyncio.get_running_loop().create_future())
-        call.result.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # retrieved
-        call.work = functools.partial(contextvars.copy_context().run, work)
+        call = Call(functools.partial(contextvars.copy_context().run, work))
         if self._queue.closed:
             self._queue = self._new_queue()
         self._queue.put(call, self._name)
@@ -102,24 +103,24 @@ class WorkerThread:
 
 
 class _Queue:
-    """What one thread has to do; shared with it, so that it does not keep its owner alive."""
+    """The calls of one thread, which holds this and not its owner: that can be collected."""
 
     def __init__(self) -> None:
         self.closed = False
         self._calls: deque[Call[Any]] = deque()
         self._changed = threading.Condition()
-        self._started = False
+        self._thread: threading.Thread | None = None
 
     def put(self, call: Call[Any], name: str) -> None:
         with self._changed:
             self._calls.append(call)
             self._changed.notify()
-            if not self._started:
-                self._started = True
-                threading.Thread(target=self._serve, name=name, daemon=True).start()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+                self._thread.start()
 
     def close(self) -> list[Call[Any]]:
-        """Lets the thread end; what it has not begun."""
+        """Lets the thread end; returns the calls that it has not begun."""
         with self._changed:
             self.closed = True
             calls, self._calls = list(self._calls), deque()
@@ -128,20 +129,13 @@ class _Queue:
 
     def _serve(self) -> None:
         while (call := self._next()) is not None:
-            try:
-                result = call.work()
-            except BaseException as error:
-                told = as_exception(error)
-                _tell(call.result, functools.partial(call.result.set_exception, told))
-            else:
-                _tell(call.result, functools.partial(call.result.set_result, result))
-            del call
+            call.run()
+            del call  # and what it holds, before the next one comes
 
     def _next(self) -> Call[Any] | None:
         with self._changed:
             while True:
-                while not self._calls and not self.closed:
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._calls or self.closed)
                 if self.closed:
                     return None
                 call = self._calls.popleft()
@@ -157,12 +151,6 @@ def as_exception(error: BaseException) -> Exception:
     """
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    told = RuntimeError(f"it raised {error!r}")
-    told.__cause__ = error
-    return told
-
-
-def _tell(result: asyncio.Future[T], how: Callable[[], None]) -> None:
-    """Says how a call ended, unless that is known."""
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-        result.get_loop().call_soon_threadsafe(lambda: None if result.done() else how())
+    wrapped = RuntimeError(f"it raised {error!r}")
+    wrapped.__cause__ = error
+    return wrapped

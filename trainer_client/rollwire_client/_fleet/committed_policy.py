@@ -1,8 +1,8 @@
 """Which weights the servers of a fleet are to serve: those that were committed last.
 
-Two weights are the same if version and digest are. Which of two are newer is a matter of the order
-of commits, not of versions: a trainer that goes back to a checkpoint publishes a lower version,
-and servers that missed this are behind, though their version is higher.
+Two weights are the same if version and digest are. The order of commits says which are newer, not
+the versions: a trainer that goes back to a checkpoint publishes a lower version, and servers that
+missed this are behind, though their version is higher.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from rollwire.types import WeightTag
 
 
-_REMEMBERED = 1000
+_HISTORY = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingCommit:
-    """Weights that servers were told to commit; ``digest`` is None where it is not known before."""
+    """Weights that servers were told to commit; ``digest`` is None where it is not known yet."""
 
     version: int | None
     digest: int | None
@@ -37,22 +37,22 @@ class Policy:
     """What was published last through a fleet.
 
     Attributes:
-        current: As one of the servers serves it; None before the first publish: then any weights
-            are as good.
-        published: All that were current, in order; the latest of them.
-        count: How many there were.
+        current: The tag of one of the servers that serve it; None before the first publish, when
+            any weights will do.
+        published: Everything that was current, in order; the latest of them.
+        count: How many publishes there were.
         rolled_back: Whether a publish was allowed to lower the version. Servers that missed it may
             have higher versions than the policy.
     """
 
-    def __init__(self, changed: Callable[[], None]) -> None:
-        """``changed`` is called when other weights are to be served."""
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        """``on_change`` is called when other weights are to be served."""
         self.current: WeightTag | None = None
-        self.published: deque[WeightTag] = deque(maxlen=_REMEMBERED)
+        self.published: deque[WeightTag] = deque(maxlen=_HISTORY)
         self.count = 0
         self.rolled_back = False
-        self._changed = changed
-        self._pending: _PendingCommit | None = None  # may be committed, and nobody has said so yet
+        self._on_change = on_change
+        self._pending: _PendingCommit | None = None  # may have been committed
         self._committing = False
         self._before: WeightTag | None = None
 
@@ -60,15 +60,11 @@ class Policy:
     def committing(
         self, version: int | None, digest: int | None, *, rollback: bool
     ) -> Iterator[None]:
-        """While servers are told to commit.
+        """While servers are told to commit ``version``, after which their weights have ``digest``
+        (None if it is not known).
 
-        Those that still serve the policy before are as good meanwhile, except in a rollback, where
-        a sequence must not come to them from a server that has committed.
-
-        Args:
-            version: That they commit.
-            digest: Of the weights after it; None if it is not known.
-            rollback: Whether the version may be below theirs.
+        Servers with the policy before are accepted meanwhile; but not in a rollback, where a
+        sequence must not go from a server that has committed to one that has not.
         """
         self._pending = _PendingCommit(version, digest, rollback)
         self._before, self._committing = self.current, not rollback
@@ -76,24 +72,24 @@ class Policy:
             yield
         finally:
             self._before, self._committing = None, False
-            self._changed()
+            self._on_change()
 
     def committed(self, weights: WeightTag) -> None:
-        """A server has committed these weights, which it was told to."""
-        expected, self._pending = self._pending, None
-        if expected is None:  # another one was first
+        """A server has committed these weights, as it was told to."""
+        pending, self._pending = self._pending, None
+        if pending is None:  # another server was first
             return
         if self.current is None or not _same(weights, self.current):
-            self.rolled_back = self.rolled_back or expected.rollback
+            self.rolled_back = self.rolled_back or pending.rollback
             self.published.append(weights)
             self.count += 1
         self.current = weights
-        self._changed()
+        self._on_change()
 
     def observed(self, weights: WeightTag) -> None:
         """A server serves these weights, or did: its answer to the commit may have been lost."""
-        expected = self._pending
-        if expected is not None and expected.digest is not None and expected.is_same(weights):
+        pending = self._pending
+        if pending is not None and pending.digest is not None and pending.is_same(weights):
             self.committed(weights)
 
     def published_since(self, count: int) -> tuple[list[WeightTag], int]:
@@ -116,7 +112,7 @@ class Policy:
         return self._committing and (self._before is None or _same(weights, self._before))
 
     def next_publish_is_refused_by(self, weights: WeightTag) -> bool:
-        """Whether a server with these weights refuses the next publish, as their version is higher
+        """Whether a server with these weights refuses the next publish: its version is higher,
         though nothing was rolled back here.
         """
         policy, version = self.current, weights.version
@@ -125,13 +121,12 @@ class Policy:
         return version > policy.version
 
     def min_version(self, after: WeightTag) -> int | None:
-        """The oldest version under which a sequence may go on that these weights sampled last.
-
-        There must be a policy. None: any.
+        """The oldest version under which a sequence may go on whose last token ``after`` sampled;
+        None: any. There must be a policy.
         """
         policy = self.current
-        expected = self._pending is not None and self._pending.is_same(after)
-        if policy is None or expected or _same(after, policy):
+        is_pending = self._pending is not None and self._pending.is_same(after)
+        if policy is None or is_pending or _same(after, policy):
             return after.version
         if after.version is None or policy.version is None:
             return None
