@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
-from rollwire_client._arguments import LONGEST
+from rollwire_client._arguments import MAX_SECONDS
 from rollwire_client._fleet.addresses import Addresses, address_source
 from rollwire_client._rpc.host_address import server_address
 
@@ -53,7 +53,7 @@ def fleet_addresses(values: list[str]) -> Addresses:
 
 
 def seconds(what: str, least: float = 0.1) -> Any:
-    return typer.Option(min=least, max=LONGEST, help=what)
+    return typer.Option(min=least, max=MAX_SECONDS, help=what)
 
 
 def token_ids(what: str) -> Any:

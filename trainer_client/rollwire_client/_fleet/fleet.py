@@ -1,4 +1,4 @@
-"""Many rollout servers as one: sequences go to the least busy, and go on elsewhere if it fails."""
+"""Many rollout servers as one: a sequence goes to the least busy, and elsewhere if that fails."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class Fleet:
     """Rollout servers that serve the same policy; an async context manager.
 
     A sequence goes to the server with the fewest outstanding tokens among those that are ready. If
-    that one gives it up, dies, or is cut off, it goes on at another from the tokens that came, and
-    under no weights that were published before those. A server that missed what was published last
-    through this fleet gets no sequences until it has it. Leaving a rollout aborts it, closing the
-    fleet aborts all.
+    that server gives it up, dies, or is cut off, the sequence goes on at another one, from the
+    tokens that came and under weights that are not older than theirs. A server that missed the last
+    publish through this fleet gets no sequences until it has those weights. Leaving a rollout
+    aborts it; closing the fleet aborts all.
 
     Args:
-        addresses: HOST:PORT of each server, at least one.
+        addresses: HOST:PORT of each server, at least one; or ``dns:///NAME:PORT``, a name that is
+            resolved again and again; or a function, async or not, that returns the addresses.
         retries: When to give a sequence up.
         timeouts: How long to wait for a server.
-        credentials: TLS and token, for all of them.
-        probe_interval: Seconds between two questions to each server how it is. A fleet with more
-            than 20 ready servers asks 20 of those in that time, and each of them when a sequence
-            starts there after a silence.
-        resolve_interval: Seconds between two questions to the name or function.
+        credentials: TLS and token, for all servers.
+        probe_interval: Seconds between two probes of a server. Of more than 20 ready servers, 20
+            are probed in that time, and each when a sequence starts there after a silence.
+        resolve_interval: Seconds between two lookups of the addresses.
 
     Raises:
-        TypeError, ValueError: An argument is none of these.
+        TypeError, ValueError: An argument cannot be used.
     """
 
     def __init__(
@@ -75,7 +75,8 @@ class Fleet:
         """Opens the channels, and waits until one of the servers has loaded its model.
 
         Raises:
-            UnavailableError: None has within ``timeouts.start`` seconds; the message names each.
+            UnavailableError: No server has within ``timeouts.start`` seconds; the message names
+                each.
         """
         await self._pool.open()
         return self
@@ -115,9 +116,9 @@ class Fleet:
         Raises:
             TypeError: There is no such option.
             InvalidRequestError: A value does not fit; ``violations`` names the field.
-            RefusedError: A server refused it; another would too.
-            RolloutFailedError: It was given up, see ``Retries``.
-            RollwireError: Any of these has what was sampled in ``.trajectory``.
+            RefusedError: A server refused it, and another one would too.
+            RolloutFailedError: It was given up; see ``Retries``.
+            RollwireError: Another error. Each has what was sampled before it in ``.trajectory``.
         """
         return self._pool.rollout(prompt_ids, sampling, options).chunks()
 
@@ -142,28 +143,28 @@ class Fleet:
         return Session(prompt_ids, self._pool)
 
     async def info(self) -> dict[str, ServerInfo | RollwireError]:
-        """What each server is and does, or why it does not say so, by address.
+        """What each server is and does, or the error that it answered with, by address.
 
         Raises:
             ClosedError: The fleet is not open.
         """
         self._pool.check_open()
 
-        async def ask(member: ServerHandle) -> ServerInfo | RollwireError:
+        async def info_or_error(server: ServerHandle) -> ServerInfo | RollwireError:
             try:
-                return await member.client.info()
+                return await server.client.info()
             except RollwireError as error:
                 return error
 
-        members = self._pool.listed
-        answers = await asyncio.gather(*(ask(member) for member in members))
-        return {member.address: a for member, a in zip(members, answers, strict=True)}
+        servers = self._pool.listed
+        answers = await asyncio.gather(*(info_or_error(server) for server in servers))
+        return {server.address: a for server, a in zip(servers, answers, strict=True)}
 
     async def newest_version(self) -> int | None:
-        """The newest version that a server has committed, of those that answer; None if none has.
+        """The newest version that any server that answers has committed; None if none has.
 
-        Where a trainer that starts again goes on: its next version must be above this one, also if
-        an untagged update was published meanwhile.
+        A trainer that starts again goes on from here: its next version must be above this one, also
+        if an untagged update was published meanwhile.
 
         Raises:
             UnavailableError: No server answers.

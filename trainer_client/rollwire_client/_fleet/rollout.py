@@ -66,7 +66,7 @@ class Retries:
     longest_delay: float = 5.0
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
+        """Checks the values."""
         integer("Retries.attempts", self.attempts, least=1)
         for name in ("seconds", "first_delay", "longest_delay"):
             seconds(f"Retries.{name}", getattr(self, name))

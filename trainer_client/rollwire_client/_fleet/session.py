@@ -1,12 +1,12 @@
-"""A conversation: turns that the policy samples, and what others say in between, as token ids.
+"""A conversation: turns that the policy samples, and tokens that are given in between.
 
     session = fleet.session(prompt_ids)
     while (turn := await session.generate(sampling)).finish.reason is FinishReason.STOP:
         session.append(tokens_of_what_the_tool_said)
     conversation = session.conversation()
 
-Nothing is ever turned into text and back: each turn goes on from the very tokens that were sampled
-and appended before.
+Nothing is turned into text and back: each turn goes on from the very tokens that were sampled and
+appended before.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Conversation:
 
     Attributes:
         session_id: Its name on the servers.
-        token_ids: What was given and what was sampled, in order.
-        logprobs: Of each token as its policy gave it; 0.0 for those that were given.
-        versions: The weight version that sampled each; None for those that were given, and for
-            weights without a version.
-        mask: Whether it was sampled.
-        turns: Each of the samplings, whose prompt is everything before it.
+        token_ids: Given and sampled tokens, in order.
+        logprobs: Of each token under the policy that sampled it; 0.0 for given tokens.
+        versions: The weight version that sampled each; None for given tokens, and for weights
+            without a version.
+        mask: Whether each was sampled.
+        turns: What was sampled at each turn; the prompt of a turn is everything before it.
     """
 
     session_id: str
@@ -53,7 +53,7 @@ class Conversation:
 
     @property
     def routing(self) -> Routing | None:
-        """That of its turns as one; None if none has any."""
+        """The routing of all turns; None if none has any."""
         return joined(turn.routing for turn in self.turns if turn.routing is not None)
 
     def to_tensors(self) -> TrajectoryTensors:
@@ -68,13 +68,12 @@ class Conversation:
 class Session:
     """A conversation with a fleet, one turn at a time; made by ``Fleet.session``.
 
-    Its turns go to one server, whose prefix cache has what was said before, until that is clearly
-    busier than the others; and never to weights that were published before those of the last
-    turn. (That cache is of the weights that filled it: after an update the conversation is read
-    again.)
+    Its turns go to the server whose prefix cache has the conversation, until that is clearly busier
+    than the others, and never to weights that were published before those of the last turn. (After
+    an update the conversation is prefilled again.)
 
     However a turn ends, what was sampled is part of the conversation: also when its iteration was
-    left, it was cancelled, or it failed. ``token_ids`` says what is there.
+    left, it was cancelled, or it failed. ``token_ids`` has what is there.
 
     A seed fixes the draws of one turn: give each turn its own.
 
@@ -105,12 +104,15 @@ class Session:
             token_ids: Any sequence of integers, arrays and tensors of one dimension included.
 
         Raises:
-            InvalidRequestError: They are none.
+            InvalidRequestError: They are no token ids.
             RuntimeError: A turn is under way.
         """
         self._check_idle()
         given = checked_token_ids(token_ids)
-        self._add(given, [0.0] * len(given), [None] * len(given), sampled=False)
+        self._token_ids += given
+        self._logprobs += [0.0] * len(given)
+        self._versions += [None] * len(given)
+        self._mask += [False] * len(given)
 
     async def generate(
         self, sampling: Sampling = DEFAULT_SAMPLING, **options: Unpack[RolloutOptions]
@@ -172,20 +174,10 @@ class Session:
             self._busy = False
             turn = rollout.output.trajectory()
             self._turns.append(turn)
-            self._add(turn.token_ids, turn.logprobs, turn.versions, sampled=True)
-
-    def _add(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        versions: Sequence[int | None],
-        *,
-        sampled: bool,
-    ) -> None:
-        self._token_ids += token_ids
-        self._logprobs += logprobs
-        self._versions += versions
-        self._mask += [sampled] * len(token_ids)
+            self._token_ids += turn.token_ids
+            self._logprobs += turn.logprobs
+            self._versions += turn.versions
+            self._mask += [True] * len(turn.token_ids)
 
     def _check_idle(self) -> None:
         if self._busy:

@@ -23,8 +23,8 @@ from rollwire_client._rpc.request import (
     RolloutOptions,
     deliver_rarely,
     generate_request,
-    put,
-    put_seconds,
+    set_duration,
+    set_field,
 )
 from rollwire_client._rpc.rollout_stream import Stream
 from rollwire_client._trajectory import Chunk, Trajectory, TrajectoryBuilder
@@ -37,21 +37,20 @@ if TYPE_CHECKING:
     from rollwire_client._rpc.attempt import Attempt
 
 
-_WHAT = "RolloutClient"
+_NAME = "RolloutClient"
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
     """How long a client waits for a server, in seconds.
 
-    Time in which the event loop did not run is not counted: it heard nobody.
+    Time in which the event loop did not run does not count: nothing can be received then.
 
     Attributes:
         start: When a fleet is opened: until the first of its servers has loaded its model.
         call: For the answer to a call.
-        silence: After this long without a message for live sequences, the server is asked whether
-            it is there.
-        probe: For the answer to that; then the stream counts as lost.
+        silence: After this long without a message for live sequences, the server is probed.
+        probe: For the answer to a probe; then the stream counts as lost.
         close: For the server to end what a closing client aborts.
 
     Raises:
@@ -65,15 +64,15 @@ class Timeouts:
     close: float = 2.0
 
     def __post_init__(self) -> None:
-        """Refuses what is no time."""
+        """Checks the values."""
         all_seconds(self)
 
 
 class RolloutClient:
     """A client of one server; an async context manager.
 
-    It holds one channel, and one StreamRollouts call for any number of sequences, opened when the
-    first of them starts and again after it was lost. Closing it aborts what is under way.
+    It holds one channel, and one StreamRollouts call for any number of sequences, which is opened
+    with the first of them and again after it was lost. Closing the client aborts what is under way.
 
     Args:
         address: HOST:PORT of the server.
@@ -100,7 +99,7 @@ class RolloutClient:
         self.timeouts = timeouts or Timeouts()
         self._channel: grpc.aio.Channel | None = None
         self._stub: rollout_pb2_grpc.RolloutServiceStub | None = None
-        self._affinity = LoopAffinity(_WHAT)
+        self._affinity = LoopAffinity(_NAME)
         self._stream: Stream | None = None
         self._opening = asyncio.Lock()
         self._context_length = 0
@@ -109,7 +108,7 @@ class RolloutClient:
         if self._channel is not None:
             self._affinity.check()
             raise RuntimeError(f"the client of {self.address} is open already")
-        self._affinity = LoopAffinity(_WHAT)
+        self._affinity = LoopAffinity(_NAME)
         self._channel = connect(self.address, self._credentials)
         return self
 
@@ -235,7 +234,7 @@ class RolloutClient:
         request = rollout_pb2.AbortRequest()
         for number, request_id in enumerate(request_ids):
             key = request.sequences.add()
-            put(key, "request_id", request_id, within=f"sequences[{number}].")
+            set_field(key, "request_id", request_id, prefix=f"sequences[{number}].")
         return await self._abort(request)
 
     async def abort_all(self) -> Aborted:
@@ -250,8 +249,8 @@ class RolloutClient:
             lease: Seconds after which it is lifted by itself; 0 never, None the server's default.
         """
         request = rollout_pb2.PauseRequest()
-        put(request, "pause_id", pause_id)
-        put_seconds(request, "lease", lease)
+        set_field(request, "pause_id", pause_id)
+        set_duration(request, "lease", lease)
         answer = await unary(
             self._rollouts.Pause, request, server=self.address, timeout=self.timeouts.call
         )
@@ -260,7 +259,7 @@ class RolloutClient:
     async def resume(self, pause_id: str = "") -> Resumed:
         """Lifts one pause, or all of them if ``pause_id`` is ""."""
         request = rollout_pb2.ResumeRequest()
-        put(request, "pause_id", pause_id)
+        set_field(request, "pause_id", pause_id)
         answer = await unary(
             self._rollouts.Resume, request, server=self.address, timeout=self.timeouts.call
         )
@@ -317,11 +316,7 @@ class RolloutClient:
             return self._stream
 
     async def _require_server(self, server_id: str) -> None:
-        """Asks whether this process is there.
-
-        Raises:
-            ServerUnreachableError: It is not, even if another one answers at its address.
-        """
+        """Raises ServerUnreachableError unless this very process answers at the address."""
         info = await self.info(timeout=self.timeouts.probe)
         if info.server_id != server_id:
             raise ServerUnreachableError(

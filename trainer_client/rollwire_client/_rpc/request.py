@@ -1,9 +1,9 @@
-"""From a call's arguments to the message that goes over the wire.
+"""From a call's arguments to the message that is sent.
 
-One rule: a name that the call does not have is a TypeError, as with any Python function; a value
-that its field cannot carry is an InvalidRequestError that names the field as the API does. Both
-are raised before anything is sent. Whether a value makes sense (a token id within the vocabulary,
-a ``top_p`` of at most 1) is the server's to say, with the same error.
+An unknown option is a TypeError, as with any Python function; a value that its field cannot carry
+is an InvalidRequestError that names the field as the API does. Both are raised before anything is
+sent. The server decides whether a value makes sense (a token id of the vocabulary, a ``top_p`` of
+at most 1), with the same error.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ if TYPE_CHECKING:
 
 
 class RolloutOptions(TypedDict, total=False):
-    """What can be said of a rollout beside prompt and sampling; there are no other options.
+    """The options of a rollout beside prompt and sampling.
 
     Attributes:
         request_id: Names the sequence, globally unique. Default: a random one.
-        logprob_basis: Of the log-probabilities. Default: ``LogprobBasis.TEMPERATURE``.
+        logprob_basis: The distribution of the log-probabilities. Default:
+            ``LogprobBasis.TEMPERATURE``.
         min_weight_version: Do not sample under older weights: the sequence waits for newer ones, in
             a fleet for as long as it waits for a server (``Retries.seconds``).
-        max_weight_version: Do not sample under newer weights: their commit ends the sequence, which
-            a fleet goes on with where older ones are served, until there are none.
+        max_weight_version: Do not sample under newer weights: their commit ends the sequence. A
+            fleet goes on with it where older ones are served, until there are none.
         session_id: Names sequences that share a prefix: a fleet sends them to the server that has
             it, until that is clearly busier than the others. Default: none.
-        routed_experts: Bring the experts that a mixture of experts chose for each token, and which
-            choice stands where it was made more than once. Default: None, not at all.
+        routed_experts: Bring the experts that a mixture of experts chose for each token; says which
+            choice counts where it was request more than once. Default: None, no experts.
         timeout: Seconds from start to last token, then ``TimedOutError``. Default: no limit.
         delivery_interval: Seconds for which a server may collect tokens before it sends them, the
             end of the sequence excepted. Each message costs client and server time; tokens that a
-            dying server has not sent are sampled again elsewhere. Default: 0 where chunks are
-            streamed (every step is sent), 0.25 where sequences are taken whole.
+            dying server has not sent are sampled again elsewhere. Default: 0 (every step is sent)
+            where chunks are streamed, 0.25 where a sequence is generated as a whole.
     """
 
     request_id: str
@@ -62,11 +63,11 @@ class RolloutOptions(TypedDict, total=False):
 
 
 DEFAULT_SAMPLING = Sampling()
-WHOLE_INTERVAL = 0.25  # seconds between deliveries to who takes sequences whole
+_WHOLE_INTERVAL = 0.25  # seconds between deliveries of sequences that nobody streams
 
 _SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(Sampling))
 _OPTIONS = RolloutOptions.__optional_keys__
-_FITS = {
+_EXPECTED = {
     FieldDescriptor.TYPE_UINT32: "an integer from 0 to 2^32 - 1",
     FieldDescriptor.TYPE_UINT64: "an integer from 0 to 2^64 - 1",
     FieldDescriptor.TYPE_FLOAT: "a number",
@@ -78,50 +79,46 @@ _FITS = {
 def generate_request(
     prompt_ids: Sequence[int], sampling: Sampling, options: RolloutOptions
 ) -> rollout_pb2.GenerateRequest:
-    """The first attempt at a sequence, as it goes over the wire.
+    """The first attempt at a sequence.
 
     Raises:
-        TypeError: An option that there is not, or ``sampling`` is no ``Sampling``.
+        TypeError: There is no such option, or ``sampling`` is no ``Sampling``.
         InvalidRequestError: A value does not fit its field, such as a negative token id.
     """
     _check_names(options)
     if not isinstance(sampling, Sampling):
         raise TypeError(f"sampling is {reprlib.repr(sampling)}, not a Sampling(…)")
-    made = rollout_pb2.GenerateRequest(sampling=sampling_message(sampling))
-    put(made, "request_id", options.get("request_id") or uuid.uuid4().hex)
-    put_all(made, "prompt_token_ids", prompt_ids)
+    request = rollout_pb2.GenerateRequest(sampling=sampling_message(sampling))
+    set_field(request, "request_id", options.get("request_id") or uuid.uuid4().hex)
+    set_repeated(request, "prompt_token_ids", prompt_ids)
     basis = options.get("logprob_basis", LogprobBasis.TEMPERATURE)
     if not isinstance(basis, LogprobBasis):
-        raise _misfit("logprob_basis", basis, "a LogprobBasis")
-    made.logprob_basis = LOGPROB_BASIS_TO_PROTO[basis]
+        raise _invalid("logprob_basis", basis, "a LogprobBasis")
+    request.logprob_basis = LOGPROB_BASIS_TO_PROTO[basis]
     replay = options.get("routed_experts")
     if not isinstance(replay, RoutingReplay | None):
-        raise _misfit("routed_experts", replay, "a RoutingReplay")
-    made.routed_experts = replay is not None
-    put_version(made, "min_weight_version", options.get("min_weight_version"))
-    put_version(made, "max_weight_version", options.get("max_weight_version"))
-    put(made, "session_id", options.get("session_id"))
-    put_seconds(made, "timeout", options.get("timeout"))
-    put_seconds(made, "delivery_interval", options.get("delivery_interval"))
-    return made
+        raise _invalid("routed_experts", replay, "a RoutingReplay")
+    request.routed_experts = replay is not None
+    set_version(request, "min_weight_version", options.get("min_weight_version"))
+    set_version(request, "max_weight_version", options.get("max_weight_version"))
+    set_field(request, "session_id", options.get("session_id"))
+    set_duration(request, "timeout", options.get("timeout"))
+    set_duration(request, "delivery_interval", options.get("delivery_interval"))
+    return request
 
 
 def deliver_rarely(request: rollout_pb2.GenerateRequest) -> None:
-    """Whoever reads it wants the whole sequence: unless it says how often to deliver, rarely."""
+    """For a reader who wants the whole sequence, unless the caller chose an interval."""
     if not request.HasField("delivery_interval"):
-        put_seconds(request, "delivery_interval", WHOLE_INTERVAL)
+        set_duration(request, "delivery_interval", _WHOLE_INTERVAL)
 
 
 def sampling_message(sampling: Sampling) -> rollout_pb2.SamplingParams:
-    """How to sample, as it goes over the wire.
-
-    Raises:
-        InvalidRequestError: A value does not fit its field.
-    """
+    """Raises InvalidRequestError where a value does not fit its field."""
     made = rollout_pb2.SamplingParams()
     for field in _SAMPLING_FIELDS:
-        fill = put_all if field == "stop_token_ids" else put
-        fill(made, field, getattr(sampling, field), within="sampling.")
+        fill = set_repeated if field == "stop_token_ids" else set_field
+        fill(made, field, getattr(sampling, field), prefix="sampling.")
     return made
 
 
@@ -129,49 +126,29 @@ def checked_token_ids(values: Sequence[int]) -> tuple[int, ...]:
     """The token ids of a prompt as plain integers.
 
     Raises:
-        InvalidRequestError: They are none.
+        InvalidRequestError: They are no token ids.
     """
     checked = rollout_pb2.GenerateRequest()
-    put_all(checked, "prompt_token_ids", values)
+    set_repeated(checked, "prompt_token_ids", values)
     return tuple(checked.prompt_token_ids)
 
 
-def put(message: Message, field: str, value: Any, *, within: str = "") -> None:
-    """Sets a field; None leaves it out.
-
-    Args:
-        message: Gets the value.
-        field: Its name.
-        value: For it.
-        within: What comes before the name in an error.
-
-    Raises:
-        InvalidRequestError: The value does not fit.
-    """
+def set_field(message: Message, field: str, value: Any, *, prefix: str = "") -> None:
+    """Sets a field, which errors name after ``prefix``; None leaves it out."""
     if value is None:
         return
     try:
         setattr(message, field, value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise _misfit(within + field, value, _fitting(message, field)) from error
+        raise _invalid(prefix + field, value, _expected(message, field)) from error
 
 
-def put_all(message: Message, field: str, values: Any, *, within: str = "") -> None:
-    """Fills a repeated field from any iterable of integers, such as a list, an array or a tensor.
-
-    Args:
-        message: Gets the values.
-        field: Its name.
-        values: For it.
-        within: What comes before the name in an error.
-
-    Raises:
-        InvalidRequestError: One of the values does not fit, or they are no sequence.
-    """
-    name, container = within + field, getattr(message, field)
+def set_repeated(message: Message, field: str, values: Any, *, prefix: str = "") -> None:
+    """Fills a repeated field from any iterable of integers, such as a list, array or tensor."""
+    name, container = prefix + field, getattr(message, field)
     items = _items(values)
     if items is None:
-        raise _misfit(name, values, "a sequence of integers")
+        raise _invalid(name, values, "a sequence of integers")
     try:
         container.extend(items)
     except (TypeError, ValueError, OverflowError):
@@ -179,29 +156,21 @@ def put_all(message: Message, field: str, values: Any, *, within: str = "") -> N
             try:
                 container.append(item)
             except (TypeError, ValueError, OverflowError) as error:
-                fitting = _fitting(message, field)
-                raise _misfit(f"{name}[{number}]", item, fitting, field=name) from error
+                expected = _expected(message, field)
+                raise _invalid(f"{name}[{number}]", item, expected, field=name) from error
 
 
-def put_version(message: Message, field: str, value: int | None) -> None:
-    """Sets a version of weights; None leaves it out.
-
-    Raises:
-        InvalidRequestError: It is none.
-    """
+def set_version(message: Message, field: str, value: int | None) -> None:
+    """Sets a weight version; None leaves it out."""
     try:
         checked = arguments.checked_version(field, value)
     except (TypeError, ValueError) as error:
-        raise _misfit(field, value, arguments.VERSION) from error
-    put(message, field, checked)
+        raise _invalid(field, value, arguments.VERSION) from error
+    set_field(message, field, checked)
 
 
-def put_seconds(message: Message, field: str, seconds: float | None) -> None:
-    """Sets a duration; None leaves it out.
-
-    Raises:
-        InvalidRequestError: It is none, negative, or not finite.
-    """
+def set_duration(message: Message, field: str, seconds: float | None) -> None:
+    """Sets a duration in seconds; None leaves it out."""
     if seconds is None:
         return
     try:
@@ -210,7 +179,7 @@ def put_seconds(message: Message, field: str, seconds: float | None) -> None:
     except (TypeError, ValueError, OverflowError):
         made = None
     if made is None:
-        raise _misfit(field, seconds, "a number of seconds from 0 on")
+        raise _invalid(field, seconds, "a number of seconds from 0 on")
     getattr(message, field).CopyFrom(made)
 
 
@@ -226,7 +195,7 @@ def _check_names(options: RolloutOptions) -> None:
 
 
 def _items(values: Any) -> list[Any] | None:
-    """The elements of a sequence, array or tensor; None if it is none of these."""
+    """The elements of a sequence, array or tensor; None if it is none."""
     if isinstance(values, str | bytes | bytearray):  # whose bytes are integers by chance
         return None
     if hasattr(values, "tolist"):  # else each element of a tensor is a tensor, and slow
@@ -238,12 +207,12 @@ def _items(values: Any) -> list[Any] | None:
         return None
 
 
-def _fitting(message: Message, field: str) -> str:
-    return _FITS[message.DESCRIPTOR.fields_by_name[field].type]
+def _expected(message: Message, field: str) -> str:
+    return _EXPECTED[message.DESCRIPTOR.fields_by_name[field].type]
 
 
-def _misfit(
-    name: str, value: object, fitting: str, *, field: str | None = None
+def _invalid(
+    name: str, value: object, expected: str, *, field: str | None = None
 ) -> InvalidRequestError:
-    message = f"{name} is {reprlib.repr(value)}, not {fitting}"
+    message = f"{name} is {reprlib.repr(value)}, not {expected}"
     return InvalidRequestError(message, violations={field or name: message})
