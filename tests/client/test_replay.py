@@ -48,25 +48,25 @@ class Play:
     """What happened to one sequence, as the library gets to know it."""
 
     prompt: int
-    draft: RoutingBuilder
+    builder: RoutingBuilder
     tokens: list[Token] = field(default_factory=list)
     came: dict[int, list[int]] = field(default_factory=dict)  # rows of each pass, by its number
     weights: dict[tuple[int, int], WeightTag] = field(default_factory=dict)
     whole: bool = True  # nothing of the last attempt was lost
-    told: list[int] = field(default_factory=list)  # what chunks said, one after the other
+    taken: list[int] = field(default_factory=list)  # the passes that chunks brought, in order
 
     def runs(self) -> list[tuple[int, WeightTag]]:
         ends = enumerate(self.tokens, start=self.prompt + 1)
         return [(end, token.weights) for end, token in ends]
 
     def chunk(self) -> None:
-        routing = self.draft.take(self.runs())
+        routing = self.builder.take(self.runs())
         if routing is not None:
-            assert routing.start <= len(self.told)
-            self.told[routing.start :] = passes(routing)
+            assert routing.start <= len(self.taken)
+            self.taken[routing.start :] = passes(routing)
 
     def begin_attempt(self) -> None:
-        self.draft.begin_attempt(len(self.tokens))
+        self.builder.begin_attempt(len(self.tokens))
         useful = range(self.prompt + len(self.tokens) - 1 if self.tokens else 0)
         self.came = {n: [p for p in came if p in useful] for n, came in self.came.items()}
 
@@ -74,7 +74,7 @@ class Play:
         if isinstance(part, Token):
             self.tokens.append(part)
             return
-        self.draft.add(part)
+        self.builder.add(part)
         number = struct.unpack_from("<H", part.experts)[0]
         self.came.setdefault(number, []).extend(range(part.start, part.end))
         self.weights |= {(number, p): part.weights for p in range(part.start, part.end)}
@@ -148,7 +148,7 @@ def check_whatever(play: Play, routing: Routing) -> None:
 @settings(deadline=None, max_examples=300)
 @given(plays(AS_SAMPLED))
 def test_as_sampled_is_what_sampled_the_token_after_it(play: Play) -> None:
-    routing = play.draft.routing(play.runs())
+    routing = play.builder.routing(play.runs())
     if routing is None:
         assert not play.came
         return
@@ -165,15 +165,15 @@ def test_as_sampled_is_what_sampled_the_token_after_it(play: Play) -> None:
         first = play.tokens[0].number
         if play.prompt - 1 in play.came.get(first, []):
             assert of[: play.prompt] == [first] * play.prompt
-    assert play.told == of[: len(play.told)]  # no row twice, and none taken back
+    assert play.taken == of[: len(play.taken)]  # no row twice, and none taken back
     if play.whole:
-        assert play.told == of
+        assert play.taken == of
 
 
 @settings(deadline=None, max_examples=300)
 @given(plays(LAST_PASS))
 def test_last_pass_is_the_newest_that_has_all(play: Play) -> None:
-    routing = play.draft.routing(play.runs())
+    routing = play.builder.routing(play.runs())
     if routing is None:
         assert not play.came
         return
@@ -189,21 +189,21 @@ def test_last_pass_is_the_newest_that_has_all(play: Play) -> None:
         assert all(rows_of[n] < rows_of[one] for n in whole if n > one)
         if play.whole:
             assert one == max(whole)
-            assert play.told == of
+            assert play.taken == of
     else:
         assert len(set(of)) <= 1  # never a mixture
 
 
 @pytest.mark.parametrize("replay", RoutingReplay)
 def test_no_more_is_kept_than_the_sequence_and_the_pass_of_now(replay: RoutingReplay) -> None:
-    draft = RoutingBuilder(replay, 100)
+    builder = RoutingBuilder(replay, 100)
     for number in range(50):
-        draft.add(rows(0, 60, number))
-        draft.add(rows(60, 100, number))
-        stores = [s for s in (draft._store, draft._before) if s is not None]
+        builder.add(rows(0, 60, number))
+        builder.add(rows(60, 100, number))
+        stores = [s for s in (builder._rows, builder._longer_pass) if s is not None]
         assert sum(len(store._experts) for store in stores) == 100 * 4
-    draft.add(rows(0, 60, 99))
-    assert len(draft._store._experts) == 60 * 4 if replay is LAST_PASS else 100 * 4
+    builder.add(rows(0, 60, 99))
+    assert len(builder._rows._experts) == 60 * 4 if replay is LAST_PASS else 100 * 4
 
 
 def test_it_goes_on_from_what_an_earlier_rollout_had() -> None:
@@ -212,13 +212,13 @@ def test_it_goes_on_from_what_an_earlier_rollout_had() -> None:
     before = first.routing([(6, tag(1))])
     assert before is not None
     for replay, want in ((AS_SAMPLED, [1] * 5 + [2] * 2), (LAST_PASS, [2] * 7)):
-        draft = RoutingBuilder(replay, 3)
-        draft.load(before)
-        assert draft.routing([(6, tag(1))]).experts == before.experts
-        draft.add(rows(0, 3, 2, tag(2)))
-        assert passes(draft.routing([(6, tag(1))])) == [1] * 5
-        draft.add(rows(3, 7, 2, tag(2)))
-        routing = draft.routing([(6, tag(1)), (8, tag(2))])
+        builder = RoutingBuilder(replay, 3)
+        builder.load(before)
+        assert builder.routing([(6, tag(1))]).experts == before.experts
+        builder.add(rows(0, 3, 2, tag(2)))
+        assert passes(builder.routing([(6, tag(1))])) == [1] * 5
+        builder.add(rows(3, 7, 2, tag(2)))
+        routing = builder.routing([(6, tag(1)), (8, tag(2))])
         assert passes(routing) == want
         assert routing.recomputed == (() if replay is AS_SAMPLED else ((0, 5),))
 
@@ -229,10 +229,10 @@ def test_segments_carry_the_oldest_keys_of_their_rows() -> None:
     def part(start: int, end: int, revision: int, oldest: int) -> Rows:
         return replace(rows(start, end, weights=tag(0, revision)), oldest_kv_revision=oldest)
 
-    draft = RoutingBuilder(AS_SAMPLED, 6)
+    builder = RoutingBuilder(AS_SAMPLED, 6)
     for one in (part(0, 2, 1, 1), part(2, 3, 2, 1), part(3, 5, 2, 2), part(5, 7, 2, 2)):
-        draft.add(one)
-    told = draft.routing([(8, tag(0, 2))])
+        builder.add(one)
+    told = builder.routing([(8, tag(0, 2))])
     assert told is not None
     later = RoutingBuilder(AS_SAMPLED, 6)
     later.load(told)
@@ -244,9 +244,9 @@ def test_segments_carry_the_oldest_keys_of_their_rows() -> None:
 
 def test_turns_make_a_conversation() -> None:
     def turn(replay: RoutingReplay, prompt: int, end: int, number: int) -> Routing:
-        draft = RoutingBuilder(replay, prompt)
-        draft.add(rows(0, end - 1, number, tag(number)))
-        return draft.routing([(end, tag(number))])
+        builder = RoutingBuilder(replay, prompt)
+        builder.add(rows(0, end - 1, number, tag(number)))
+        return builder.routing([(end, tag(number))])
 
     ends = [(3, 6), (8, 10), (10, 15)]
     for replay, want in (
@@ -270,8 +270,8 @@ def test_turns_make_a_conversation() -> None:
     ],
 )
 def test_rows_that_do_not_fit_those_before(parts: list[Rows], said: str) -> None:
-    draft = RoutingBuilder(AS_SAMPLED, 3)
+    builder = RoutingBuilder(AS_SAMPLED, 3)
     for part in parts[:-1]:
-        draft.add(part)
+        builder.add(part)
     with pytest.raises(ValueError, match=said):
-        draft.add(parts[-1])
+        builder.add(parts[-1])

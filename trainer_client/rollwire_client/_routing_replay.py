@@ -1,8 +1,8 @@
 """Routing replay: which experts a mixture of experts chose for each token, merged by position.
 
-Row i is the routing of token i of prompt + output, as input: the pass that computed it went on to
-token i + 1. The last token was never an input and has no row. A server sends the rows of a pass in
-order; after a commit that recomputes, and on the next server, a pass begins again at row 0.
+Row i is the routing of token i of prompt + output, as an input: the pass that computed it went on
+to token i + 1. The last token was never an input and has no row. A server sends the rows of a pass
+in order; after a commit that recomputes, and on the next server, a pass begins again at row 0.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class RoutingReplay(enum.Enum):
-    """Which routing of a token stands where it was computed more than once."""
+    """Which routing of a token counts where it was computed more than once."""
 
     AS_SAMPLED = "as_sampled"
-    """That of the pass that sampled the token after it; of the prompt, the first token."""
+    """That of the pass that sampled the token after it (for the prompt: the first token)."""
     LAST_PASS = "last_pass"  # noqa: S105 - no password
-    """That of the newest pass that has them all, and as many as any pass before it."""
+    """That of the newest pass, once it has as many rows as any pass before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +49,18 @@ class Routing:
     """The experts of consecutive tokens of prompt + output, a row each.
 
     Attributes:
-        replay: Which routing stands where a row was computed more than once.
-        start: Position of the first row's token; 0 but in a ``Chunk``.
-        num_rows: Of a whole sequence prompt + output - 1. Fewer if it ended before more came.
+        replay: Which routing counts where a row was computed more than once.
+        start: Position of the first row's token; 0 except in a ``Chunk``.
+        num_rows: prompt + output - 1 for a whole sequence; fewer if it ended before they came.
         num_layers: Layers that route.
-        top_k: Experts that each of them chose for a token.
+        top_k: Experts that each layer chose for a token.
         bytes_per_expert: 1 or 2.
         experts: [num_rows, num_layers, top_k], little-endian.
         segments: The rows in runs of equal WeightTag; they touch, and cover them.
-        recomputed: Ranges (start, end) of rows that other weights, or another server, computed than
-            sampled the token after them (of a prompt's rows: the first token). With AS_SAMPLED that
-            is what a server had not sent yet when it died, and a prompt during whose prefill the
-            weights changed under kept keys and values.
+        recomputed: Ranges (start, end) of rows that were computed by other weights, or another
+            server, than sampled the token after them (for a prompt's rows: the first token). With
+            AS_SAMPLED these are rows that a server had not sent yet when it died, and those of a
+            prompt during whose prefill the weights changed under kept keys and values.
     """
 
     replay: RoutingReplay
@@ -110,65 +110,61 @@ Tokens: TypeAlias = "Sequence[tuple[int, WeightTag]]"
 
 
 class RoutingBuilder:
-    """The routing of a sequence that is still being sampled.
+    """The routing of a sequence while it is sampled.
 
     It holds every row once, and with LAST_PASS twice while a pass computes them again.
 
     Attributes:
-        prompt: Tokens of it.
+        prompt_length: In tokens.
     """
 
-    def __init__(self, replay: RoutingReplay, prompt: int) -> None:
-        self.prompt = prompt
+    def __init__(self, replay: RoutingReplay, prompt_length: int) -> None:
+        self.prompt_length = prompt_length
         self._replay = replay
         self._shape: tuple[int, int, int] | None = None
-        self._at = 0  # where the pass of now goes on
-        self._store = _Store()
-        self._before: _Store | None = None  # a pass that has more than the newest
-        self._settled = 0  # rows of tokens of earlier attempts
-        self._taken = 0
+        self._next_row = 0  # of the pass under way
+        self._rows = _RowStore()
+        self._longer_pass: _RowStore | None = None  # an older pass that has more rows
+        self._settled = 0  # rows that led to tokens of earlier attempts
+        self._taken = 0  # rows that chunks have
 
     def load(self, routing: Routing) -> None:
-        """Takes what an earlier rollout of the same sequence has."""
+        """Takes over what an earlier rollout of the same sequence has."""
         self._shape = _shape(routing)
-        self._store.load(routing)
-        self.begin_attempt(self._store.end - self.prompt + 1)
+        self._rows.load(routing)
+        self.begin_attempt(self._rows.end - self.prompt_length + 1)
 
     def begin_attempt(self, sampled: int) -> None:
-        """Rows come from the first on; those that led to no token that came are of no use.
-
-        Args:
-            sampled: Output tokens that came.
+        """Rows come from the first on again. Those that led to none of the ``sampled`` output
+        tokens are dropped.
         """
-        most = self.prompt + sampled - 1 if sampled > 0 else 0
-        self._store.cut(most)
-        self._settled = self._store.end
-        if self._before is not None:
-            self._before.cut(most)
-            self._forget_older()
+        useful = self.prompt_length + sampled - 1 if sampled > 0 else 0
+        self._rows.cut(useful)
+        self._settled = self._rows.end
+        if self._longer_pass is not None:
+            self._longer_pass.cut(useful)
+            self._drop_longer_pass()
         if self._replay is RoutingReplay.LAST_PASS:
             self._begin_pass(0)
-        self._at = 0
+        self._next_row = 0
 
     def add(self, rows: Rows) -> None:
-        """Takes the next rows.
-
-        Raises:
-            ValueError: They do not go with those before; says why.
-        """
+        """Takes the next rows; raises ValueError if they contradict those before."""
         if self._shape is None:
             self._shape = rows.shape
         if rows.shape != self._shape:
             raise ValueError(
-                f"a token's routing is {_told(rows.shape)}, and was {_told(self._shape)}"
+                f"a token's routing is {_describe(rows.shape)}, and was {_describe(self._shape)}"
             )
-        if rows.start > self._at:
-            raise ValueError(f"the routing of tokens {self._at} to {rows.start - 1} never came")
-        if rows.start < self._at:
+        if rows.start > self._next_row:
+            raise ValueError(
+                f"the routing of tokens {self._next_row} to {rows.start - 1} never came"
+            )
+        if rows.start < self._next_row:
             self._begin_pass(rows.start)
-        self._at = rows.end
-        self._store.append(rows)
-        self._forget_older()
+        self._next_row = rows.end
+        self._rows.append(rows)
+        self._drop_longer_pass()
 
     def take(self, tokens: Tokens) -> Routing | None:
         """The rows that led to a token of the output and were not taken yet; None if there are
@@ -178,47 +174,47 @@ class RoutingBuilder:
         if self._taken >= end:
             return None
         start, self._taken = self._taken, end
-        return self._routing(self._store, start, end, tokens)
+        return self._routing(self._rows, start, end, tokens)
 
     def routing(self, tokens: Tokens) -> Routing | None:
         """All of it as it is now; None if nothing came."""
-        most = max((tokens[-1][0] if tokens else self.prompt) - 1, 0)
-        store = self._store
-        if self._before is not None and store.end < most:
-            store = self._before
+        most = max((tokens[-1][0] if tokens else self.prompt_length) - 1, 0)
+        store = self._rows
+        if self._longer_pass is not None and store.end < most:
+            store = self._longer_pass
         return self._routing(store, 0, min(store.end, most), tokens)
 
     @property
     def _final(self) -> int:
-        """Rows that stand, but for a new pass with LAST_PASS."""
-        if self._replay is RoutingReplay.AS_SAMPLED and self._store.end < self.prompt:
+        """Rows that no later rows replace, except by a new pass with LAST_PASS."""
+        if self._replay is RoutingReplay.AS_SAMPLED and self._rows.end < self.prompt_length:
             return self._settled
-        return self._store.end
+        return self._rows.end
 
-    def _forget_older(self) -> None:
-        """The newest pass has caught up."""
-        if self._before is not None and self._store.end >= self._before.end:
-            self._before = None
+    def _drop_longer_pass(self) -> None:
+        """Once the newest pass has caught up, the longer one is of no use."""
+        if self._longer_pass is not None and self._rows.end >= self._longer_pass.end:
+            self._longer_pass = None
 
     def _begin_pass(self, start: int) -> None:
-        """Rows from ``start`` on are computed again."""
+        """The rows from ``start`` on are computed again."""
         if self._replay is RoutingReplay.LAST_PASS:
-            self._before = self._before or self._store
-            self._store = self._store.copy(start)
+            self._longer_pass = self._longer_pass or self._rows
+            self._rows = self._rows.copy(start)
             self._taken = min(self._taken, start)
         else:
-            self._store.cut(max(start, self._final))
+            self._rows.cut(max(start, self._final))
 
-    def _routing(self, store: _Store, start: int, end: int, tokens: Tokens) -> Routing | None:
+    def _routing(self, store: _RowStore, start: int, end: int, tokens: Tokens) -> Routing | None:
         if self._shape is None:
             return None
         segments = store.segments(start, end)
-        again = _of_others(segments, tokens)
+        again = _recomputed_ranges(segments, tokens)
         return store.routing(self._replay, self._shape, start, end, again)
 
 
 def joined(turns: Iterable[Routing]) -> Routing | None:
-    """The routing of a conversation from that of its turns; None of none.
+    """The routing of a conversation from that of its turns; None if there are none.
 
     Each row is of the first turn that has it, or with LAST_PASS of the last.
     """
@@ -227,7 +223,7 @@ def joined(turns: Iterable[Routing]) -> Routing | None:
         if whole is None or (turn.replay is RoutingReplay.LAST_PASS and turn.end >= whole.end):
             whole = turn
         elif turn.end > whole.end:
-            store = _Store()
+            store = _RowStore()
             store.load(whole)
             store.load(turn)
             at = whole.end
@@ -237,8 +233,8 @@ def joined(turns: Iterable[Routing]) -> Routing | None:
     return whole
 
 
-class _Store:
-    """Rows from the first on, each once."""
+class _RowStore:
+    """The rows of a sequence from the first on, each once."""
 
     def __init__(self) -> None:
         self.end = 0
@@ -247,7 +243,7 @@ class _Store:
         self._runs: list[tuple[int, WeightTag, int]] = []  # where each ends, oldest revision
 
     def append(self, rows: Rows) -> None:
-        """Adds those that are not there."""
+        """Adds those that it does not have."""
         if rows.end <= self.end:
             return
         self._row_bytes = len(rows.experts) // rows.count
@@ -259,7 +255,7 @@ class _Store:
         self._runs.append((rows.end, rows.weights, oldest))
 
     def load(self, routing: Routing) -> None:
-        """Adds those that are not there."""
+        """Adds those that it does not have."""
         size = len(routing.experts) // max(routing.num_rows, 1)
         for s in routing.segments:
             experts = routing.experts[s.start * size : s.end * size]
@@ -267,16 +263,16 @@ class _Store:
             self.append(Rows(s.start, s.end - s.start, shape, experts, s.weights, oldest))
 
     def cut(self, end: int) -> None:
-        """Leaves those before ``end``."""
+        """Drops the rows from ``end`` on."""
         if end >= self.end:
             return
         self._runs = [(s.end, s.weights, s.oldest_kv_revision) for s in self.segments(0, end)]
         del self._experts[end * self._row_bytes :]
         self.end = end
 
-    def copy(self, end: int) -> _Store:
-        """Those before ``end``, elsewhere."""
-        made = _Store()
+    def copy(self, end: int) -> _RowStore:
+        """A copy of the rows before ``end``."""
+        made = _RowStore()
         made.end = min(end, self.end)
         made._row_bytes = self._row_bytes
         made._runs = [(s.end, s.weights, s.oldest_kv_revision) for s in self.segments(0, made.end)]
@@ -315,7 +311,7 @@ class _Store:
         )
 
 
-def _of_others(rows: Iterable[RoutingSegment], tokens: Tokens) -> list[tuple[int, int]]:
+def _recomputed_ranges(rows: Iterable[RoutingSegment], tokens: Tokens) -> list[tuple[int, int]]:
     """Ranges of rows whose weights are not those of the token after them."""
     found: list[tuple[int, int]] = []
     for row in rows:
@@ -335,6 +331,6 @@ def _shape(routing: Routing) -> tuple[int, int, int]:
     return routing.num_layers, routing.top_k, routing.bytes_per_expert
 
 
-def _told(shape: tuple[int, int, int]) -> str:
+def _describe(shape: tuple[int, int, int]) -> str:
     layers, top_k, width = shape
     return f"{top_k} experts of {width} bytes in each of {layers} layers"

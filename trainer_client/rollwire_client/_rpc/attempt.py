@@ -161,10 +161,11 @@ class Attempt:
         """
         if self._output is None or (routing := self._output.routing) is None:
             return
-        if rows.end > routing.prompt + self.budget:
+        prompt, output = routing.prompt_length, self.budget
+        if rows.end > prompt + output:
             raise ValueError(
-                f"the routing of token {rows.end - 1} came, of {routing.prompt} of the prompt and "
-                f"at most {self.budget} of the output"
+                f"the routing of token {rows.end - 1} came, of {prompt} of the prompt and at most "
+                f"{output} of the output"
             )
         routing.add(rows)
 
