@@ -28,6 +28,8 @@ from rollwire_client._publishing.publisher import Publisher
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 
+    from rollwire.types import WeightTag
+
     from rollwire_client._batches import Batch
     from rollwire_client._fleet.session import Conversation
     from rollwire_client._publishing.report import PublishReport
@@ -170,6 +172,12 @@ class SyncFleet(_Facade[Fleet]):
     stream = _iterates(Fleet.stream)
     info = _waits(Fleet.info)
     newest_version = _waits(Fleet.newest_version)
+    unavailable_reason = _runs(Fleet.unavailable_reason)
+
+    @property
+    def policy(self) -> WeightTag | None:
+        """See ``Fleet.policy``."""
+        return self._inner.policy
 
     def session(self, prompt_ids: Sequence[int] = ()) -> SyncSession:
         """See ``Fleet.session``."""
