@@ -224,6 +224,7 @@ async def test_a_sequence_that_waits_when_the_policy_is_rolled_back_waits_no_mor
             serve(server, 9, 90)  # it was a moment before the commit
             server.highest_version = None
             waits.set()
+            sequence.unsent = 3  # comes once the sequence has gone on without it
             await refuse_older(sequence)
 
         server.scripts.append(restart)

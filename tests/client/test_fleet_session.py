@@ -101,6 +101,24 @@ async def test_a_turn_that_is_left_stays_in_the_conversation(server: ScriptedSer
     assert [turn.finish is None for turn in session.conversation().turns] == [True, False]
 
 
+async def test_a_turn_that_is_left_has_no_more_than_was_read(server: ScriptedServer) -> None:
+    async def publish(sequence: Sequence) -> None:
+        await sequence.send(2)
+        server.weights.version += 1
+        await sequence.send(1)
+        await asyncio.Event().wait()
+
+    server.scripts = [publish]
+    async with fleet_of(server) as fleet:
+        session = fleet.session(PROMPT)
+        async with contextlib.aclosing(session.stream(TURN)) as chunks:
+            assert (await anext(chunks)).token_ids == said(PROMPT, 2)
+            await until(lambda: fleet._pool.servers[0].outstanding_tokens == 2)  # three came
+        (turn,) = session.conversation().turns
+    assert session.token_ids == PROMPT + said(PROMPT, 2)
+    assert [(segment.start, segment.end) for segment in turn.segments] == [(0, 2)]
+
+
 async def test_a_turn_that_fails_stays_in_the_conversation(server: ScriptedServer) -> None:
     async def refuse(sequence: Sequence) -> None:
         await sequence.send(2)
