@@ -272,8 +272,10 @@ def fleet_of(options: argparse.Namespace) -> None:
         for number in range(PROCESSES):
             count = (options.servers + number) // PROCESSES
             ready = Path(folder) / f"{number}.json"
-            hosts = [str(Path(__file__).parent / "many.py"), str(count), str(options.rate)]
-            told, pid = stack.enter_context(process([*hosts, str(ready)], ready))
+            hosts = [str(Path(__file__).parent / "many.py"), str(count), str(ready)]
+            hosts += ["--engine", "synthetic", "--model", "none"]
+            hosts += ["--engine-arg", f"tokens-per-second={options.rate}"]
+            told, pid = stack.enter_context(process(hosts, ready))
             addresses += told
             pids.append(pid)
         asyncio.run(many(addresses, pids, options))

@@ -1,6 +1,8 @@
-"""Many servers in one process, each with the synthetic engine: what ``delivery.py`` has many of.
+"""Many servers in one process, for benchmarks of a client that has many.
 
-python benchmarks/many.py 50 20 /tmp/many.json         50 servers, 20 tokens a second and sequence
+    python benchmarks/many.py 50 /tmp/many.json --engine synthetic --model none
+
+It writes their addresses into the file, and hands the flags to each server.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import contextlib
 import json
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rollwire_server.command import allow_files, read_settings
@@ -26,17 +29,17 @@ class Hosted(RolloutServer):
         return contextlib.nullcontext()
 
 
-async def serve(count: int, rate: float, ready: Path, folder: Path) -> None:
+async def serve(count: int, ready: Path, flags: list[str], folder: Path) -> None:
     """Serves until it is killed; writes the addresses into ``ready``."""
+    flags = [*flags, "--log-level", "warning", "--listen", "127.0.0.1:0"]
+    # Each server blocks some threads for as long as an update comes.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(8 * count))
     files = [folder / f"{number}.json" for number in range(count)]
     starting = asyncio.Semaphore(AT_ONCE)
     async with asyncio.TaskGroup() as tasks:
 
         async def start(file: Path) -> None:
-            flags = ["--model", "none", "--engine", "synthetic", "--log-level", "warning"]
-            flags += ["--engine-arg", f"tokens-per-second={rate}"]
-            flags += ["--listen", "127.0.0.1:0", "--ready-file", str(file)]
-            server = Hosted(read_settings(flags))
+            server = Hosted(read_settings([*flags, "--ready-file", str(file)]))
             async with starting:
                 tasks.create_task(server.run())
                 while not await asyncio.to_thread(file.exists):  # noqa: ASYNC110 - no event is
@@ -53,4 +56,4 @@ if __name__ == "__main__":
     configure("text", "warning")
     allow_files()
     with tempfile.TemporaryDirectory() as told:
-        asyncio.run(serve(int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3]), Path(told)))
+        asyncio.run(serve(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:], Path(told)))
