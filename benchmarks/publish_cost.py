@@ -106,9 +106,9 @@ async def measure(addresses: list[str], options: argparse.Namespace) -> list[str
         threading.Thread.start = count_start  # type: ignore[method-assign]
         if options.profile:
             profile.enable()
-        before, seconds = time.process_time(), []
-        for number in range(options.publishes):
-            seconds.append(await publish(WARM_UP + 1 + number))
+        versions = range(WARM_UP + 1, WARM_UP + 1 + options.publishes)
+        before = time.process_time()
+        seconds = [await publish(version) for version in versions]
         await asyncio.sleep(0.5)  # links close beside what comes next
         cpu = (time.process_time() - before - idle / 2) / options.publishes
         threading.Thread.start = start  # type: ignore[method-assign]

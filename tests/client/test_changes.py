@@ -13,12 +13,12 @@ from client.publishing import TIMEOUTS, holds, publish, publishing
 from client.scripted import until
 from client.scripted_weights import policy
 from rollwire_client import TensorsChangedError
-from rollwire_client._publishing.change_detector import Changes
+from rollwire_client._publishing.change_detector import ChangeDetector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from rollwire_client._publishing.schema import Source
+    from rollwire_client._publishing.tensor_source import TensorSource
     from torch import Tensor
 
 
@@ -37,7 +37,7 @@ def optimizer(tensors: Mapping[str, Tensor], **options: bool) -> torch.optim.Opt
     return torch.optim.AdamW(tensors.values(), lr=0.1, **options)
 
 
-GIVEN: dict[str, Callable[[Mapping[str, Tensor]], Mapping[str, Tensor] | Source]] = {
+GIVEN: dict[str, Callable[[Mapping[str, Tensor]], Mapping[str, Tensor] | TensorSource]] = {
     "parameters": lambda tensors: tensors,
     "a state dict": lambda tensors: {n: t.detach() for n, t in tensors.items()},
     "a view of one memory": lambda tensors: {n: t.view_as(t) for n, t in tensors.items()},
@@ -50,7 +50,7 @@ GIVEN: dict[str, Callable[[Mapping[str, Tensor]], Mapping[str, Tensor] | Source]
 @pytest.mark.parametrize("options", [{}, {"foreach": False}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("give", GIVEN.values(), ids=GIVEN)
 async def test_an_optimizer_s_step_before_the_release_ends_the_publish(
-    give: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor] | Source],
+    give: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor] | TensorSource],
     options: dict[str, bool],
 ) -> None:
     tensors = parameters()
@@ -144,13 +144,13 @@ async def test_a_step_that_leaves_the_policy_as_it_is_ends_nothing(*, fused: boo
 
 
 def test_memory_that_was_given_back_is_another_tensor_s() -> None:
-    changes, size = Changes(), 1 << 16
-    for name, _ in changes.noting(lambda: ((f"w{i}", torch.ones(size)) for i in range(3)))():
+    detector, size = ChangeDetector(), 1 << 16
+    for name, _ in detector.watch_source(lambda: ((f"w{i}", torch.ones(size)) for i in range(3)))():
         assert name
     others = {str(i): torch.nn.Parameter(torch.ones(size)) for i in range(3)}  # likely there
-    with changes:
+    with detector:
         optimizer(others).step()
-        changes.check()
+        detector.check()
 
 
 async def test_a_dict_that_gets_other_tensors_is_sent_as_it_was_given() -> None:
@@ -196,13 +196,13 @@ async def test_a_source_that_changes_what_it_gave_is_noticed_when_it_is_caught_u
 
 
 def test_what_is_noted_is_not_kept() -> None:
-    changes = Changes()
+    detector = ChangeDetector()
     tensor = torch.ones(8)
     memory = weakref.ref(tensor.untyped_storage())
-    changes.note("a", tensor)
+    detector.watch("a", tensor)
     del tensor
     assert memory() is None
-    changes.check()
+    detector.check()
 
 
 def write_whole(tensor: Tensor) -> None:
@@ -232,12 +232,12 @@ def test_dtensors_are_watched(change: Callable[[Tensor], object]) -> None:
         parameter = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
         # A detached one's shard has a counter of its own.
         for given in [parameter, parameter.detach()][: 1 if change is write_shard else 2]:
-            with Changes() as changes:
-                changes.note("a", given)
-                changes.check()
+            with ChangeDetector() as detector:
+                detector.watch("a", given)
+                detector.check()
                 with torch.no_grad():
                     change(parameter)
                 with pytest.raises(TensorsChangedError, match=r"^a changed"):
-                    changes.check()
+                    detector.check()
     finally:
         dist.destroy_process_group()

@@ -10,8 +10,8 @@ import pytest
 import torch
 from client.publishing import publish, publishing
 from rollwire_client import SchemaMismatchError
-from rollwire_client._publishing.change_detector import Changes
-from rollwire_client._publishing.schema import fit
+from rollwire_client._publishing.change_detector import ChangeDetector
+from rollwire_client._publishing.schema import match_schema
 from rollwire_transport import TensorSpec, describe_all
 
 if TYPE_CHECKING:
@@ -51,7 +51,12 @@ PACKED = {
 def told(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], **options: bool) -> str:
     """What is wrong with ``tensors``, of servers that want ``wanted``."""
     with pytest.raises(SchemaMismatchError) as caught:
-        fit(tensors, describe_all(wanted), partial=options.get("partial", False), changes=Changes())
+        match_schema(
+            tensors,
+            describe_all(wanted),
+            partial=options.get("partial", False),
+            detector=ChangeDetector(),
+        )
     return str(caught.value).partition("nothing was sent: ")[2]
 
 
@@ -125,11 +130,11 @@ def test_many_wrapped_names_are_refused_at_once() -> None:
         tensors = {prefix + name: tensor for name, tensor in wanted.items()}
         began = time.process_time()
         with pytest.raises(SchemaMismatchError, match=f"2303 more .*`{prefix}`"):
-            fit(tensors, schema, partial=False, changes=Changes())
+            match_schema(tensors, schema, partial=False, detector=ChangeDetector())
         assert time.process_time() - began < 1  # 150 s when each was compared with each
     other = {f"{i}x": tensor for i, tensor in enumerate(wanted.values())}
     with pytest.raises(SchemaMismatchError, match="and 4588 more"):
-        fit(other, schema, partial=False, changes=Changes())
+        match_schema(other, schema, partial=False, detector=ChangeDetector())
 
 
 @pytest.mark.parametrize(
@@ -142,7 +147,7 @@ def test_no_other_name_is_proposed_for_a_tensor_that_does_not_fit(
     tensors = {f"{prefix}model.norm.weight": torch.zeros(8)}
     fields = {"name": "model.norm.weight", "dtype": "float32", "shape": (8,), **change}
     with pytest.raises(SchemaMismatchError) as caught:
-        fit(tensors, [TensorSpec(**fields)], partial=False, changes=Changes())
+        match_schema(tensors, [TensorSpec(**fields)], partial=False, detector=ChangeDetector())
     assert str(caught.value).endswith(
         f"{prefix}model.norm.weight is unknown to the servers; model.norm.weight is missing"
     )

@@ -32,7 +32,7 @@ from rollwire_client import (
     UpdateRefusedError,
 )
 from rollwire_client._publishing.publish import Publish
-from rollwire_client._publishing.publish_target import Recipient
+from rollwire_client._publishing.publish_target import PublishTarget
 from rollwire_transport import SharedDevice, TransportError, TransportTimeout
 from rollwire_transport import _links as links
 from rollwire_transport._links import control_channel
@@ -209,7 +209,7 @@ def one_failed(report: PublishReport, servers: list[PublishableServer], seed: in
 def tell_late(monkeypatch: pytest.MonkeyPatch, kind: type[TransportError]) -> None:
     """The trainer's end of a group says that it failed, in this way, after a server's answer."""
     answered = threading.Event()
-    gather, join = control_channel.Gathering.gather, Recipient.join
+    gather, join = control_channel.Gathering.gather, PublishTarget.join
 
     def gathers(
         self: control_channel.Gathering, card: bytes, timeout: float
@@ -220,7 +220,7 @@ def tell_late(monkeypatch: pytest.MonkeyPatch, kind: type[TransportError]) -> No
             answered.wait(20)
             raise
 
-    async def joins(self: Recipient, request: weights_pb2.JoinTransportRequest) -> None:
+    async def joins(self: PublishTarget, request: weights_pb2.JoinTransportRequest) -> None:
         answered.clear()
         try:
             await join(self, request)
@@ -228,7 +228,7 @@ def tell_late(monkeypatch: pytest.MonkeyPatch, kind: type[TransportError]) -> No
             asyncio.get_running_loop().call_later(0.1, answered.set)
 
     monkeypatch.setattr(control_channel.Gathering, "gather", gathers)
-    monkeypatch.setattr(Recipient, "join", joins)
+    monkeypatch.setattr(PublishTarget, "join", joins)
 
 
 async def test_a_server_that_refuses_is_left_out() -> None:

@@ -17,8 +17,8 @@ from client.publishing import TIMEOUTS, holds, publishing
 from client.scripted import until
 from client.scripted_weights import SCHEMA, policy
 from rollwire_client import PublishError, PublishInProgressError, Ranks, SourceError
-from rollwire_client._publishing.sharded.connection import Line, Word
-from rollwire_client._publishing.sharded.participant import Follower
+from rollwire_client._publishing.sharded.connection import Connection, Message
+from rollwire_client._publishing.sharded.participant import Participant
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -46,12 +46,14 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 def connected(
     monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup, size: int, timeout: float
 ) -> list[Ranks]:
-    """Ranks whose lines are there already: how they meet is tried with real processes."""
-    ends: list[dict[int, Line]] = [{} for _ in range(size)]
+    """Ranks whose connections exist already: how they connect is tested with real processes."""
+    ends: list[dict[int, Connection]] = [{} for _ in range(size)]
     for rank in range(1, size):
         here, there = tcp_pair()
-        ends[0][rank], ends[rank][0] = Line(here), Line(there)
-    monkeypatch.setattr(rollwire_client._publishing.sharded.ranks, "meet", lambda *_: ends.pop(0))
+        ends[0][rank], ends[rank][0] = Connection(here), Connection(there)
+    monkeypatch.setattr(
+        rollwire_client._publishing.sharded.ranks, "connect_ranks", lambda *_: ends.pop(0)
+    )
     ranks = [Ranks(group, timeout=timeout) for _ in range(size)]
     for number, one in enumerate(ranks):
         one.rank = number
@@ -155,7 +157,7 @@ async def test_a_rank_that_raises_ends_it_for_all(
                 yield name, tensor
 
         running = asyncio.create_task(on_all(ranks, publisher, [waits_for_rank_2, *sources[1:]]))
-        await until(lambda: ranks[0]._lead is not None and ranks[0]._lead.over)
+        await until(lambda: ranks[0]._coordinator is not None and ranks[0]._coordinator.ended)
         over.set()
         told = errors(await running)
         assert "rank 2 failed: ZeroDivisionError: as scripted" in told[0]
@@ -266,7 +268,7 @@ async def test_a_rank_with_no_tensors_ends_it_for_all(
 
         sources = [waits_for_the_others, Source(), wrong]
         running = asyncio.create_task(on_all(ranks, publisher, sources))
-        await until(lambda: ranks[0]._lead is not None and ranks[0]._lead.over)
+        await until(lambda: ranks[0]._coordinator is not None and ranks[0]._coordinator.ended)
         over.set()
         told = errors(await running)
         assert told[0].startswith("SourceError: rank 2 failed: SchemaMismatchError: nothing was")
@@ -291,15 +293,18 @@ async def test_why_rank_0_did_not_publish_is_told_though_this_rank_fails_too() -
         raise ConnectionResetError("by rank 0, in the middle of a gather")
         yield
 
-    with contextlib.closing(Line(here)) as rank_0, contextlib.closing(Line(there)) as line:
+    with (
+        contextlib.closing(Connection(here)) as rank_0,
+        contextlib.closing(Connection(there)) as connection,
+    ):
         following = asyncio.create_task(
-            Follower(line, fails_in_consequence, 20).follow("publishes")
+            Participant(connection, fails_in_consequence, 20).run("publishes")
         )
-        assert await rank_0.hear() == (Word.HERE, "publishes")
-        rank_0.tell(Word.AGAIN)
-        rank_0.tell(Word.NEXT)
+        assert await rank_0.receive() == (Message.CALLED, "publishes")
+        rank_0.send(Message.RESTART)
+        rank_0.send(Message.NEXT)
         assert await asyncio.to_thread(begun.wait, 20)
-        rank_0.tell(Word.OVER, "all servers are gone")
+        rank_0.send(Message.ABORTED, "all servers are gone")
         rank_0.close()  # so that this rank cannot tell of its own failure
         over.set()
         with pytest.raises(PublishError, match="did not publish: all servers are gone") as caught:
@@ -427,38 +432,38 @@ async def test_the_default_group_is_never_taken_silently(group: dist.ProcessGrou
         Ranks(None)
 
 
-async def test_a_line_loses_nothing_when_a_listener_is_cancelled() -> None:
-    here, there = (Line(end) for end in tcp_pair())
+async def test_a_cancelled_receive_loses_no_message() -> None:
+    here, there = (Connection(end) for end in tcp_pair())
     with contextlib.closing(here), contextlib.closing(there):
         for number in range(200):
-            listening = asyncio.create_task(there.hear())
+            listening = asyncio.create_task(there.receive())
             await asyncio.sleep(0)
-            here.tell(Word.NEXT, str(number))
+            here.send(Message.NEXT, str(number))
             if number % 2:
                 await asyncio.sleep(0)
             listening.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                assert await listening == (Word.NEXT, str(number))
+                assert await listening == (Message.NEXT, str(number))
                 continue
             async with asyncio.timeout(20):
-                assert await there.hear() == (Word.NEXT, str(number))
+                assert await there.receive() == (Message.NEXT, str(number))
 
 
 @pytest.mark.parametrize("said", [b"what?\n", b'["next"]\n', b"7\n", b'["no word", ""]\n'])
-async def test_a_line_that_says_what_makes_no_sense(said: bytes) -> None:
+async def test_an_invalid_message_is_refused(said: bytes) -> None:
     raw, end = tcp_pair()
-    with raw, contextlib.closing(Line(end)) as line:
+    with raw, contextlib.closing(Connection(end)) as connection:
         raw.sendall(said)
-        with pytest.raises(ConnectionError, match="no sense"):
-            await line.hear()
+        with pytest.raises(ConnectionError, match="invalid message"):
+            await connection.receive()
 
 
 async def test_what_is_no_version_is_refused_on_all_ranks(
     monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
 ) -> None:
-    async with trainer(monkeypatch, group, size=2) as (servers, publisher, (lead, other)):
+    async with trainer(monkeypatch, group, size=2) as (servers, publisher, (first, other)):
         outcomes = await asyncio.gather(
-            lead.publish(publisher, -1, policy()), other.publish(None, -1, policy()),
+            first.publish(publisher, -1, policy()), other.publish(None, -1, policy()),
             return_exceptions=True,
         )  # fmt: skip
     assert [type(outcome) for outcome in outcomes] == [ValueError, PublishError]

@@ -13,43 +13,43 @@ import pytest
 import torch.distributed as dist
 from rollwire_client import PublishError
 from rollwire_client._publishing.sharded import rendezvous
-from rollwire_client._publishing.sharded.connection import Word
-from rollwire_client._publishing.sharded.participant import Follower
+from rollwire_client._publishing.sharded.connection import Message
+from rollwire_client._publishing.sharded.participant import Participant
 from rollwire_transport._links import addresses
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rollwire_client._publishing.sharded.connection import Line
+    from rollwire_client._publishing.sharded.connection import Connection
 
 HELLO_BYTES = 40
 
 
 class Trainer:
-    """``size`` ranks that have a process group in common; rank 0's note is all that they need."""
+    """``size`` ranks that have a process group in common, for rank 0's invitation."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-        self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._invitations: queue.SimpleQueue[str] = queue.SimpleQueue()
         monkeypatch.setattr(dist, "get_rank", lambda rank: rank)
         monkeypatch.setattr(dist, "get_world_size", lambda _: size)
-        monkeypatch.setattr(rendezvous, "_note", self._note)
+        monkeypatch.setattr(rendezvous, "_broadcast", self._broadcast)
 
-    def _note(self, rank: int, text: str) -> str:
+    def _broadcast(self, rank: int, text: str) -> str:
         if rank == 0:
-            self._notes.put(text)
+            self._invitations.put(text)
             return text
-        text = self._notes.get(timeout=20)
-        self._notes.put(text)
+        text = self._invitations.get(timeout=20)
+        self._invitations.put(text)
         return text
 
-    def come(self, rank: int, timeout: float = 20) -> asyncio.Future[dict[int, Line]]:
+    def come(self, rank: int, timeout: float = 20) -> asyncio.Future[dict[int, Connection]]:
         return asyncio.ensure_future(
-            asyncio.to_thread(rendezvous.meet, rank, "127.0.0.1", timeout)  # type: ignore[arg-type]
+            asyncio.to_thread(rendezvous.connect_ranks, rank, "127.0.0.1", timeout)  # type: ignore[arg-type]
         )
 
     def stranger(self) -> socket.socket:
         """A connection of somebody who found the address."""
-        _, _, rendezvous = self._note(-1, "").partition(" ")
+        _, _, rendezvous = self._broadcast(-1, "").partition(" ")
         return socket.create_connection(addresses.split(rendezvous), timeout=20)
 
 
@@ -59,15 +59,15 @@ async def test_all_ranks_meet_whoever_else_comes(monkeypatch: pytest.MonkeyPatch
     with await asyncio.to_thread(trainer.stranger) as stranger:
         stranger.sendall(b"0" * HELLO_BYTES)
         others = [trainer.come(rank) for rank in (2, 1)]
-        lines = await leading
+        connections = await leading
         assert stranger.recv(1) == b""
     with contextlib.ExitStack() as stack:
-        for line in lines.values():
-            stack.enter_context(contextlib.closing(line))
+        for connection in connections.values():
+            stack.enter_context(contextlib.closing(connection))
         for rank, other in zip((2, 1), others, strict=True):
-            line = stack.enter_context(contextlib.closing((await other)[0]))
-            lines[rank].tell(Word.NEXT, str(rank))
-            assert await line.hear() == (Word.NEXT, str(rank))
+            connection = stack.enter_context(contextlib.closing((await other)[0]))
+            connections[rank].send(Message.NEXT, str(rank))
+            assert await connection.receive() == (Message.NEXT, str(rank))
 
 
 async def test_those_that_came_learn_at_once_that_another_did_not(
@@ -75,11 +75,11 @@ async def test_those_that_came_learn_at_once_that_another_did_not(
 ) -> None:
     trainer = Trainer(monkeypatch, 3)
     leading, coming = trainer.come(0, timeout=1), trainer.come(1)
-    with contextlib.closing((await coming)[0]) as line:
+    with contextlib.closing((await coming)[0]) as connection:
         with pytest.raises(PublishError, match=r"rank 2 did not come to .* within 1 s"):
             await leading
         with pytest.raises(PublishError, match="rank 0 did not publish: rank 2 did not come"):
-            await Follower(line, {}, 600).follow("publishes")
+            await Participant(connection, {}, 600).run("publishes")
 
 
 async def test_a_stranger_who_trickles_does_not_hold_up_the_end(

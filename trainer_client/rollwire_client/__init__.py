@@ -67,11 +67,10 @@ from rollwire_client._errors import (
 from rollwire_client._fleet.fleet import Fleet
 from rollwire_client._fleet.rollout import Retries
 from rollwire_client._fleet.session import Conversation, Session
-from rollwire_client._publishing.publish_handle import PublishHandle
-from rollwire_client._publishing.publish_target import PublishTimeouts
+from rollwire_client._publishing.publish_handle import PublishHandle, PublishReport, ServerReport
 from rollwire_client._publishing.publisher import Publisher
-from rollwire_client._publishing.report import PublishReport, ServerReport
-from rollwire_client._publishing.sharded import Ranks
+from rollwire_client._publishing.settings import PublishTimeouts
+from rollwire_client._publishing.sharded.ranks import Ranks
 from rollwire_client._routing_replay import Routing, RoutingReplay, RoutingSegment
 from rollwire_client._rpc.client import RolloutClient, Timeouts
 from rollwire_client._rpc.credentials import Credentials

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from rollwire_client._batches import Batch
     from rollwire_client._fleet.session import Conversation
-    from rollwire_client._publishing.report import PublishReport
+    from rollwire_client._publishing.publish_handle import PublishReport
 
 __all__ = ["SyncBatcher", "SyncFleet", "SyncPublishHandle", "SyncPublisher", "SyncSession"]
 

@@ -28,8 +28,11 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor
 
-    from rollwire_client._publishing.publish_handle import PublishHandle
-    from rollwire_client._publishing.report import PublishReport, ServerReport
+    from rollwire_client._publishing.publish_handle import (
+        PublishHandle,
+        PublishReport,
+        ServerReport,
+    )
 
 _REFRESH_SECONDS = 0.1
 

@@ -1,8 +1,9 @@
-"""Notices that a trainer's tensors change in place while they are being sent.
+"""Detects that a trainer's tensors change in place while they are being sent.
 
-Two things tell: torch's version counters, which count what is written in place, and optimizers, as
-the fused ones write past those counters. Neither sees what is written through ``tensor.data`` or by
-a CUDA graph, nor to tensors made under ``torch.inference_mode()``, nor what a copy was made of.
+Two signals are used: torch's version counters, which count in-place writes, and a hook on
+optimizers, because fused optimizers write past those counters. Neither sees writes through
+``tensor.data`` or by a CUDA graph, changes of tensors made under ``torch.inference_mode()``, or
+changes of what a copy was made from.
 """
 
 from __future__ import annotations
@@ -23,99 +24,99 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rollwire_client._publishing.schema import Given, Source
+    from rollwire_client._publishing.tensor_source import TensorOrFunction, TensorSource
 
-    _Counter = Callable[[], int | None]  # None: nobody has the tensor any more
+    _Counter = Callable[[], int | None]  # None: the tensor is gone
 
 
-class Changes:
-    """What became of the tensors of one publish since they were noted; a context manager, within
-    which optimizers are noticed too. It keeps none of their memory. Any thread may use it.
+class ChangeDetector:
+    """Detects changes of the tensors of one publish, from any thread; keeps none of their memory.
+
+    A context manager: optimizers are observed within it only.
     """
 
     def __init__(self) -> None:
         self._counters: list[tuple[str, _Counter, int | None]] = []
-        self._places: dict[int, tuple[str, StorageWeakRef]] = {}  # by the address of their memory
-        self._stepped: dict[str, None] = {}
+        self._storages: dict[int, tuple[str, StorageWeakRef]] = {}  # by address
+        self._optimized: dict[str, None] = {}  # an ordered set
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
-        self._hook = register_optimizer_step_pre_hook(self._step)
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._hook.remove()
 
-    def note(self, name: str, given: object) -> None:
-        """From now on a change of this tensor is noticed; of what is no tensor, nothing."""
-        if not isinstance(given, torch.Tensor):
+    def watch(self, name: str, value: object) -> None:
+        """Detects changes of this tensor from now on; ignores what is no tensor."""
+        if not isinstance(value, torch.Tensor):
             return
         with self._lock:
-            for tensor in _parts(given):
+            for tensor in _with_local_shard(value):
                 if not tensor.is_inference():  # those have no counter
                     counter = _counter(tensor)
                     self._counters.append((name, counter, counter()))
-            if (storage := _storage(given)) is not None:
-                self._places[storage.data_ptr()] = name, StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            if (storage := _storage(value)) is not None:
+                self._storages[storage.data_ptr()] = name, StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
-    def noting(self, source: Source) -> Source:
-        """``source``, whose tensors are noted before anybody reads them."""
+    def watch_source(self, source: TensorSource) -> TensorSource:
+        """Wraps ``source``: its tensors are watched from when it gives them."""
 
-        def noted() -> Iterator[tuple[str, Given]]:
+        def watched() -> Iterator[tuple[str, TensorOrFunction]]:
             for item in source():
                 try:
-                    name, given = item
+                    name, value = item
                 except (TypeError, ValueError):
-                    yield item  # for whoever reads it to refuse
+                    yield item  # for the reader to refuse
                     continue
-                del item
-                yield name, self.noted(name, given)
-                del given
+                del item  # the generator must not keep a tensor that its reader has dropped
+                yield name, self._watch_value(name, value)
+                del value
 
-        return noted
+        return watched
 
-    def noted(self, name: str, given: Given) -> Given:
-        """What a source gives, which is noted; a function notes what it returns."""
-        if isinstance(given, torch.Tensor) or not callable(given):
-            self.note(name, given)
-            return given
+    def _watch_value(self, name: str, value: TensorOrFunction) -> TensorOrFunction:
+        if isinstance(value, torch.Tensor) or not callable(value):
+            self.watch(name, value)
+            return value
 
         def call() -> Tensor:
-            tensor = given()
-            self.note(name, tensor)
+            tensor = value()
+            self.watch(name, tensor)
             return tensor
 
         return call
 
     def check(self) -> None:
-        """Raises TensorsChangedError if a tensor has changed since it was noted."""
+        """Raises TensorsChangedError if a tensor has changed since it is watched."""
         with self._lock:
-            changed = dict(self._stepped)
+            changed = dict(self._optimized)
             for name, counter, before in self._counters:
                 if counter() not in {before, None}:
                     changed[name] = None
         if changed:
-            raise TensorsChangedError(_told(list(changed)))
+            raise TensorsChangedError(_message(list(changed)))
 
-    def _step(
-        self, optimizer: torch.optim.Optimizer, given: tuple[object, ...], named: dict[str, object]
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
-        """Notes which of the tensors an optimizer changes next."""
+        """Marks the watched tensors that an optimizer is about to change."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if type(optimizer).__module__.startswith("torch.optim.") and len(given) == 1 and not named:
-            # What has no gradient stays as it is, unless a closure is given, which computes them.
+        if type(optimizer).__module__.startswith("torch.optim.") and len(args) == 1 and not kwargs:
+            # A parameter without a gradient stays as it is, unless a closure computes gradients.
             parameters = [p for p in parameters if p.grad is not None]
         with self._lock:
             for parameter in parameters:
                 if (storage := _storage(parameter)) is None:
                     continue
-                place = self._places.get(storage.data_ptr())
-                # Memory that was given back may be another tensor's by now.
-                if place and not place[1].expired():  # type: ignore[no-untyped-call]
-                    self._stepped[place[0]] = None
+                watched = self._storages.get(storage.data_ptr())
+                # Memory that was freed may be another tensor's by now.
+                if watched and not watched[1].expired():  # type: ignore[no-untyped-call]
+                    self._optimized[watched[0]] = None
 
 
-def _told(names: list[str]) -> str:
+def _message(names: list[str]) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
         f"{names[0]}{more} changed in place while being sent; nothing was committed, the servers "
@@ -127,13 +128,13 @@ def _told(names: list[str]) -> str:
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
-def _parts(tensor: Tensor) -> list[Tensor]:
-    """The tensor, and of a DTensor its shard here: each has a counter of its own."""
-    here = _here(tensor)
-    return [tensor] if here is tensor else [tensor, here]
+def _with_local_shard(tensor: Tensor) -> list[Tensor]:
+    """The tensor and, for a DTensor, its local shard: each has a counter of its own."""
+    local = _local(tensor)
+    return [tensor] if local is tensor else [tensor, local]
 
 
-def _here(tensor: Tensor) -> Tensor:
+def _local(tensor: Tensor) -> Tensor:
     if type(tensor) in _PLAIN or not hasattr(tensor, "to_local"):
         return tensor
     with torch.no_grad():
@@ -142,20 +143,19 @@ def _here(tensor: Tensor) -> Tensor:
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """The memory; None where there is none."""
     try:
-        storage = _here(tensor).untyped_storage()
+        storage = _local(tensor).untyped_storage()
         return storage if storage.data_ptr() else None
-    except (RuntimeError, NotImplementedError):  # a kind of its own
+    except (RuntimeError, NotImplementedError):  # a tensor subclass without storage
         return None
 
 
 def _counter(tensor: Tensor) -> _Counter:
-    """Reads the tensor's version counter."""
     if type(tensor) not in _PLAIN:
-        there = weakref.ref(tensor)
-        return lambda: None if (it := there()) is None else _version(it)
-    # A tensor of the same counter, without the memory: ``tensor`` may be a view that nobody keeps.
+        reference = weakref.ref(tensor)
+        return lambda: None if (alive := reference()) is None else _version(alive)
+    # A tensor that shares the counter but not the memory. A weak reference would not do: ``tensor``
+    # may be a view that nobody keeps.
     probe = tensor.detach()
     probe.data = _empty(tensor.dtype, tensor.device)
     return lambda: _version(probe)

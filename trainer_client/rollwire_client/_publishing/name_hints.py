@@ -1,8 +1,8 @@
-"""What to do about tensors whose names the servers do not know: a table of rules.
+"""Advice about tensors whose names the servers do not know.
 
-The rules know how trainers' libraries wrap, pack and extend a model. A new one belongs into
-``_RULES``; the first that applies to a name counts. All of them together look at each name a fixed
-number of times: a policy may have a hundred thousand tensors, and this runs on an event loop.
+A rule recognizes how a trainer's library wraps, packs or extends a model. ``_RULES`` lists them;
+the first that applies to a name wins. Together they look at each name a fixed number of times: a
+policy may have a hundred thousand tensors, and this runs on the event loop.
 """
 
 from __future__ import annotations
@@ -17,53 +17,45 @@ if TYPE_CHECKING:
 
     from rollwire_transport import TensorSpec
 
-    # What to do, with "{it}" for the tensors that it is about, and the servers' names for them.
+    # What to do, with "{it}" for the tensors concerned, and the servers' names for them.
     _Advice = tuple[str, Iterable[str]]
-    _Rule = Callable[[TensorSpec, "_Missing"], _Advice | None]  # None: it does not apply
+    _Rule = Callable[[TensorSpec, "_Missing"], _Advice | None]  # None: the rule does not apply
 
 
 @dataclass(slots=True)
 class Hint:
-    """One piece of advice.
-
-    Attributes:
-        advice: What to do.
-        names: Of the tensors that it is about.
-        instead: The servers' names for them.
-    """
+    """What to do about the tensors ``names``, which the servers want as ``wanted``."""
 
     advice: str
     names: list[str] = field(default_factory=list)
-    instead: set[str] = field(default_factory=set)
+    wanted: set[str] = field(default_factory=set)
 
     def __str__(self) -> str:
-        """For an error's message."""
         first, more = self.names[0], len(self.names) - 1
         subject = f"{first} and {more} more like it are" if more else f"{first} is"
         advice = self.advice.replace("{it}", "them" if more else "it")
         return f"{subject} unknown to the servers{f': {advice}' if advice else ''}"
 
 
-def hints(unknown: Iterable[TensorSpec], missing: Sequence[TensorSpec]) -> list[Hint]:
-    """What to do about ``unknown`` tensors, equal advice together.
+def name_hints(unknown: Iterable[TensorSpec], missing: Sequence[TensorSpec]) -> list[Hint]:
+    """One hint for all ``unknown`` tensors of equal advice.
 
     Args:
-        unknown: Given, under names that the servers do not know.
-        missing: Those that the servers want, and that were not given under their names.
+        unknown: Tensors whose names the servers do not know.
+        missing: Tensors that the servers want, and that were not given under their names.
     """
-    found: dict[str, Hint] = {}
-    table = _Missing.of(missing)
+    hints: dict[str, Hint] = {}
+    index = _Missing.of(missing)
     for spec in unknown:
-        advice, instead = next(filter(None, (rule(spec, table) for rule in _RULES)), ("", ()))
-        # What nothing is known of stands for itself.
-        hint = found.setdefault(advice or spec.name, Hint(advice))
+        advice, wanted = next(filter(None, (rule(spec, index) for rule in _RULES)), ("", ()))
+        # Each tensor that no rule knows gets a hint of its own.
+        hint = hints.setdefault(advice or spec.name, Hint(advice))
         hint.names.append(spec.name)
-        hint.instead.update(instead)
-    return list(found.values())
+        hint.wanted.update(wanted)
+    return list(hints.values())
 
 
 def shape_hint(got: tuple[int, ...], want: tuple[int, ...]) -> str:
-    """What to do about a tensor of another shape than the servers want."""
     if got == (0,) or (len(got) == 1 < len(want)):
         return "its shards are to be gathered first, as for a checkpoint (ZeRO-3, FSDP)"
     return "split or reshape it"
@@ -71,12 +63,12 @@ def shape_hint(got: tuple[int, ...], want: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Missing:
-    """What the servers want and did not get, by what is looked for."""
+    """The tensors that the servers want and did not get, indexed for the rules."""
 
     specs: Mapping[str, TensorSpec]
     by_ending: Mapping[str, Sequence[str]]
-    of_experts: Sequence[str]  # one expert's tensors
-    of_packed_experts: Sequence[str]
+    experts: Sequence[str]  # one expert's tensors
+    packed_experts: Sequence[str]
 
     @classmethod
     def of(cls, missing: Sequence[TensorSpec]) -> _Missing:
@@ -92,21 +84,21 @@ class _Missing:
         )
 
     def fits(self, spec: TensorSpec, name: str) -> bool:
-        """Whether a tensor is what the servers want under ``name``."""
         want = self.specs.get(name)
         return want is not None and (want.shape, want.dtype) == (spec.shape, spec.dtype)
 
 
 def _ending(name: str) -> str:
-    """What different wrappings of a model leave of a name: from its layer on, or the last two
-    parts.
+    """The end of a name that wrapping a model does not change: from its layer number's parent on,
+    or else the last two parts.
     """
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
     return ".".join(parts[max(number - 1, 0) :])
 
 
-# PEFT. Its base layers have the shapes that servers want: renamed, they would pass for the policy.
+# PEFT. Its base layers have the shapes that the servers want: renamed, they would pass as the
+# policy, without the adapter.
 
 _PEFT = re.compile(
     r"(?:^|\.)(?:base_model\.model|base_layer|lora_\w+|modules_to_save|original_module)(?:\.|$)"
@@ -126,7 +118,7 @@ def _adapter(spec: TensorSpec, _: _Missing) -> _Advice | None:
     )
 
 
-# What wraps a model as a whole, or modules in it, and shows in the names.
+# Wrappers of a model or its modules that show in the names.
 
 _WRAPPERS = {
     "module": "DistributedDataParallel, DeepSpeed",
@@ -143,10 +135,10 @@ def _wrapped(spec: TensorSpec, missing: _Missing) -> _Advice | None:
     if not found or not missing.fits(spec, plain):
         return None
     outer = parts[: next(i for i, part in enumerate(parts) if part not in _WRAPPERS)]
-    told = " and ".join(f"`{part}.` ({_WRAPPERS[part]})" for part in dict.fromkeys(found))
+    wrappers = " and ".join(f"`{part}.` ({_WRAPPERS[part]})" for part in dict.fromkeys(found))
     if outer != found or "_fsdp_wrapped_module" in found:
-        return f"take {told} out of the name", [plain]
-    advice = f"take {told} off the name, or publish model.{'.'.join(outer)}.state_dict()"
+        return f"take {wrappers} out of the name", [plain]
+    advice = f"take {wrappers} off the name, or publish model.{'.'.join(outer)}.state_dict()"
     return advice, [plain]
 
 
@@ -160,25 +152,25 @@ def _flat(spec: TensorSpec, _: _Missing) -> _Advice | None:
     )
 
 
-# Several tensors in one, or one in several.
+# Tensors that one side has fused or packed, and the other has not.
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _PACKED_EXPERTS = re.compile(r"\.experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj)\w*$")
 
 
 def _packed_experts(spec: TensorSpec, missing: _Missing) -> _Advice | None:
-    if _PACKED_EXPERTS.search(spec.name) and missing.of_experts:
+    if _PACKED_EXPERTS.search(spec.name) and missing.experts:
         return (
             "all experts of a layer are in one tensor, as transformers 5 has them in memory, and "
-            f"the servers want each by itself, such as {missing.of_experts[0]}: split {{it}}, as "
+            f"the servers want each by itself, such as {missing.experts[0]}: split {{it}}, as "
             "save_pretrained does",
-            missing.of_experts,
+            missing.experts,
         )
-    if _EXPERT.search(spec.name) and missing.of_packed_experts:
+    if _EXPERT.search(spec.name) and missing.packed_experts:
         return (
             "the servers want all experts of a layer in one tensor, such as "
-            f"{missing.of_packed_experts[0]}: stack {{it}}",
-            missing.of_packed_experts,
+            f"{missing.packed_experts[0]}: stack {{it}}",
+            missing.packed_experts,
         )
     return None
 
@@ -200,13 +192,13 @@ def _fused(spec: TensorSpec, missing: _Missing) -> _Advice | None:
 
 
 def _last_module(name: str) -> tuple[str, str, str]:
-    """A name, cut around the module whose parameter it is."""
+    """Splits a name around the innermost module: before it, its name, the parameter."""
     before, _, parameter = name.rpartition(".")
     outer, dot, module = before.rpartition(".")
     return f"{outer}{dot}", module, f".{parameter}"
 
 
-# What servers have no use for.
+# Tensors that servers do not need.
 
 _BUFFER = re.compile(
     r"(?:^|\.)(?:(?:original_)?inv_freq|(?:cos|sin)_cached|position_ids|masked_bias|attn\.bias)$"
@@ -227,7 +219,7 @@ def _superfluous(spec: TensorSpec, _: _Missing) -> _Advice | None:
     return None
 
 
-# Another place in the model, such as beneath `model.language_model.`.
+# The same tensor at another place, such as beneath `model.language_model.`.
 
 
 def _elsewhere(spec: TensorSpec, missing: _Missing) -> _Advice | None:
@@ -235,7 +227,7 @@ def _elsewhere(spec: TensorSpec, missing: _Missing) -> _Advice | None:
     candidates = missing.by_ending.get(ending, ())
     if len(candidates) != 1 or not missing.fits(spec, candidates[0]):
         return None
-    before, wanted = _apart(spec.name, candidates[0])
+    before, wanted = _without_common_ending(spec.name, candidates[0])
     if not before:
         return f"put `{wanted}` before the name", candidates
     if not wanted:
@@ -243,8 +235,7 @@ def _elsewhere(spec: TensorSpec, missing: _Missing) -> _Advice | None:
     return f"say `{wanted}` for `{before}` in the name", candidates
 
 
-def _apart(name: str, other: str) -> tuple[str, str]:
-    """Two names without what both end with."""
+def _without_common_ending(name: str, other: str) -> tuple[str, str]:
     parts, others = name.split("."), other.split(".")
     while parts and others and parts[-1] == others[-1]:
         parts.pop()

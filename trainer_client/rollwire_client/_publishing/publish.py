@@ -1,4 +1,4 @@
-"""One publish, from its announcement to its report."""
+"""One publish: announce → transfer → check → commit → report, or discard."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
@@ -23,46 +24,71 @@ from rollwire_client._errors import (
     ServerUnreachableError,
     StalePublisherError,
 )
-from rollwire_client._publishing.publish_target import PublishTimeouts, Recipient
-from rollwire_client._publishing.report import PublishReport, ServerReport
-from rollwire_client._publishing.transfer import Transfer
+from rollwire_client._publishing.publish_handle import (
+    PublishProgress,
+    PublishReport,
+    ServerReport,
+)
+from rollwire_client._publishing.publish_target import PublishTarget
+from rollwire_client._publishing.transfer import WeightTransfer
 from rollwire_client._rpc import conversion
 from rollwire_client._rpc.host_address import local_address
 from rollwire_client._wording import update_text
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
-    from rollwire.types import KvPolicy
 
     from rollwire_client._fleet.server_handle import ServerHandle
     from rollwire_client._fleet.server_pool import ServerPool
-    from rollwire_client._publishing.change_detector import Changes
-    from rollwire_client._publishing.schema import Source
+    from rollwire_client._publishing.change_detector import ChangeDetector
+    from rollwire_client._publishing.settings import PublishSettings
+    from rollwire_client._publishing.sharded.coordinator import Coordinator
+    from rollwire_client._publishing.tensor_source import TensorSource
 
 logger = logging.getLogger(__name__)
 
-_CHECK_SECONDS = 0.25  # between two looks for changes while tensors are sent
+_CHECK_SECONDS = 0.25  # between two checks for changes while tensors are sent
 
-# By whether the tensors lie on a GPU. UCX stands in a tenth of NCCL's time, takes no SM from
+# By whether the tensors lie on a GPU. UCX forms a group in a tenth of NCCL's time, takes no SM from
 # decoding, and serves members that share a GPU.
-_PREFERRED = {False: ("gloo", "ucx", "nccl"), True: ("ucx", "nccl", "gloo")}
+_PREFERRED_BACKENDS = {False: ("gloo", "ucx", "nccl"), True: ("ucx", "nccl", "gloo")}
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSpec:
+    """What is published.
+
+    Attributes:
+        version: The trainer's step; None if untagged.
+        specs: Of the tensors, aliases included.
+        source: Gives the tensors, aliases left out.
+        device: Where they lie; None is the CPU.
+        partial: Tensors that are not named stay as they are.
+        allow_version_rollback: The version may be below that of a server.
+        expected_digest: The update is committed only if its content has this digest.
+    """
+
+    version: int | None
+    specs: Sequence[transport.TensorSpec]
+    source: TensorSource
+    device: torch.device | None
+    partial: bool
+    allow_version_rollback: bool
+    expected_digest: int | None
 
 
 class Publish:
-    """One update of some members of a fleet: announce → transfer → commit, or discard.
+    """Publishes one update to some servers of a fleet.
 
-    With ``expected_digest`` it is committed only if the content turns out to be that; and in any
-    case only if ``changes`` has noticed none, and ``confirm``, which asks others, does not raise.
-
-    Attributes:
-        version: The trainer's step.
-        update_id: Names it on the servers.
-        total_bytes: What each server gets.
-        sent_bytes: What all of them have.
-        announced: Set when every server is ready, or out.
-        released: Set when every server has everything, or is out.
+    Args:
+        pool: Of the fleet; learns what its servers commit.
+        servers: Those that get the update.
+        settings: Of the publisher.
+        update: What is published.
+        detector: Watches the tensors; a change before the release ends the publish.
+        coordinator: Of the other ranks of a sharded trainer, whose tensors must not change either.
 
     Raises:
         SchemaMismatchError: The tensors cannot be laid out.
@@ -71,115 +97,91 @@ class Publish:
     def __init__(
         self,
         pool: ServerPool,
-        members: Sequence[ServerHandle],
-        publisher: weights_pb2.Publisher,
-        version: int | None,
-        specs: Sequence[transport.TensorSpec],
-        source: Source,
+        servers: Sequence[ServerHandle],
+        settings: PublishSettings,
+        update: UpdateSpec,
         *,
-        changes: Changes,
-        confirm: Callable[[], Awaitable[None]] | None,
-        device: torch.device | None,
-        partial: bool,
-        allow_version_rollback: bool,
-        bucket_bytes: int | None,
-        backend: str | None,
-        host: str | None,
-        kv_policy: KvPolicy,
-        timeouts: PublishTimeouts,
-        expected_digest: int | None = None,
+        detector: ChangeDetector,
+        coordinator: Coordinator | None,
     ) -> None:
-        self.version = version
-        self.update_id = uuid.uuid4().hex
-        self.sent_bytes = 0
-        self.announced = asyncio.Event()
-        self.released = asyncio.Event()
         self._pool = pool
-        self._source = source
-        self._changes = changes
-        self._confirm = confirm
+        self._settings = settings
+        self._update = update
+        self._detector = detector
+        self._coordinator = coordinator
         self._checked_at = 0.0
-        self._device = device
-        self._backend = backend
-        self._host = host
-        self._kv_policy = kv_policy
-        self._timeouts = timeouts
-        self._expected_digest = expected_digest
         try:
-            self._manifest = transport.plan(specs, bucket_bytes=bucket_bytes, partial=partial)
+            self._manifest = transport.plan(
+                update.specs, bucket_bytes=settings.bucket_bytes, partial=update.partial
+            )
         except transport.ManifestError as error:
             raise SchemaMismatchError(f"the tensors cannot be sent: {error}") from error
-        self.total_bytes = sum(bucket.size for bucket in self._manifest.buckets)
-        self._request = weights_pb2.UpdateWeightsRequest(
-            publisher=publisher,
-            update_id=self.update_id,
-            version=self.version,
-            allow_version_rollback=allow_version_rollback,
-            manifest=conversion.manifest(self._manifest),
-            stage_lease=duration_to_proto(timeouts.stage_lease),
+        update_id = uuid.uuid4().hex
+        self.progress = PublishProgress(
+            update.version, update_id, sum(bucket.size for bucket in self._manifest.buckets)
         )
-        self._recipients = [
-            Recipient(member.client, publisher, self.update_id, timeouts) for member in members
+        self._request = weights_pb2.UpdateWeightsRequest(
+            publisher=settings.publisher,
+            update_id=update_id,
+            version=update.version,
+            allow_version_rollback=update.allow_version_rollback,
+            manifest=conversion.manifest(self._manifest),
+            stage_lease=duration_to_proto(settings.timeouts.stage_lease),
+        )
+        self._targets = [
+            PublishTarget(server.client, settings.publisher, update_id, settings.timeouts)
+            for server in servers
         ]
-        self._committed: dict[Recipient, weights_pb2.CommitWeightsResponse] = {}
+        self._commits: dict[PublishTarget, weights_pb2.CommitWeightsResponse] = {}
 
     async def run(self) -> PublishReport:
         """Publishes; servers that have not committed when this ends have discarded the update.
 
         Raises:
             PublishFailedError: No server committed.
-            PublishError: It cannot go on.
+            PublishError: The publish cannot go on.
         """
         began = asyncio.get_running_loop().time()
-        following = [
-            asyncio.create_task(r.follow(self._request, self._pool.policy))
-            for r in self._recipients
+        staging = [
+            asyncio.create_task(target.stage(self._request, self._pool.policy))
+            for target in self._targets
         ]
         try:
-            with self._changes:
-                await self._announce()
+            with self._detector:
+                await self._wait_until_announced()
+                self.progress.announced.set()
                 digest = await self._transfer()
+                await self._check_content(digest)
+                self.progress.released.set()
             await self._commit(digest)
             seconds = asyncio.get_running_loop().time() - began
         finally:
-            await run_to_end(self._end(following))
-        for recipient in self._recipients:
-            if recipient.error is not None:
-                logger.warning(
-                    "%s is not on every server: %s", update_text(self.version), recipient.error
-                )
-        return PublishReport(
-            version=self.version,
-            update_id=self.update_id,
-            digest=digest,
-            bytes=self.total_bytes,
-            seconds=seconds,
-            servers=tuple(self._report(recipient) for recipient in self._recipients),
-        )
+            await run_to_end(self._discard_uncommitted(staging))
+        return self._report(digest, seconds)
 
-    async def _announce(self) -> None:
+    async def _wait_until_announced(self) -> None:
         await asyncio.gather(
-            *(r.wait(lambda r: r.phase is not UpdatePhase.ANNOUNCED) for r in self._recipients)
+            *(t.wait(lambda t: t.phase is not UpdatePhase.ANNOUNCED) for t in self._targets)
         )
-        for recipient in self._recipients:
-            if isinstance(recipient.error, StalePublisherError):
-                raise recipient.error
-        await self._require("no server takes the update")
-        self.announced.set()
+        for target in self._targets:
+            if isinstance(target.error, StalePublisherError):
+                raise target.error
+        await self._require_a_server("no server takes the update")
 
     async def _transfer(self) -> int:
         """Moves the tensors; returns the digest of what was sent."""
-        transfer = Transfer(
+        settings = self._settings
+        transfer = WeightTransfer(
             self._manifest,
-            self._source,
-            device=self._device,
-            backends=[self._backend] if self._backend else self._common_backends(),
-            host=self._host or await self._find_host(),
-            timeouts=self._timeouts,
-            progress=self._progressed,
+            self._update.source,
+            device=self._update.device,
+            backends=[settings.backend] if settings.backend else self._common_backends(),
+            host=settings.host or await self._find_host(),
+            timeouts=settings.timeouts,
+            progress=self._on_progress,
         )
         try:
-            await transfer.run(self._recipients)
+            await transfer.run(self._targets)
         except BaseException:
             await transfer.close()
             raise
@@ -188,77 +190,117 @@ class Publish:
         except ClosedError:
             await transfer.close()
             raise
-        await self._require("no server has received it")
-        for recipient in self._recipients:
-            if recipient.staged and recipient.digest != transfer.digest:
-                recipient.fail(_other_digest(recipient, transfer.digest))
-        await self._require("no server has received what was sent")
-        if self._confirm is not None:
-            await self._confirm()
-        self._changes.check()
-        if self._expected_digest not in {None, transfer.digest}:
-            raise DigestMismatchError(
-                f"the tensors are not those of {update_text(self.version)}: their digest is "
-                f"{transfer.digest:016x}, the fleet serves {self._expected_digest:016x}; give the "
-                "tensors of that version, or publish a new one; nothing was committed"
-            )
-        self.released.set()
+        await self._require_a_server("no server has received it")
         return transfer.digest
 
+    async def _check_content(self, digest: int) -> None:
+        """Checks that every server has what was sent, and that this was the policy."""
+        for target in self._targets:
+            if target.staged and target.digest != digest:
+                target.fail(
+                    DigestMismatchError(
+                        f"{target.address}: received an update of digest {target.digest:016x}, "
+                        f"sent was {digest:016x}",
+                        server=target.address,
+                    )
+                )
+        await self._require_a_server("no server has received what was sent")
+        if self._coordinator is not None:
+            await self._coordinator.confirm_unchanged()
+        self._detector.check()
+        expected = self._update.expected_digest
+        if expected not in {None, digest}:
+            raise DigestMismatchError(
+                f"the tensors are not those of {update_text(self._update.version)}: their digest "
+                f"is {digest:016x}, the fleet serves {expected:016x}; give the tensors of that "
+                "version, or publish a new one; nothing was committed"
+            )
+
     async def _commit(self, digest: int) -> None:
-        async def commit(recipient: Recipient) -> None:
-            answer = await recipient.commit(digest, self._kv_policy)
-            if answer is not None:
-                self._committed[recipient] = answer
-                self._pool.committed(recipient.address, weight_tag_from_proto(answer.weights))
+        async def commit(target: PublishTarget) -> None:
+            response = await target.commit(digest, self._settings.kv_policy)
+            if response is not None:
+                self._commits[target] = response
+                self._pool.committed(target.address, weight_tag_from_proto(response.weights))
 
         with self._pool.policy.committing(
-            self.version,
-            None if self._manifest.partial else digest,  # else what it does not name is unknown
-            rollback=self._request.allow_version_rollback,
+            self._update.version,
+            None if self._update.partial else digest,  # of a partial update's result none is known
+            rollback=self._update.allow_version_rollback,
         ):
-            await asyncio.gather(*(commit(r) for r in self._recipients if r.staged))
-        await self._require("no server has committed it")
+            await asyncio.gather(*(commit(target) for target in self._targets if target.staged))
+        await self._require_a_server("no server has committed it")
 
-    async def _require(self, problem: str) -> None:
-        """Raises if every server is out."""
-        if any(recipient.error is None for recipient in self._recipients):
-            return
-        served = await asyncio.gather(*(r.serves() for r in self._recipients))
-        told = [f"{r.error} [{now}]" for r, now in zip(self._recipients, served, strict=True)]
-        raise PublishFailedError(
-            f"{update_text(self.version)} was not published, {problem}: {'; '.join(told)}",
-            {r.address: r.error for r in self._recipients if r.error is not None},
-        )
-
-    async def _end(self, following: Sequence[asyncio.Task[None]]) -> None:
-        """Makes servers drop what they did not commit; one that is gone does so by itself."""
-        await cancel_all(following)
+    async def _discard_uncommitted(self, staging: Sequence[asyncio.Task[None]]) -> None:
+        await cancel_all(staging)
         await asyncio.gather(
             *(
-                recipient.discard()
-                for recipient in self._recipients
-                if recipient not in self._committed
-                and recipient.phase is not UpdatePhase.ANNOUNCED
-                and not isinstance(recipient.error, ServerUnreachableError)
+                target.discard()
+                for target in self._targets
+                if target not in self._commits
+                and target.phase is not UpdatePhase.ANNOUNCED
+                # One that is gone discards it by its lease.
+                and not isinstance(target.error, ServerUnreachableError)
             )
+        )
+
+    def _report(self, digest: int, seconds: float) -> PublishReport:
+        version = self._update.version
+        for target in self._targets:
+            if target.error is not None:
+                logger.warning("%s is not on every server: %s", update_text(version), target.error)
+        return PublishReport(
+            version=version,
+            update_id=self.progress.update_id,
+            digest=digest,
+            bytes=self.progress.total_bytes,
+            seconds=seconds,
+            servers=tuple(self._report_of(target) for target in self._targets),
+        )
+
+    def _report_of(self, target: PublishTarget) -> ServerReport:
+        response = self._commits.get(target, weights_pb2.CommitWeightsResponse())
+        return ServerReport(
+            address=target.address,
+            weights=weight_tag_from_proto(response.weights) if target in self._commits else None,
+            error=target.error,
+            received_bytes=target.received_bytes,
+            staging_seconds=target.staging_seconds,
+            apply_seconds=response.timing.apply_ns / 1e9,
+            paused_seconds=response.timing.paused_ns / 1e9,
+            held_sequences=response.timing.held_sequences,
+            kv_tokens_to_recompute=response.timing.kv_tokens_to_recompute,
+            already_current=response.already_current,
+        )
+
+    async def _require_a_server(self, problem: str) -> None:
+        """Raises PublishFailedError if all servers have failed."""
+        if any(target.error is None for target in self._targets):
+            return
+        served = await asyncio.gather(*(target.describe_weights() for target in self._targets))
+        details = [f"{t.error} [{now}]" for t, now in zip(self._targets, served, strict=True)]
+        raise PublishFailedError(
+            f"{update_text(self._update.version)} was not published, {problem}: "
+            f"{'; '.join(details)}",
+            {t.address: t.error for t in self._targets if t.error is not None},
         )
 
     def _common_backends(self) -> list[str]:
-        """Those that all can use, the best for where the tensors lie first."""
-        on_gpu = self._device is not None and self._device.type == "cuda"
+        """The backends that all can use, the best for where the tensors lie first."""
+        device = self._update.device
+        on_gpu = device is not None and device.type == "cuda"
         available = transport.available_backends()
-        usable = [name for name in _PREFERRED[on_gpu] if available[name].ok]
-        servers = [r for r in self._recipients if r.error is None]
-        if common := [name for name in usable if all(name in r.transports for r in servers)]:
+        usable = [name for name in _PREFERRED_BACKENDS[on_gpu] if available[name].ok]
+        targets = [target for target in self._targets if target.error is None]
+        if common := [name for name in usable if all(name in t.transports for t in targets)]:
             return common
-        told = "; ".join(f"{r.address}: {', '.join(r.transports) or 'none'}" for r in servers)
+        theirs = "; ".join(f"{t.address}: {', '.join(t.transports) or 'none'}" for t in targets)
         raise PublishError(
-            f"no transport that all can use: here {', '.join(usable) or 'none'}; {told}"
+            f"no transport that all can use: here {', '.join(usable) or 'none'}; {theirs}"
         )
 
     async def _find_host(self) -> str:
-        addresses = [r.address for r in self._recipients if r.error is None]
+        addresses = [target.address for target in self._targets if target.error is None]
         try:
             return await asyncio.to_thread(local_address, addresses)
         except OSError as error:
@@ -266,32 +308,9 @@ class Publish:
                 f"no address of this machine by which servers reach it: {error}; name one as `host`"
             ) from error
 
-    def _progressed(self, sent_bytes: int) -> None:
-        """In the sender's thread. What has changed by now need not be sent to its end."""
-        self.sent_bytes = sent_bytes
+    def _on_progress(self, sent_bytes: int) -> None:
+        """Called in the sender's thread; a change of the tensors ends the transfer early."""
+        self.progress.sent_bytes = sent_bytes
         if (now := time.monotonic()) - self._checked_at > _CHECK_SECONDS:
             self._checked_at = now
-            self._changes.check()
-
-    def _report(self, recipient: Recipient) -> ServerReport:
-        answer = self._committed.get(recipient, weights_pb2.CommitWeightsResponse())
-        return ServerReport(
-            address=recipient.address,
-            weights=weight_tag_from_proto(answer.weights) if recipient in self._committed else None,
-            error=recipient.error,
-            received_bytes=recipient.received_bytes,
-            staging_seconds=recipient.seconds,
-            apply_seconds=answer.timing.apply_ns / 1e9,
-            paused_seconds=answer.timing.paused_ns / 1e9,
-            held_sequences=answer.timing.held_sequences,
-            kv_tokens_to_recompute=answer.timing.kv_tokens_to_recompute,
-            already_current=answer.already_current,
-        )
-
-
-def _other_digest(recipient: Recipient, sent: int) -> DigestMismatchError:
-    return DigestMismatchError(
-        f"{recipient.address}: received an update of digest {recipient.digest:016x}, sent was "
-        f"{sent:016x}",
-        server=recipient.address,
-    )
+            self._detector.check()

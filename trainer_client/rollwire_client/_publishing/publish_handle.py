@@ -1,8 +1,9 @@
-"""What a trainer holds of a publish under way."""
+"""What a trainer sees of a publish: the handle while it is under way, and the report."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rollwire_client._concurrency.affinity import LoopAffinity
@@ -10,37 +11,102 @@ from rollwire_client._concurrency.affinity import LoopAffinity
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
-    from rollwire_client._publishing.publish import Publish
-    from rollwire_client._publishing.report import PublishReport
+    from rollwire.types import WeightTag
+
+    from rollwire_client._errors import RollwireError
+
+
+@dataclass(frozen=True, slots=True)
+class ServerReport:
+    """What a publish did to one server.
+
+    Attributes:
+        address: Of the server.
+        weights: What it serves now; None if it did not commit.
+        error: Why it did not.
+        received_bytes: Of the update.
+        staging_seconds: From the announcement until it had everything, verified.
+        apply_seconds: Spent on putting the weights in place.
+        paused_seconds: Without any sampling.
+        held_sequences: How many waited meanwhile.
+        kv_tokens_to_recompute: Cache entries that the new policy computes again.
+        already_current: It held these weights before.
+    """
+
+    address: str
+    weights: WeightTag | None
+    error: RollwireError | None
+    received_bytes: int
+    staging_seconds: float
+    apply_seconds: float = 0.0
+    paused_seconds: float = 0.0
+    held_sequences: int = 0
+    kv_tokens_to_recompute: int = 0
+    already_current: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """What a publish did.
+
+    Attributes:
+        version: As given to ``publish``.
+        update_id: Names the update on the servers.
+        digest: Of the content that was sent.
+        bytes: Sent to each server.
+        seconds: From ``publish`` to the last commit.
+        servers: One entry a server, in the fleet's order; after ``catch_up`` those that were
+            behind.
+    """
+
+    version: int | None
+    update_id: str
+    digest: int
+    bytes: int
+    seconds: float
+    servers: tuple[ServerReport, ...]
+
+    @property
+    def failed(self) -> tuple[ServerReport, ...]:
+        """Servers that did not commit; they get no sequences until a publish, or ``catch_up``,
+        brings them up.
+        """
+        return tuple(server for server in self.servers if server.weights is None)
+
+
+@dataclass(slots=True)
+class PublishProgress:
+    """How far a publish is; written by the publish, read by its handle."""
+
+    version: int | None
+    update_id: str
+    total_bytes: int
+    sent_bytes: int = 0
+    announced: asyncio.Event = field(default_factory=asyncio.Event)
+    released: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class PublishHandle:
-    """A publish under way."""
+    """A publish under way.
 
-    def __init__(self, publish: Publish, task: asyncio.Task[PublishReport]) -> None:
-        self._publish = publish
+    Attributes:
+        version: As given to ``Publisher.publish``.
+        update_id: Names the update on the servers.
+        total_bytes: What each server gets.
+    """
+
+    def __init__(self, progress: PublishProgress, task: asyncio.Task[PublishReport]) -> None:
+        self.version = progress.version
+        self.update_id = progress.update_id
+        self.total_bytes = progress.total_bytes
+        self._progress = progress
         self._task = task
         self._affinity = LoopAffinity("publish")
 
     @property
-    def version(self) -> int | None:
-        """As given to ``Publisher.publish``."""
-        return self._publish.version
-
-    @property
-    def update_id(self) -> str:
-        """Names it on the servers."""
-        return self._publish.update_id
-
-    @property
-    def total_bytes(self) -> int:
-        """What each server gets."""
-        return self._publish.total_bytes
-
-    @property
     def sent_bytes(self) -> int:
-        """What all of them have."""
-        return self._publish.sent_bytes
+        """What all servers have."""
+        return self._progress.sent_bytes
 
     @property
     def done(self) -> bool:
@@ -53,7 +119,7 @@ class PublishHandle:
 
         Raises what ``committed`` raises.
         """
-        return self._reached(self._publish.announced)
+        return self._reach(self._progress.announced)
 
     @property
     def released(self) -> Awaitable[None]:
@@ -61,7 +127,7 @@ class PublishHandle:
 
         Raises what ``committed`` raises.
         """
-        return self._reached(self._publish.released)
+        return self._reach(self._progress.released)
 
     @property
     def committed(self) -> Awaitable[PublishReport]:
@@ -80,8 +146,8 @@ class PublishHandle:
     async def cancel(self) -> None:
         """Ends the publish; servers that have not committed yet discard the update.
 
-        Returns when the tensors may change again. A source that gives nothing is waited for no
-        longer than ``PublishTimeouts.source``; see ``Publisher.publish``.
+        Returns when the tensors may change again. A source that hangs is waited for no longer than
+        ``PublishTimeouts.source``; see ``Publisher.publish``.
         """
         if self._affinity.forked:
             return
@@ -89,8 +155,7 @@ class PublishHandle:
         self._task.cancel()
         await asyncio.wait([self._task])
 
-    async def _reached(self, milestone: asyncio.Event) -> None:
-        """Returns when the publish has come to a milestone; raises why if it never will."""
+    async def _reach(self, milestone: asyncio.Event) -> None:
         self._affinity.check()
         waiting = asyncio.create_task(milestone.wait())
         try:

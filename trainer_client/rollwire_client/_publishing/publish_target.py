@@ -1,11 +1,10 @@
-"""One server in a publish: what it was told, how far it is, and what went wrong with it."""
+"""One server in a publish: its progress, and the calls that stage, commit or discard the update."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
@@ -14,7 +13,6 @@ from rollwire.deadlines import Deadline, Timeout
 from rollwire.types import UpdatePhase, version_text, weights_text
 from rollwire.v1 import weights_pb2, weights_pb2_grpc
 
-from rollwire_client._arguments import all_seconds
 from rollwire_client._errors import (
     PublishError,
     RollwireError,
@@ -30,72 +28,18 @@ if TYPE_CHECKING:
     from rollwire.types import KvPolicy
 
     from rollwire_client._fleet.committed_policy import Policy
+    from rollwire_client._publishing.settings import PublishTimeouts
     from rollwire_client._rpc.client import RolloutClient
 
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class PublishTimeouts:
-    """How long a publish waits, in seconds.
+class PublishTarget:
+    """A server that an update is published to.
 
-    Where servers and other ranks are waited for, time in which the event loop did not run is not
-    counted: it heard nobody.
-
-    Attributes:
-        call: For the answer to a short call.
-        ready: For a server to check an update and to reserve memory for it.
-        silence: A server that reports nothing for this long is cut out; servers report at least
-            every half second.
-        join: For a transport group to stand.
-        bucket: For one bucket to reach all servers.
-        source: For the trainer's tensors to come, all that one bucket holds. Servers by default
-            wait 30 s for a bucket.
-        stalled: For the servers to say how far they came, once a group failed.
-        staged: For the servers to verify what they have, once all is sent.
-        commit: For a server to put an update in place.
-        commit_silence: For the answer to a commit, before the server is asked whether it is there.
-        discard: For the answer to a discard; a server that does not answer discards by its lease.
-        stage_lease: How long a server keeps an update that waits for its publisher, who is gone:
-            announced, stalled or staged.
-
-    Raises:
-        TypeError, ValueError: One of them is no number of seconds.
-    """
-
-    call: float = 10.0
-    ready: float = 30.0
-    silence: float = 5.0
-    join: float = 20.0
-    bucket: float = 30.0
-    source: float = 20.0
-    stalled: float = 2.0
-    staged: float = 30.0
-    commit: float = 60.0
-    commit_silence: float = 5.0
-    discard: float = 5.0
-    stage_lease: float = 120.0
-
-    def __post_init__(self) -> None:
-        """Refuses what is no time."""
-        all_seconds(self)
-
-
-class Recipient:
-    """One server's part in one update.
-
-    ANNOUNCED → READY → RECEIVING ⇄ STALLED → STAGED, as the server reports; at any time it may
-    fail, and is out then.
-
-    Attributes:
-        phase: As reported last.
-        next_bucket: All before it are there.
-        received_bytes: Of the update.
-        digest: Of what it received, once STAGED.
-        error: Why it is out.
-        seconds: From the announcement to STAGED.
-        transports: Backends that it can use.
+    Its phase is ANNOUNCED → READY → RECEIVING ⇄ STALLED → STAGED, as the server reports it. It can
+    fail in any phase; ``error`` says why, and it is left out of the rest of the publish.
     """
 
     def __init__(
@@ -107,49 +51,40 @@ class Recipient:
     ) -> None:
         self.address = client.address
         self.phase = UpdatePhase.ANNOUNCED
-        self.next_bucket = 0
+        self.next_bucket = 0  # the server has all buckets before this one
         self.received_bytes = 0
-        self.digest = 0
+        self.digest = 0  # of what it received, once STAGED
         self.error: RollwireError | None = None
-        self.seconds = 0.0
-        self.transports: tuple[str, ...] = ()
+        self.staging_seconds = 0.0  # from the announcement to STAGED
+        self.transports: tuple[str, ...] = ()  # backends that it can use
         self._client = client
         self._stub = weights_pb2_grpc.WeightServiceStub(client.channel)
         self._publisher = publisher
         self._update_id = update_id
         self._timeouts = timeouts
-        self._change = asyncio.Event()
+        self._changed = asyncio.Event()
         self._epoch = ""  # of the group that it was told to join last
 
     @property
     def staged(self) -> bool:
-        """Whether it has everything, verified."""
+        """Whether it has the whole update, verified."""
         return self.error is None and self.phase is UpdatePhase.STAGED
 
     def fail(self, error: RollwireError) -> None:
-        """Cuts the server out of the publish; the first reason counts."""
+        """Leaves the server out of the publish; the first error counts."""
         if self.error is None:
             self.error = error
-            self._changed()
+            self._notify()
 
-    async def wait(self, until: Callable[[Recipient], bool]) -> None:
-        """Returns once ``until`` is true of it, or it is out."""
+    async def wait(self, until: Callable[[PublishTarget], bool]) -> None:
+        """Returns once ``until`` holds, or the server has failed."""
         while self.error is None and not until(self):
-            change = self._change
-            await change.wait()
+            await self._changed.wait()
 
-    async def follow(
-        self,
-        request: weights_pb2.UpdateWeightsRequest,
-        policy: Policy,
-    ) -> None:
-        """Announces the update and keeps track of it until it is staged, or fails.
+    async def stage(self, request: weights_pb2.UpdateWeightsRequest, policy: Policy) -> None:
+        """Announces the update, and follows the server's reports until STAGED or a failure.
 
-        Ending this before makes the server discard the update.
-
-        Args:
-            request: The announcement.
-            policy: What the server should have by now.
+        Cancelling it makes the server discard the update.
         """
         clock = asyncio.get_running_loop().time
         began = clock()
@@ -168,19 +103,19 @@ class Recipient:
                 request.CopyFrom(announced)
                 request.allow_version_rollback = True
             try:
-                await self._report(request)
+                await self._follow_reports(request)
             except UpdateRefusedError as error:
                 leftover = error.metadata.get("update_id")
                 if error.reason != "UPDATE_IN_PROGRESS" or leftover is None:
                     raise
-                # Of this publisher, whose discard did not reach the server.
+                # An earlier update of this publisher, whose discard did not reach the server.
                 await self.discard(leftover)
-                await self._report(request)
+                await self._follow_reports(request)
         except RollwireError as error:
             self.fail(error)
-        self.seconds = clock() - began
+        self.staging_seconds = clock() - began
 
-    async def _report(self, request: weights_pb2.UpdateWeightsRequest) -> None:
+    async def _follow_reports(self, request: weights_pb2.UpdateWeightsRequest) -> None:
         call = self._stub.UpdateWeights(request)
         try:
             while not self.staged and self.error is None:
@@ -194,7 +129,7 @@ class Recipient:
                         f"{self.phase.value}",
                         server=self.address,
                     )
-                self._take(report)
+                self._apply(report)
         except TimeoutError as error:
             raise ServerUnreachableError(
                 f"{self.address}: silent for {silence:g} s while the update was {self.phase.value}",
@@ -205,20 +140,30 @@ class Recipient:
         finally:
             call.cancel()
 
-    async def join(self, request: weights_pb2.JoinTransportRequest) -> None:
-        """Joins a transport group; returns when the group stands.
+    def _apply(self, report: weights_pb2.UpdateWeightsResponse) -> None:
+        phase = UPDATE_PHASE_FROM_PROTO.get(report.phase, self.phase)
+        # On a busy event loop, a report of the former group may be read late.
+        if phase is not UpdatePhase.STALLED or report.epoch == self._epoch:
+            self.phase = phase
+        self.next_bucket = report.next_bucket
+        self.received_bytes = report.received_bytes
+        self.digest = report.digest
+        self._notify()
 
-        An answer that was lost is asked for again: the server joins once.
+    async def join(self, request: weights_pb2.JoinTransportRequest) -> None:
+        """Makes the server join a transport group; returns when the group has formed.
+
+        A call whose answer was lost is repeated: the server joins once.
 
         Raises:
-            RollwireError: It does not.
+            RollwireError: The server did not join.
         """
         request.publisher.CopyFrom(self._publisher)
         request.update_id = self._update_id
         self._epoch = request.epoch
         if self.phase is not UpdatePhase.STAGED:
             self.phase = UpdatePhase.RECEIVING
-        # Longer than the trainer waits for the group, which then knows who is missing.
+        # Longer than the trainer's end waits for the group, which then knows who is missing.
         limit = Deadline(self._timeouts.join + self._timeouts.call)
         while True:
             try:
@@ -230,18 +175,18 @@ class Recipient:
                     deadline=limit.left,
                 )
             except ServerUnreachableError as error:
-                if not await self._answers() or limit.left == 0:
+                if not await self._is_alive() or limit.left == 0:
                     raise
                 logger.info("%s; it is asked again", error)
             else:
-                break
+                return
 
     async def commit(
         self, digest: int, kv_policy: KvPolicy
     ) -> weights_pb2.CommitWeightsResponse | None:
-        """Makes the staged update the weights that serve; None if the server is out then.
+        """Makes the server serve the staged update; None if the server has failed.
 
-        An answer that was lost is asked for again: the server commits once.
+        A call whose answer was lost is repeated: the server commits once.
         """
         limit = Deadline(self._timeouts.commit)
         request = weights_pb2.CommitWeightsRequest(
@@ -252,25 +197,28 @@ class Recipient:
         )
         while True:
             try:
-                answer = await unary(
+                return await unary(
                     self._stub.CommitWeights,
                     request,
                     server=self.address,
                     timeout=self._timeouts.commit_silence,
                 )
             except ServerUnreachableError as error:
-                if not await self._answers() or limit.left == 0:
-                    self.fail(_maybe_committed(self.address, error))
+                if not await self._is_alive() or limit.left == 0:
+                    self.fail(
+                        ServerUnreachableError(
+                            f"{error}; it was committing, and may or may not have done it",
+                            server=self.address,
+                        )
+                    )
                     return None
                 logger.info("%s; it is asked again", error)
             except RollwireError as error:
                 self.fail(error)
                 return None
-            else:
-                return answer
 
     async def discard(self, update_id: str | None = None) -> None:
-        """Makes the server drop this update, or another one; if it answers."""
+        """Makes the server drop this update, or another one; a failure is ignored."""
         with contextlib.suppress(RollwireError):
             await unary(
                 self._stub.DiscardUpdate,
@@ -281,8 +229,8 @@ class Recipient:
                 timeout=self._timeouts.discard,
             )
 
-    async def serves(self) -> str:
-        """What the server serves now, in words."""
+    async def describe_weights(self) -> str:
+        """What the server serves now, for an error's message."""
         try:
             status = await unary(
                 self._stub.GetWeightStatus,
@@ -294,29 +242,13 @@ class Recipient:
             return "cannot be asked what it serves"
         return f"serves {weights_text(weight_tag_from_proto(status.weights))}"
 
-    async def _answers(self) -> bool:
+    async def _is_alive(self) -> bool:
         try:
             await self._client.info()
         except RollwireError:
             return False
         return True
 
-    def _take(self, report: weights_pb2.UpdateWeightsResponse) -> None:
-        phase = UPDATE_PHASE_FROM_PROTO.get(report.phase, self.phase)
-        # Where the loop has no time, a report of the former group may be read late.
-        if phase is not UpdatePhase.STALLED or report.epoch == self._epoch:
-            self.phase = phase
-        self.next_bucket = report.next_bucket
-        self.received_bytes = report.received_bytes
-        self.digest = report.digest
-        self._changed()
-
-    def _changed(self) -> None:
-        self._change.set()
-        self._change = asyncio.Event()
-
-
-def _maybe_committed(address: str, error: RollwireError) -> ServerUnreachableError:
-    return ServerUnreachableError(
-        f"{error}; it was committing, and may or may not have done it", server=address
-    )
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

@@ -1,13 +1,13 @@
-"""Publishing: a new policy goes to every server of a fleet, in one transaction each.
+"""Publishes a policy to every server of a fleet, as one transaction a server.
 
-    publish()            the tensors are checked, every server is told and reserves memory
+    publish()            checks the tensors; every server reserves memory for them
     handle.released      every server has everything, verified: the tensors may change again
     handle.committed     every server serves it: the report
     catch_up()           the same for servers that came later, or came back
 
-A server that fails or falls silent is cut out after a bounded time; the others go on and commit.
-Nothing that serves is touched before the commit, so a publish that fails leaves the servers as they
-were.
+A server that fails or falls silent is left out after a bounded time; the others go on and commit.
+Serving weights are not touched before the commit, so a publish that fails leaves the servers as
+they were.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import contextlib
 import os
 import socket
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rollwire.types import KvPolicy
@@ -29,27 +30,22 @@ from rollwire_client._errors import (
     PublishInProgressError,
     RollwireError,
 )
-from rollwire_client._publishing.publish_handle import PublishHandle
-from rollwire_client._publishing.publish_target import PublishTimeouts
-from rollwire_client._publishing.report import PublishReport
-from rollwire_client._publishing.sharded import CATCHES_UP, publishes
+from rollwire_client._publishing.publish_handle import PublishHandle, PublishReport
+from rollwire_client._publishing.settings import PublishSettings, PublishTimeouts
 from rollwire_client._rpc import conversion
 from rollwire_client._rpc.channel import unary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from contextlib import AbstractAsyncContextManager
 
     import torch
-    from rollwire.types import WeightTag
     from rollwire_transport import TensorSpec
     from torch import Tensor
 
     from rollwire_client._fleet.fleet import Fleet
     from rollwire_client._fleet.server_handle import ServerHandle
-    from rollwire_client._publishing.schema import Source
-    from rollwire_client._publishing.sharded import Ranks
-    from rollwire_client._publishing.sharded.coordinator import Lead
+    from rollwire_client._publishing.sharded.coordinator import Coordinator
+    from rollwire_client._publishing.tensor_source import TensorSource
 
 
 class Publisher:
@@ -92,19 +88,20 @@ class Publisher:
             raise TypeError(
                 f"timeouts is {timeouts!r}: say PublishTimeouts(source={timeouts!r}), or another"
             )
-        if bucket_bytes is not None:
-            bucket_bytes = _bucket_size(bucket_bytes)
         self.id = id or f"{socket.gethostname()}-{os.getpid()}"
         term = term if term is not None else time.time_ns() // 1_000_000
         self.term = integer("term", term, most=(1 << 64) - 1)
         self._pool = fleet._pool  # noqa: SLF001 - the library's own
-        self._backend = backend
-        self._host = host
-        self._kv_policy = _checked(kv_policy)
-        self._bucket_bytes = bucket_bytes
-        self._timeouts = timeouts or PublishTimeouts()
+        self._settings = PublishSettings(
+            publisher=weights_pb2.Publisher(id=self.id, term=self.term),
+            backend=backend,
+            host=host,
+            kv_policy=_check_kv_policy(kv_policy),
+            bucket_bytes=None if bucket_bytes is None else _check_bucket_bytes(bucket_bytes),
+            timeouts=timeouts or PublishTimeouts(),
+        )
         self._schema: tuple[TensorSpec, ...] | None = None
-        self._busy = False
+        self._starting = False
         self._handle: PublishHandle | None = None
 
     async def schema(self) -> tuple[TensorSpec, ...]:
@@ -112,7 +109,7 @@ class Publisher:
 
         Raises:
             ClosedError: The fleet is not open.
-            RollwireError: No server tells.
+            RollwireError: No server gives its schema.
         """
         self._pool.check_open()
         if self._schema is None:
@@ -120,17 +117,17 @@ class Publisher:
         return self._schema
 
     async def prepare(self, device: torch.device | str = "cpu") -> None:
-        """Does ahead what the first publish would wait for.
+        """Does ahead of time what the first publish would wait for.
 
-        It reads the schema. On a GPU it compiles kernels and has UCX look for its ways, which takes
-        2 s or so, and holds up whoever reads tokens in this process meanwhile.
+        It reads the schema. On a GPU it also compiles kernels and lets UCX discover its transports,
+        which takes about 2 s and delays whoever reads tokens in this process meanwhile.
 
         Args:
             device: Where the tensors will lie.
 
         Raises:
             ClosedError: The fleet is not open.
-            RollwireError: No server tells its schema.
+            RollwireError: No server gives its schema.
         """
         import rollwire_transport as transport
         import torch
@@ -141,14 +138,14 @@ class Publisher:
     async def publish(
         self,
         version: int | None,
-        tensors: Mapping[str, Tensor] | Source,
+        tensors: Mapping[str, Tensor] | TensorSource,
         *,
         kv_policy: KvPolicy | None = None,
         partial: bool = False,
         allow_version_rollback: bool = False,
-        ranks: Ranks | None = None,
+        coordinator: Coordinator | None = None,
     ) -> PublishHandle:
-        """Announces a new policy to the fleet; what follows goes on by itself.
+        """Announces a new policy to the fleet; the rest of the publish runs in the background.
 
         Args:
             version: The trainer's step; None for an untagged update.
@@ -158,16 +155,15 @@ class Publisher:
                 gives a fresh iterator of (name, tensor) in the order of ``schema()``, aliases left
                 out, so that a sharded trainer gathers one tensor at a time. In place of a tensor it
                 may give a function, which is called if the tensor is needed. It runs in a worker
-                thread, once for each transport group that is needed. If it hangs the publish fails,
-                but a thread cannot be killed: its thread is left to itself, and ends if the source
-                does.
+                thread, once for each transport group that is needed. If it hangs the publish fails;
+                the thread cannot be killed, and ends when the source does.
             kv_policy: Instead of the publisher's.
             partial: Tensors that are not named stay as they are. A server that missed a publish is
                 left out: it would mix two policies.
             allow_version_rollback: ``version`` may be below what the servers hold, or equal with
                 other content. Servers that miss this are brought to what was published last by
                 the next publish, or by ``catch_up``, without being asked again.
-            ranks: Of a sharded trainer, as ``Ranks.publish`` gives them.
+            coordinator: Of a sharded trainer; ``Ranks.publish`` gives it.
 
         Returns:
             A handle, once every server that can has checked the update and reserved memory for it.
@@ -181,18 +177,17 @@ class Publisher:
             StalePublisherError: A publisher with a higher term took over.
             PublishFailedError: No server takes the update.
         """
-        async with _leading(ranks, publishes(version, partial=partial)) as lead:
-            version = checked_version("version", version)
-            with self._turn():
-                handle = await self._begin(
-                    await self._pool.identified_servers(),
-                    version,
-                    tensors,
-                    lead,
-                    kv_policy=kv_policy,
-                    partial=partial,
-                    allow_version_rollback=allow_version_rollback,
-                )
+        version = checked_version("version", version)
+        with self._one_at_a_time():
+            handle = await self._start(
+                await self._pool.identified_servers(),
+                version,
+                tensors,
+                coordinator,
+                kv_policy=kv_policy,
+                partial=partial,
+                allow_version_rollback=allow_version_rollback,
+            )
         try:
             await handle.announced
         except asyncio.CancelledError:
@@ -201,15 +196,18 @@ class Publisher:
         return handle
 
     async def catch_up(
-        self, tensors: Mapping[str, Tensor] | Source, *, ranks: Ranks | None = None
+        self,
+        tensors: Mapping[str, Tensor] | TensorSource,
+        *,
+        coordinator: Coordinator | None = None,
     ) -> PublishReport:
         """Brings servers that are new, came back, or missed a publish to what the fleet serves.
 
-        Only they are sent anything; the others go on as if nothing happened.
+        Only they are sent anything; the others are not disturbed.
 
         Args:
             tensors: Those of the version published last, as given to ``publish``: all of them.
-            ranks: Of a sharded trainer, as ``Ranks.catch_up`` gives them.
+            coordinator: Of a sharded trainer; ``Ranks.catch_up`` gives it.
 
         Returns:
             The report, once all have committed: ``servers`` has those that were behind, and is
@@ -221,27 +219,33 @@ class Publisher:
             PublishFailedError: None of the servers could be brought up.
             PublishError: Nothing was published to this fleet yet; or see ``publish``.
         """
-        async with _leading(ranks, CATCHES_UP) as lead:
-            with self._turn():
-                policy = self._pool.policy.current
-                if policy is None:
-                    raise PublishError(
-                        "there is nothing to catch up with: nothing was published by this `Fleet` "
-                        "yet, whatever its servers hold; publish first"
-                    )
-                behind = await self._pool.outdated_servers()
-                if not behind:
-                    if lead is not None:
-                        lead.release()
-                    return _nothing_to_do(policy)
-                handle = await self._begin(
-                    behind,
-                    policy.version,
-                    tensors,
-                    lead,
-                    allow_version_rollback=True,  # the others have it, whatever these have
-                    expected_digest=policy.digest,
+        with self._one_at_a_time():
+            policy = self._pool.policy.current
+            if policy is None:
+                raise PublishError(
+                    "there is nothing to catch up with: nothing was published by this `Fleet` "
+                    "yet, whatever its servers hold; publish first"
                 )
+            behind = await self._pool.outdated_servers()
+            if not behind:
+                if coordinator is not None:
+                    coordinator.release()
+                return PublishReport(
+                    version=policy.version,
+                    update_id="",
+                    digest=policy.digest,
+                    bytes=0,
+                    seconds=0.0,
+                    servers=(),
+                )
+            handle = await self._start(
+                behind,
+                policy.version,
+                tensors,
+                coordinator,
+                allow_version_rollback=True,  # the others have it, whatever these have
+                expected_digest=policy.digest,
+            )
         try:
             return await handle.committed
         except asyncio.CancelledError:
@@ -249,77 +253,74 @@ class Publisher:
             raise
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """One publish at a time.
-
-        Raises:
-            ClosedError: The fleet is not open.
-            PublishInProgressError: The one before has not ended.
-        """
+    def _one_at_a_time(self) -> Iterator[None]:
         self._pool.check_open()
-        if self._busy or (self._handle is not None and not self._handle.done):
+        if self._starting or (self._handle is not None and not self._handle.done):
             raise PublishInProgressError(
                 "the publish before has not ended: await its `committed` first"
             )
-        self._busy = True
+        self._starting = True
         try:
             yield
         finally:
-            self._busy = False
+            self._starting = False
 
-    async def _begin(
+    async def _start(
         self,
-        members: Sequence[ServerHandle],
+        servers: Sequence[ServerHandle],
         version: int | None,
-        tensors: Mapping[str, Tensor] | Source,
-        lead: Lead | None,
+        tensors: Mapping[str, Tensor] | TensorSource,
+        coordinator: Coordinator | None,
         *,
         kv_policy: KvPolicy | None = None,
         partial: bool = False,
         allow_version_rollback: bool = False,
         expected_digest: int | None = None,
     ) -> PublishHandle:
-        from rollwire_client._publishing.change_detector import Changes
-        from rollwire_client._publishing.publish import Publish
-        from rollwire_client._publishing.schema import device_of, fit
+        # Modules that need torch.
+        from rollwire_client._publishing.change_detector import ChangeDetector
+        from rollwire_client._publishing.publish import Publish, UpdateSpec
+        from rollwire_client._publishing.schema import match_schema
+        from rollwire_client._publishing.tensor_source import device_of
 
-        schema, changes = await self.schema(), Changes()
-        specs, source = fit(tensors, schema, partial=partial, changes=changes, lead=lead)
-        publish = Publish(
-            self._pool,
-            members,
-            weights_pb2.Publisher(id=self.id, term=self.term),
+        settings, detector = self._settings, ChangeDetector()
+        if kv_policy is not None:
+            settings = replace(settings, kv_policy=_check_kv_policy(kv_policy))
+        specs, source = match_schema(
+            tensors,
+            await self.schema(),
+            partial=partial,
+            detector=detector,
+            coordinator=coordinator,
+        )
+        update = UpdateSpec(
             version,
             specs,
             source,
-            changes=changes,
-            confirm=None if lead is None else lead.confirm,
-            device=device_of(tensors),
+            device_of(tensors),
             partial=partial,
             allow_version_rollback=allow_version_rollback,
-            bucket_bytes=self._bucket_bytes,
-            backend=self._backend,
-            host=self._host,
-            kv_policy=self._kv_policy if kv_policy is None else _checked(kv_policy),
-            timeouts=self._timeouts,
             expected_digest=expected_digest,
         )
+        publish = Publish(
+            self._pool, servers, settings, update, detector=detector, coordinator=coordinator
+        )
         work = publish.run()
-        if lead is not None:
-            work = lead.run(work, publish.released)
-        self._handle = PublishHandle(publish, self._pool.create_task(work))
+        if coordinator is not None:
+            work = coordinator.run(work, publish.progress.released)
+        self._handle = PublishHandle(publish.progress, self._pool.create_task(work))
         return self._handle
 
     async def _ask_schema(self) -> tuple[TensorSpec, ...]:
         problems: list[RollwireError] = []
-        for member in self._pool.servers:
-            stub = weights_pb2_grpc.WeightServiceStub(member.client.channel)
+        for server in self._pool.servers:
+            stub = weights_pb2_grpc.WeightServiceStub(server.client.channel)
             try:
                 answer = await unary(
                     stub.GetWeightSchema,
                     weights_pb2.GetWeightSchemaRequest(),
-                    server=member.address,
-                    timeout=self._timeouts.call,
+                    server=server.address,
+                    timeout=self._settings.timeouts.call,
                 )
             except RollwireError as error:
                 problems.append(error)
@@ -330,23 +331,13 @@ class Publisher:
         ) from problems[0]
 
 
-def _leading(ranks: Ranks | None, call: str) -> AbstractAsyncContextManager[Lead | None]:
-    return contextlib.nullcontext() if ranks is None else ranks.lead(call)
-
-
-def _nothing_to_do(policy: WeightTag) -> PublishReport:
-    return PublishReport(
-        version=policy.version, update_id="", digest=policy.digest, bytes=0, seconds=0.0, servers=()
-    )
-
-
-def _checked(kv_policy: KvPolicy) -> KvPolicy:
+def _check_kv_policy(kv_policy: KvPolicy) -> KvPolicy:
     if not isinstance(kv_policy, KvPolicy):
         raise TypeError(f"kv_policy is {kv_policy!r}, not a KvPolicy")
     return kv_policy
 
 
-def _bucket_size(size: int) -> int:
+def _check_bucket_bytes(size: int) -> int:
     from rollwire_transport._validation import ALIGNMENT, MAX_BUCKET_BYTES
 
     size = integer("bucket_bytes", size, least=ALIGNMENT, most=MAX_BUCKET_BYTES)

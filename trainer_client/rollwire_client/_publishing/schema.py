@@ -1,16 +1,16 @@
-"""Whether a trainer's tensors are what the servers want, and how they are sent."""
+"""Checks a trainer's tensors against the schema of the servers, and maps names between them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
-import torch
 
 from rollwire_client._errors import SchemaMismatchError
-from rollwire_client._publishing.name_hints import hints, shape_hint
+from rollwire_client._publishing.name_hints import name_hints, shape_hint
+from rollwire_client._publishing.tensor_source import check_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -18,142 +18,113 @@ if TYPE_CHECKING:
     from rollwire_transport import TensorSpec
     from torch import Tensor
 
-    from rollwire_client._publishing.change_detector import Changes
-    from rollwire_client._publishing.sharded.coordinator import Lead
+    from rollwire_client._publishing.change_detector import ChangeDetector
+    from rollwire_client._publishing.sharded.coordinator import Coordinator
+    from rollwire_client._publishing.tensor_source import TensorOrFunction, TensorSource
 
-Given = torch.Tensor | Callable[[], torch.Tensor]
-_SERVED = {"float32", "bfloat16", "float16"}
-
-Source = Callable[[], Iterable[tuple[str, Given]]]
-
-_SHOWN = 20  # of the problems, in an error's message
+_SERVER_DTYPES = {"float32", "bfloat16", "float16"}  # that ``rollwire-server --dtype`` takes
+_MAX_PROBLEMS = 20  # in an error's message
 
 
-def fit(
-    tensors: Mapping[str, Tensor] | Source,
+def match_schema(
+    tensors: Mapping[str, Tensor] | TensorSource,
     schema: Sequence[TensorSpec],
     *,
     partial: bool,
-    changes: Changes,
-    lead: Lead | None = None,
-) -> tuple[list[TensorSpec], Source]:
-    """What is sent, aliases included, and where it comes from.
+    detector: ChangeDetector,
+    coordinator: Coordinator | None = None,
+) -> tuple[list[TensorSpec], TensorSource]:
+    """The specs of what is sent, aliases included, and the source that gives it.
 
-    A mapping is checked here. A callable is not asked for anything yet: it must give the tensors in
-    the order of the schema, which the sender checks as they come. From here on, or from when they
-    come, ``changes`` notices what changes them. With ``lead`` the other ranks of a sharded trainer
-    do their part.
+    A mapping is checked here. A callable is not called yet: it must give the tensors in the order
+    of the schema, which the sender checks as they come. With a ``coordinator`` the other ranks of a
+    sharded trainer iterate and gather in step.
 
     Raises:
-        SchemaMismatchError: The mapping is not what the servers want, or it is none.
+        SchemaMismatchError: The mapping is not what the servers want, or it is no mapping.
     """
     if not isinstance(tensors, Mapping):
-        require_tensors(tensors)
-        source = changes.noting(tensors)
-        return list(schema), source if lead is None else lead.iterated(source)
-    held = dict(tensors)  # read once: a mapping may take each tensor out of a file
-    if isinstance(tensors, dict):  # which may get others meanwhile
-        tensors = held
-    require_tensors(held)
-    sent = _chosen(held, schema, partial=partial)
-    aliases = [s for s in schema if s.alias_of in sent]
+        check_tensors(tensors)
+        source = detector.watch_source(tensors)
+        return list(schema), source if coordinator is None else coordinator.iterate(source)
+    snapshot = dict(tensors)  # read once: a mapping may read each tensor from a file
+    if isinstance(tensors, dict):  # to which the trainer may assign other tensors meanwhile
+        tensors = snapshot
+    check_tensors(snapshot)
+    selected = _select(snapshot, schema, partial=partial)
     specs = []
-    for name, mine in sent.items():
-        changes.note(mine, held[mine])
-        specs.append(transport.describe(name, held[mine]))
+    for name, local_name in selected.items():
+        detector.watch(local_name, snapshot[local_name])
+        specs.append(transport.describe(name, snapshot[local_name]))
+    specs += [spec for spec in schema if spec.alias_of in selected]
 
-    def given() -> Iterator[tuple[str, Given]]:
-        for name, mine in sent.items():
-            yield name, tensors[mine] if lead is None else lead.gathered(mine, tensors[mine])
+    def items() -> Iterator[tuple[str, TensorOrFunction]]:
+        for name, local_name in selected.items():
+            value = tensors[local_name]
+            yield name, value if coordinator is None else coordinator.gather(local_name, value)
 
-    return specs + aliases, given
-
-
-def require_tensors(tensors: Mapping[str, Tensor] | Source) -> None:
-    """Raises SchemaMismatchError unless these are tensors by name, or a callable."""
-    if isinstance(tensors, torch.nn.Module):  # which is callable, for something else
-        raise SchemaMismatchError(
-            f"nothing was sent: a {type(tensors).__name__} is a model, not its tensors: "
-            "publish(version, model.state_dict())"
-        )
-    if callable(tensors):
-        return
-    if not isinstance(tensors, Mapping):
-        raise SchemaMismatchError(
-            f"nothing was sent: a {type(tensors).__name__} is neither a mapping of names to "
-            "tensors nor a function that gives an iterator of (name, tensor)"
-        )
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise SchemaMismatchError(
-                f"nothing was sent: {name}: a {type(tensor).__name__} is no tensor of torch's"
-            )
+    return specs, items
 
 
-def device_of(tensors: Mapping[str, Tensor] | Source) -> torch.device | None:
-    """Where tensors lie; of a callable's the guess is the CUDA device that this thread uses."""
-    if not callable(tensors):
-        return next((tensor.device for tensor in tensors.values()), None)
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return None
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _chosen(
+def _select(
     tensors: Mapping[str, Tensor], schema: Sequence[TensorSpec], *, partial: bool
 ) -> dict[str, str]:
-    """The tensors to send, each memory once: the servers' names, and the trainer's for them."""
+    """The tensors to send, each memory once: from the servers' names to the trainer's."""
     wanted = {spec.name: spec for spec in schema}
     alias_of = {spec.name: spec.alias_of for spec in schema if spec.alias_of is not None}
     try:
-        given = transport.describe_all(tensors)
+        described = transport.describe_all(tensors)
     except ValueError as error:
         raise SchemaMismatchError(f"nothing was sent: {error}") from error
-    same_memory = {spec.name: spec.alias_of or spec.name for spec in given}
-    missing = [] if partial else [n for n in wanted if n not in tensors and n not in alias_of]
-    sent: dict[str, str] = {}
-    problems: list[str] = []
-    miscast: dict[tuple[str, str], list[str]] = {}  # names, by the dtypes here and on the servers
-    advice = hints(
-        [spec for spec in given if spec.name not in wanted],
-        [spec for spec in schema if spec.name not in tensors],
-    )
-    for name, tensor in tensors.items():
-        if name not in wanted:
+    memory_of = {spec.name: spec.alias_of or spec.name for spec in described}
+    selected: dict[str, str] = {}
+    ties: list[str] = []
+    shapes: list[str] = []
+    miscast: dict[tuple[str, str], list[str]] = {}  # names by (dtype here, dtype on the servers)
+    for local_name, tensor in tensors.items():
+        if local_name not in wanted:
             continue
-        source = alias_of.get(name, name)
-        if source != name and source in tensors:
-            if same_memory[name] != same_memory[source]:
-                problems.append(
-                    f"{name} is tied to {source} on the servers, and a tensor of its own here: "
+        name = alias_of.get(local_name, local_name)
+        if name != local_name and name in tensors:
+            if memory_of[local_name] != memory_of[name]:
+                ties.append(
+                    f"{local_name} is tied to {name} on the servers, and a tensor of its own here: "
                     "tie them, or leave it out"
                 )
             continue
-        got = replace(transport.describe(name, tensor), name=source)
-        want = wanted[source]
+        got, want = replace(transport.describe(local_name, tensor), name=name), wanted[name]
         if got.shape != want.shape:
-            problems.append(
-                f"{name} has shape {list(got.shape)}, the servers want {list(want.shape)}: "
+            shapes.append(
+                f"{local_name} has shape {list(got.shape)}, the servers want {list(want.shape)}: "
                 f"{shape_hint(got.shape, want.shape)}"
             )
         if got.dtype != want.dtype:
-            miscast.setdefault((got.dtype, want.dtype), []).append(name)
-        sent.setdefault(source, name)
-    problems += [_miscast(names, *dtypes) for dtypes, names in miscast.items()]
-    told = set().union(*(hint.instead for hint in advice))
-    problems[:0] = map(str, advice)
-    problems += [f"{n} is missing" for n in missing if n not in sent and n not in told]
+            miscast.setdefault((got.dtype, want.dtype), []).append(local_name)
+        selected.setdefault(name, local_name)
+    hints = name_hints(
+        [spec for spec in described if spec.name not in wanted],
+        [spec for spec in schema if spec.name not in tensors],
+    )
+    hinted = {name for hint in hints for name in hint.wanted}
+    missing = [] if partial else [n for n in wanted if n not in tensors and n not in alias_of]
+    problems = [
+        *map(str, hints),
+        *ties,
+        *shapes,
+        *(_miscast(names, *dtypes) for dtypes, names in miscast.items()),
+        *(f"{n} is missing" for n in missing if n not in selected and n not in hinted),
+    ]
     if problems:
-        shown = problems[:_SHOWN]
+        shown = problems[:_MAX_PROBLEMS]
         if more := len(problems) - len(shown):
             shown.append(f"and {more} more")
         raise SchemaMismatchError(
             "the tensors are not those that the servers want; nothing was sent: " + "; ".join(shown)
         )
-    return sent
+    return selected
 
 
 def _miscast(names: list[str], got: str, want: str) -> str:
     more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
-    served = f", or start the servers with --dtype {got}" if got in _SERVED else ""
-    return f"{names[0]}{more} {got}, the servers want {want}: cast before publishing{served}"
+    option = f", or start the servers with --dtype {got}" if got in _SERVER_DTYPES else ""
+    return f"{names[0]}{more} {got}, the servers want {want}: cast before publishing{option}"

@@ -1,12 +1,8 @@
-"""The processes of a sharded trainer publish together.
+"""The processes of a sharded trainer publish together: all gather, rank 0 sends.
 
-together   ``Ranks``: what every process calls
-lead       rank 0's part: says who does what next, and lets go of the others
-follower   the other ranks' part
-line       the words that they say, over TCP
-meeting    how they find each other
+ranks         ``Ranks``: what every process calls
+coordinator   rank 0's part: directs the other ranks until the tensors are released
+participant   the other ranks' part
+connection    their messages, over TCP
+rendezvous    how they connect
 """
-
-from rollwire_client._publishing.sharded.ranks import CATCHES_UP, Ranks, publishes
-
-__all__ = ["CATCHES_UP", "Ranks", "publishes"]

@@ -1,4 +1,4 @@
-"""What two processes of a sharded trainer say to each other: short messages over TCP."""
+"""Short messages over TCP between two processes of a sharded trainer."""
 
 from __future__ import annotations
 
@@ -9,87 +9,94 @@ import json
 import socket
 import threading
 
-_LONGEST = 1 << 20  # bytes of a message
+_MAX_MESSAGE_BYTES = 1 << 20
 
 
-class Word(enum.Enum):
-    """What a message is about; some have a text."""
+class Message(enum.Enum):
+    """The kind of a message; some have a text.
 
-    HERE = "here"  # → rank 0: has called, and with what
-    FAILED = "failed"  # → rank 0: why
-    AGAIN = "again"  # rank 0 →: iterate from the beginning
-    NEXT = "next"  # rank 0 →: take the next tensor; the name of the last one
-    GATHER = "gather"  # rank 0 →: make the tensor of this name whole
-    ALIVE = "alive"  # rank 0 →: every second
-    CONFIRM = "confirm"  # rank 0 →: all is sent; are the tensors as they were?
-    UNCHANGED = "unchanged"  # → rank 0: they are
-    CHANGED = "changed"  # → rank 0: which are not
-    RELEASED = "released"  # rank 0 →: the tensors may change again
-    OVER = "over"  # rank 0 →: the publish failed; why
+    To rank 0: CALLED, FAILED, UNCHANGED, CHANGED. From rank 0: the others.
+    """
+
+    CALLED = "called"  # the call that was made, with what all ranks must agree on
+    FAILED = "failed"  # why
+    UNCHANGED = "unchanged"  # the tensors are as they were
+    CHANGED = "changed"  # which tensors are not
+    RESTART = "restart"  # iterate from the beginning
+    NEXT = "next"  # take the next tensor; the name of the last one
+    GATHER = "gather"  # take part in gathering the tensor of this name
+    HEARTBEAT = "heartbeat"
+    CONFIRM = "confirm"  # all is sent: are the tensors unchanged?
+    RELEASED = "released"  # the tensors may change again
+    ABORTED = "aborted"  # the publish failed; why
 
 
-class Line:
-    """One end of a connection. One task hears; any thread tells."""
+class Connection:
+    """One end of a connection. One task receives; any thread sends."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(0)
-        self._connection = connection
-        self._heard = b""
-        self._telling = threading.Lock()
+        self._socket = connection
+        self._received = b""
+        self._sending = threading.Lock()
 
-    def tell(self, word: Word, text: str = "") -> None:
-        """Sends a message; never waits.
+    def send(self, message: Message, text: str = "") -> None:
+        """Sends a message; never blocks.
 
         Raises:
-            ConnectionError: The other end is gone, or has not listened for many messages.
+            ConnectionError: The other end is gone, or has not read many messages.
         """
-        message = json.dumps([word.value, text]).encode() + b"\n"
-        with self._telling:
+        line = json.dumps([message.value, text]).encode() + b"\n"
+        with self._sending:
             try:
-                sent = self._connection.send(message)
+                sent = self._socket.send(line)
             except OSError as error:
                 raise ConnectionError(str(error)) from error
-            if sent < len(message):
+            if sent < len(line):
                 self.close()
-                raise ConnectionError("it does not listen")
+                raise ConnectionError("it does not read its messages")
 
-    async def hear(self) -> tuple[Word, str]:
-        """The next message. When this is cancelled none is lost.
+    async def receive(self) -> tuple[Message, str]:
+        """The next message. A cancelled call loses none.
 
         Raises:
-            ConnectionError: The other end is gone, or says what makes no sense.
+            ConnectionError: The other end is gone, or sent an invalid message.
         """
-        while b"\n" not in self._heard:
-            await self._readable()
+        while b"\n" not in self._received:
+            await self._wait_readable()
             try:
-                piece = self._connection.recv(1 << 16)
+                data = self._socket.recv(1 << 16)
             except BlockingIOError:
                 continue
             except OSError as error:
                 raise ConnectionError(str(error)) from error
-            if not piece:
-                raise ConnectionError("it hung up")
-            self._heard += piece
-            if len(self._heard) > _LONGEST:
-                raise ConnectionError("it sent a message without an end")
-        message, _, self._heard = self._heard.partition(b"\n")
-        return _read(message)
+            if not data:
+                raise ConnectionError("it closed the connection")
+            self._received += data
+            if len(self._received) > _MAX_MESSAGE_BYTES:
+                raise ConnectionError("it sent a message that is too long")
+        line, _, self._received = self._received.partition(b"\n")
+        try:
+            kind, text = json.loads(line)
+            return Message(kind), str(text)
+        except (ValueError, TypeError) as error:
+            raise ConnectionError("it sent an invalid message") from error
 
-    def dismiss(self, why: str) -> None:
-        """Hangs up; the other end hears ``OVER`` first."""
+    def abort(self, why: str) -> None:
+        """Closes the connection after an ``ABORTED`` message."""
         with contextlib.suppress(ConnectionError):
-            self.tell(Word.OVER, why)
+            self.send(Message.ABORTED, why)
         self.close()
 
     def close(self) -> None:
-        """Hangs up. Any number of times."""
+        """Closes the connection. Idempotent."""
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
 
-    async def _readable(self) -> None:
-        if (number := self._connection.fileno()) < 0:
+    async def _wait_readable(self) -> None:
+        if (number := self._socket.fileno()) < 0:
             raise ConnectionError("it was closed")
         readable = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -98,11 +105,3 @@ class Line:
             await readable.wait()
         finally:
             loop.remove_reader(number)
-
-
-def _read(message: bytes) -> tuple[Word, str]:
-    try:
-        word, text = json.loads(message)
-        return Word(word), str(text)
-    except (ValueError, TypeError) as error:
-        raise ConnectionError("it says what makes no sense") from error

@@ -1,4 +1,4 @@
-"""Rank 0's part in a publish of a sharded trainer: it leads, the other ranks follow."""
+"""Rank 0's part in a publish of a sharded trainer: it directs the other ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollwire.deadlines import Timeout
 
 from rollwire_client._concurrency.tasks import cancel_all
 from rollwire_client._errors import SourceError, TensorsChangedError
-from rollwire_client._publishing.sharded.connection import Line, Word
+from rollwire_client._publishing.sharded.connection import Connection, Message
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Mapping
@@ -21,131 +21,168 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rollwire_client._publishing.schema import Given, Source
+    from rollwire_client._publishing.tensor_source import TensorOrFunction, TensorSource
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_ALIVE_SECONDS = 1.0
+_HEARTBEAT_SECONDS = 1.0
 
 
-class Lead:
-    """Tells the other ranks what to do in one publish, until they are let go of.
+class Coordinator:
+    """Directs the other ranks in one publish, until it releases or aborts them.
 
     Args:
-        lines: To the other ranks.
-        timeout: Seconds that another rank may take to call, and that rank 0 may be silent.
+        connections: With the other ranks.
+        timeout: Seconds that another rank may take to make the same call, and that rank 0 may be
+            silent.
 
     Attributes:
-        over: Whether they were let go of.
+        ended: Whether the other ranks were released, or told that the publish failed.
     """
 
-    def __init__(self, lines: Mapping[int, Line], timeout: float) -> None:
-        self._lines = lines
+    def __init__(self, connections: Mapping[int, Connection], timeout: float) -> None:
+        self._connections = connections
         self._timeout = timeout
-        self._alive_seconds = min(_ALIVE_SECONDS, timeout / 4)
-        self._telling = threading.Lock()
-        self._unchanged: dict[int, asyncio.Event] = {rank: asyncio.Event() for rank in lines}
-        self.over = False
+        self._heartbeat_seconds = min(_HEARTBEAT_SECONDS, timeout / 4)
+        self._sending = threading.Lock()
+        self._unchanged: dict[int, asyncio.Event] = {rank: asyncio.Event() for rank in connections}
+        self.ended = False
 
-    async def assemble(self, call: str) -> None:
-        """Waits until the other ranks have made the same call.
-
-        Args:
-            call: What is called, and with what.
+    async def wait_for_ranks(self, call: str) -> None:
+        """Returns once all other ranks have made the same ``call``.
 
         Raises:
             SourceError: One has not, or made another, or is gone.
         """
-        calling = [
-            asyncio.create_task(self._called(rank, line, call))
-            for rank, line in self._lines.items()
+        calls = [
+            asyncio.create_task(self._wait_for_call(rank, connection, call))
+            for rank, connection in self._connections.items()
         ]
         try:
-            waiting: set[asyncio.Task[None]] = set(calling)
+            waiting: set[asyncio.Task[None]] = set(calls)
             while waiting:
-                _, waiting = await asyncio.wait(waiting, timeout=self._alive_seconds)
-                for line in self._lines.values():  # those that are here wait for the others
-                    with contextlib.suppress(ConnectionError):  # told by who listens to it
-                        line.tell(Word.ALIVE)
-            for task in calling:
+                _, waiting = await asyncio.wait(waiting, timeout=self._heartbeat_seconds)
+                for connection in self._connections.values():
+                    with contextlib.suppress(ConnectionError):  # its ``_wait_for_call`` raises it
+                        connection.send(Message.HEARTBEAT)
+            for task in calls:
                 task.result()
         finally:
-            await cancel_all(calling)
+            await cancel_all(calls)
 
-    async def _called(self, rank: int, line: Line, call: str) -> None:
+    async def _wait_for_call(self, rank: int, connection: Connection, call: str) -> None:
         try:
             async with Timeout(self._timeout):
-                word, text = await line.hear()
-                while word is not Word.HERE:  # of a publish that was over already
-                    word, text = await line.hear()
+                message, text = await connection.receive()
+                while message is not Message.CALLED:  # left from a publish that is over
+                    message, text = await connection.receive()
         except TimeoutError as error:
             late = SourceError(
                 f"rank {rank} has not called within {self._timeout:g} s, rank 0 {call}: these "
                 "ranks cannot publish any more"
             )
-            line.dismiss(str(late))  # it learns when it calls, which is then of the past
+            connection.abort(str(late))  # it reads that when it calls, after which it is late
             raise late from error
         except ConnectionError as error:
-            raise _gone(rank, error) from error
-        if (word, text) != (Word.HERE, call):
+            raise _rank_is_gone(rank, error) from error
+        if text != call:
             raise SourceError(f"the ranks differ: rank {rank} {text}, rank 0 {call}")
 
-    def iterated(self, source: Source) -> Source:
-        """``source``, with the other ranks iterating over theirs in step."""
+    def iterate(self, source: TensorSource) -> TensorSource:
+        """Wraps ``source``: the other ranks iterate over theirs in step."""
 
-        def led() -> Iterator[tuple[str, Given]]:
-            self._tell(Word.AGAIN)
-            items = iter(source())
+        def items() -> Iterator[tuple[str, TensorOrFunction]]:
+            self._send(Message.RESTART)
+            iterator = iter(source())
             name = ""
             while True:
-                self._tell(Word.NEXT, name)
-                item = next(items, None)
+                self._send(Message.NEXT, name)
+                item = next(iterator, None)
                 if item is None:
                     return
-                name, given = item
-                del item
-                yield name, self.gathered(name, given)
-                del given
+                name, value = item
+                del item  # the generator must not keep a tensor that its reader has dropped
+                yield name, self.gather(name, value)
+                del value
 
-        return led
+        return items
 
-    def gathered(self, name: str, given: Given) -> Given:
-        """A function that gathers a DTensor, or calls a function, with the other ranks; any other
-        tensor as it is.
+    def gather(self, name: str, value: TensorOrFunction) -> TensorOrFunction:
+        """A function that gathers a DTensor, or calls a function, on all ranks; any other tensor
+        as it is.
         """
-        if callable(given) or hasattr(given, "full_tensor"):
-            return functools.partial(self._gather, name, given)
-        return given
+        if callable(value) or hasattr(value, "full_tensor"):
+            return functools.partial(self._gather_on_all, name, value)
+        return value
 
-    async def run(self, work: Coroutine[Any, Any, T], released: asyncio.Event) -> T:
-        """Runs a publish, and lets go of the other ranks when it has released the tensors.
+    def _gather_on_all(self, name: str, value: TensorOrFunction) -> Tensor:
+        from rollwire_transport import materialize
+
+        self._send(Message.GATHER, name)
+        return materialize(value)
+
+    async def run(self, publish: Coroutine[Any, Any, T], released: asyncio.Event) -> T:
+        """Runs a publish, and releases the other ranks once the tensors are ``released``.
 
         Raises:
-            SourceError: One of them failed, or is gone.
+            SourceError: A rank failed, or is gone.
         """
-        working = asyncio.create_task(work)
-        attending = asyncio.create_task(self._attend(released))
-        either: list[asyncio.Task[Any]] = [working, attending]
+        publishing = asyncio.create_task(publish)
+        supervising = asyncio.create_task(self._supervise(released))
+        either: list[asyncio.Task[Any]] = [publishing, supervising]
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if attending.done():
-                attending.result()
-            return await working
+            if supervising.done():
+                supervising.result()
+            return await publishing
         except BaseException as error:
-            self.fail(error)
+            self.abort(error)
             raise
         finally:
             await cancel_all(either)
 
-    async def confirm(self) -> None:
-        """Waits until the other ranks have said that their tensors did not change.
+    async def _supervise(self, released: asyncio.Event) -> None:
+        """Sends heartbeats and listens to the other ranks until the tensors are released."""
+        waiting = asyncio.create_task(released.wait())
+        listening = [
+            asyncio.create_task(self._listen(rank, connection))
+            for rank, connection in self._connections.items()
+        ]
+        try:
+            while not waiting.done():
+                self._send(Message.HEARTBEAT)
+                done, _ = await asyncio.wait(
+                    [waiting, *listening],
+                    timeout=self._heartbeat_seconds,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                for task in done - {waiting}:
+                    task.result()
+            self.release()
+        finally:
+            await cancel_all([waiting, *listening])
+
+    async def _listen(self, rank: int, connection: Connection) -> None:
+        while True:
+            try:
+                message, text = await connection.receive()
+            except ConnectionError as error:
+                raise _rank_is_gone(rank, error) from error
+            if message is Message.CHANGED:
+                raise TensorsChangedError(f"rank {rank}: {text}")
+            if message is not Message.UNCHANGED:
+                raise SourceError(f"rank {rank} failed: {text}")
+            self._unchanged[rank].set()
+
+    async def confirm_unchanged(self) -> None:
+        """Asks the other ranks whether their tensors changed; a change ends ``run``.
 
         Raises:
-            SourceError: One does not say so in time; that they did change ends ``run``.
+            SourceError: One does not answer in time.
         """
-        self._tell(Word.CONFIRM)
+        self._send(Message.CONFIRM)
         for rank, unchanged in self._unchanged.items():
             try:
                 async with Timeout(self._timeout):
@@ -157,73 +194,36 @@ class Lead:
                 ) from error
 
     def release(self) -> None:
-        """Lets go of the other ranks: their tensors may change again."""
-        self._let_go(Word.RELEASED, "")
+        """Tells the other ranks that their tensors may change again."""
+        self._end(Message.RELEASED, "")
 
-    def fail(self, error: BaseException) -> None:
-        """Lets go of the other ranks with an error, if that was not done before."""
-        self._let_go(Word.OVER, str(error) or f"the publish ended with {type(error).__name__}")
+    def abort(self, error: BaseException) -> None:
+        """Tells the other ranks that the publish failed, unless it has ended before."""
+        self._end(Message.ABORTED, str(error) or f"the publish ended with {type(error).__name__}")
 
-    async def _attend(self, released: asyncio.Event) -> None:
-        """Listens to the other ranks until the tensors are released; raises what goes wrong."""
-        waiting = asyncio.create_task(released.wait())
-        listening = [asyncio.create_task(self._listen(r, line)) for r, line in self._lines.items()]
-        try:
-            while not waiting.done():
-                self._tell(Word.ALIVE)
-                done, _ = await asyncio.wait(
-                    [waiting, *listening],
-                    timeout=self._alive_seconds,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                for task in done - {waiting}:
-                    task.result()
-            self.release()
-        finally:
-            await cancel_all([waiting, *listening])
-
-    async def _listen(self, rank: int, line: Line) -> None:
-        while True:
-            try:
-                word, text = await line.hear()
-            except ConnectionError as error:
-                raise _gone(rank, error) from error
-            if word is Word.CHANGED:
-                raise TensorsChangedError(f"rank {rank}: {text}")
-            if word is not Word.UNCHANGED:
-                raise SourceError(f"rank {rank} failed: {text}")
-            self._unchanged[rank].set()
-
-    def _gather(self, name: str, given: Given) -> Tensor:
-
-        self._tell(Word.GATHER, name)
-        from rollwire_transport import materialize
-
-        return materialize(given)
-
-    def _tell(self, word: Word, text: str = "") -> None:
-        with self._telling:
-            if self.over:  # nobody would take part in what follows
+    def _send(self, message: Message, text: str = "") -> None:
+        with self._sending:
+            if self.ended:  # nobody would take part any more
                 raise SourceError("the publish is over")
-            for rank, line in self._lines.items():
+            for rank, connection in self._connections.items():
                 try:
-                    line.tell(word, text)
+                    connection.send(message, text)
                 except ConnectionError as error:
-                    raise _gone(rank, error) from error
+                    raise _rank_is_gone(rank, error) from error
 
-    def _let_go(self, word: Word, text: str) -> None:
-        with self._telling:
-            if self.over:
+    def _end(self, message: Message, text: str) -> None:
+        with self._sending:
+            if self.ended:
                 return
-            self.over = True
-            for rank, line in self._lines.items():
+            self.ended = True
+            for rank, connection in self._connections.items():
                 try:
-                    line.tell(word, text)
+                    connection.send(message, text)
                 except ConnectionError as error:
-                    logger.warning("%s", _gone(rank, error))
+                    logger.warning("%s", _rank_is_gone(rank, error))
 
 
-def _gone(rank: int, error: ConnectionError) -> SourceError:
+def _rank_is_gone(rank: int, error: ConnectionError) -> SourceError:
     return SourceError(
         f"rank {rank} of the trainer is gone ({error}): these ranks cannot publish any more"
     )

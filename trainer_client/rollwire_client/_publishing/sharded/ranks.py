@@ -1,4 +1,4 @@
-"""The processes of a sharded trainer, which publish together: all gather, rank 0 sends."""
+"""``Ranks``: the processes of a sharded trainer, which publish together."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Self
 from rollwire_client._arguments import seconds
 from rollwire_client._concurrency.affinity import LoopAffinity
 from rollwire_client._errors import PublishInProgressError
-from rollwire_client._publishing.sharded.coordinator import Lead
-from rollwire_client._publishing.sharded.participant import Follower
-from rollwire_client._publishing.sharded.rendezvous import meet
+from rollwire_client._publishing.sharded.coordinator import Coordinator
+from rollwire_client._publishing.sharded.participant import Participant
+from rollwire_client._publishing.sharded.rendezvous import connect_ranks
 from rollwire_client._wording import update_text
 
 if TYPE_CHECKING:
@@ -21,12 +21,11 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from rollwire_client._publishing.publish_handle import PublishHandle
+    from rollwire_client._publishing.publish_handle import PublishHandle, PublishReport
     from rollwire_client._publishing.publisher import Publisher
-    from rollwire_client._publishing.report import PublishReport
-    from rollwire_client._publishing.schema import Source
+    from rollwire_client._publishing.tensor_source import TensorSource
 
-CATCHES_UP = "catches up"
+_CATCHES_UP = "catches up"
 
 
 class Ranks:
@@ -39,28 +38,28 @@ class Ranks:
             if handle is not None:
                 report = await handle.committed
 
-    Sharded tensors are gathered one at a time while they are sent, so that no process holds more of
-    another's than one tensor. Until ``publish`` returns no process may use the groups of its
-    tensors for anything else; others it may, also on the same GPU: gathers have a stream of their
+    Sharded tensors are gathered one at a time while they are sent, so that no process holds more
+    than one whole tensor. Until ``publish`` returns, no process may use the groups of its tensors
+    for anything else. It may use other groups, also on the same GPU: gathers have a stream of their
     own there.
 
-    The processes keep TCP connections with rank 0, over which they say only who does what next.
-    One that dies or fails ends the publish on all of them: servers keep what they serve. A gather
-    that waits for a dead process hangs for as long as its group lets it; it is left behind in a
-    thread of its own (see ``PublishTimeouts.source`` and ``timeout``).
+    The processes keep TCP connections with rank 0, over which they coordinate; tensors do not
+    travel there. A process that dies or fails ends the publish on all of them, and servers keep
+    what they serve. A gather that waits for a dead process hangs for as long as its group lets it;
+    it is left behind in a thread of its own (see ``PublishTimeouts.source`` and ``timeout``).
 
     Args:
-        group: Of the processes; used once, here, to tell where they meet. Blocks until all come.
+        group: Of the processes; used once, here, to connect them. Blocks until all have come.
         host: Under which the others reach rank 0. Default: MASTER_ADDR as torch has it, else this
             machine's name.
-        timeout: Seconds that processes wait for each other: to meet, to make the same call, for a
-            sign of life (rank 0 gives one every second), and for a gather to end.
+        timeout: Seconds that processes wait for each other: to connect, to make the same call, for
+            a heartbeat (rank 0 sends one every second), and for a gather to end.
 
     Attributes:
         rank: Of this process in the group.
 
     Raises:
-        PublishError: The processes cannot meet.
+        PublishError: The processes cannot connect.
     """
 
     def __init__(
@@ -72,9 +71,9 @@ class Ranks:
             raise TypeError("name the process group: torch.distributed.group.WORLD for all ranks")
         self.rank = dist.get_rank(group)
         self._timeout = seconds("timeout", timeout)
-        self._following = False
-        self._lead: Lead | None = None
-        self._lines = meet(group, host, timeout)
+        self._participating = False
+        self._coordinator: Coordinator | None = None
+        self._connections = connect_ranks(group, host, timeout)
         self._affinity = LoopAffinity("Ranks")
 
     def __enter__(self) -> Self:
@@ -84,17 +83,17 @@ class Ranks:
         self.close()
 
     def close(self) -> None:
-        """Hangs up; a publish under way ends on all ranks. Idempotent."""
-        if self._affinity.forked:  # to hang up here would end the parent's connections
+        """Closes the connections; a publish under way ends on all ranks. Idempotent."""
+        if self._affinity.forked:  # that would close the parent's connections
             return
-        for line in self._lines.values():
-            line.close()
+        for connection in self._connections.values():
+            connection.close()
 
     async def publish(
         self,
         publisher: Publisher | None,
         version: int | None,
-        tensors: Mapping[str, Tensor] | Source,
+        tensors: Mapping[str, Tensor] | TensorSource,
         *,
         kv_policy: KvPolicy | None = None,
         partial: bool = False,
@@ -105,7 +104,7 @@ class Ranks:
         Returns when the tensors may change again, on every rank.
 
         Args:
-            publisher: At rank 0; the others' is not looked at.
+            publisher: At rank 0; ignored on other ranks.
             version: As for ``Publisher.publish``.
             tensors: This rank's tensors by name, in the same order on all ranks: a DTensor is
                 gathered. Or a callable that gives an iterator of (name, tensor), as for
@@ -125,26 +124,28 @@ class Ranks:
             PublishError: See ``Publisher.publish``; on other ranks, with what rank 0 says of it.
         """
         self._affinity.check_process()
+        call = f"publishes {'a part of ' if partial else ''}{update_text(version)}"
         if self.rank != 0:
-            await self._follow(publishes(version, partial=partial), tensors)
+            await self._participate(call, tensors)
             return None
-        handle = await _required(publisher).publish(
-            version,
-            tensors,
-            kv_policy=kv_policy,
-            partial=partial,
-            allow_version_rollback=allow_version_rollback,
-            ranks=self,
-        )
-        try:
-            await handle.released
-        except asyncio.CancelledError:
-            await handle.cancel()
-            raise
+        async with self._coordinate(call) as coordinator:
+            handle = await _require_publisher(publisher).publish(
+                version,
+                tensors,
+                kv_policy=kv_policy,
+                partial=partial,
+                allow_version_rollback=allow_version_rollback,
+                coordinator=coordinator,
+            )
+            try:
+                await handle.released
+            except asyncio.CancelledError:
+                await handle.cancel()
+                raise
         return handle
 
     async def catch_up(
-        self, publisher: Publisher | None, tensors: Mapping[str, Tensor] | Source
+        self, publisher: Publisher | None, tensors: Mapping[str, Tensor] | TensorSource
     ) -> PublishReport | None:
         """As ``Publisher.catch_up``; every rank calls it with the same arguments, as ``publish``.
 
@@ -153,45 +154,39 @@ class Ranks:
         """
         self._affinity.check_process()
         if self.rank != 0:
-            await self._follow(CATCHES_UP, tensors)
+            await self._participate(_CATCHES_UP, tensors)
             return None
-        return await _required(publisher).catch_up(tensors, ranks=self)
+        async with self._coordinate(_CATCHES_UP) as coordinator:
+            return await _require_publisher(publisher).catch_up(tensors, coordinator=coordinator)
 
     @contextlib.asynccontextmanager
-    async def lead(self, call: str) -> AsyncIterator[Lead]:
-        """Leads the other ranks through a call, once all have made it; for ``Publisher``, which
-        lets go of them.
-        """
-        if self._lead is not None and not self._lead.over:
+    async def _coordinate(self, call: str) -> AsyncIterator[Coordinator]:
+        """Yields once all ranks have made the same call; an error ends it on all of them."""
+        if self._coordinator is not None and not self._coordinator.ended:
             raise _in_progress()
-        lead = self._lead = Lead(self._lines, self._timeout)
+        coordinator = self._coordinator = Coordinator(self._connections, self._timeout)
         try:
-            await lead.assemble(call)
-            yield lead
+            await coordinator.wait_for_ranks(call)
+            yield coordinator
         except BaseException as error:
-            lead.fail(error)
+            coordinator.abort(error)
             raise
 
-    async def _follow(self, call: str, tensors: Mapping[str, Tensor] | Source) -> None:
-        if self._following:
+    async def _participate(self, call: str, tensors: Mapping[str, Tensor] | TensorSource) -> None:
+        if self._participating:
             raise _in_progress()
-        self._following = True
+        self._participating = True
         try:
-            await Follower(self._lines[0], tensors, self._timeout).follow(call)
+            await Participant(self._connections[0], tensors, self._timeout).run(call)
         finally:
-            self._following = False
+            self._participating = False
 
 
 def _in_progress() -> PublishInProgressError:
     return PublishInProgressError("these ranks are publishing: await that first")
 
 
-def publishes(version: int | None, *, partial: bool) -> str:
-    """The call of a publish, in words: the same on all ranks."""
-    return f"publishes {'a part of ' if partial else ''}{update_text(version)}"
-
-
-def _required(publisher: Publisher | None) -> Publisher:
+def _require_publisher(publisher: Publisher | None) -> Publisher:
     if publisher is None:
         raise TypeError("rank 0 publishes: it needs the publisher")
     return publisher
