@@ -49,6 +49,11 @@ class ServerState(enum.Enum):
     UNKNOWN = "unknown"
     """A state that this release has no name for; only ever seen by a client."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether it takes requests. A paused server does: they wait until it goes on."""
+        return self in (ServerState.SERVING, ServerState.PAUSED)
+
 
 class KvPolicy(enum.Enum):
     """What a commit does with the keys and values of sequences that are under way."""

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-READY = {ServerState.SERVING, ServerState.PAUSED}
-
 
 class StartError(Exception):
     """The server cannot start; the message is for a person."""
@@ -107,7 +105,7 @@ class RolloutServer:
                     tasks.create_task(self._state.run(), name="state"),
                     tasks.create_task(self._sequences.run(), name="sequences"),
                 ]
-                self._state.observe(lambda state: endpoints.ready(is_so=state in READY))
+                self._state.observe(lambda state: endpoints.ready(is_so=state.ready))
                 try:
                     await endpoints.start(metrics)
                     await self._load(updates)

@@ -123,7 +123,7 @@ class WeightState:
             _log_failure(update, error)
             raise
         same = announcement.version == now.version and digest == now.digest
-        if same and self._state.current in (ServerState.SERVING, ServerState.PAUSED):
+        if same and self._state.current.ready:
             result = CommitResult(now, receive_ns=update.receive_ns, already_current=True)
             log.info(
                 "already current",

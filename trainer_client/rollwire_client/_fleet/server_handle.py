@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_READY = {ServerState.SERVING, ServerState.PAUSED}
 _CURABLE = {ServerState.AWAITING_WEIGHTS, ServerState.QUARANTINED}  # by a full update
 
 
@@ -280,7 +279,7 @@ class ServerHandle:
             return False
         if info.state in _CURABLE:
             return True
-        return info.state in _READY and not self._policy.accepts(info.weights)
+        return info.state.ready and not self._policy.accepts(info.weights)
 
     @property
     def _weights(self) -> WeightTag | None:
@@ -321,7 +320,7 @@ class ServerHandle:
             self._on_change()
 
     def _assess(self, info: ServerInfo) -> tuple[ServerStatus, RollwireError | None]:
-        if info.state not in _READY:
+        if not info.state.ready:
             return ServerStatus.NOT_SERVING, self._not_ready(f"is {info.state.value}")
         policy = self._policy.current
         if policy is not None and not self._policy.accepts(info.weights):
