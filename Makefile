@@ -3,31 +3,40 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/
 
-.PHONY: demo test test-fast test-protobuf7 test-ucx test-sglang lint protos clean
+# Tests wait more than they compute, so four side by side suit two cores. Alone, to debug one:
+# .venv/bin/pytest tests/…
+JOBS ?= 4
+PYTEST := pytest -n $(JOBS) --dist loadgroup
+
+.PHONY: demo test test-fast test-protobuf7 test-ucx test-sglang environments lint protos clean
 
 demo: $(VENV)/installed ## two servers, a trainer, a policy that learns
 	$(RUN)rollwire demo
 
 test: $(VENV)/installed lint ## everything that runs without a GPU
-	$(RUN)pytest -m "not gpu"
-	$(RUN)pytest -m "not gpu" tests/contract --engine synthetic
+	$(RUN)$(PYTEST) -m "not gpu"
+	$(RUN)$(PYTEST) -m "not gpu" tests/contract --engine synthetic
 
 test-fast: $(VENV)/installed ## what takes seconds
-	$(RUN)pytest -m "not gpu and not slow"
+	$(RUN)$(PYTEST) -m "not gpu and not slow"
 
 # The committed API code loads on two generations of protobuf; this is the newer one.
 test-protobuf7: .overlay/installed
-	PYTHONPATH=.overlay $(RUN)pytest -m "not gpu and not slow" tests/protos tests/client tests/contract
+	PYTHONPATH=$(CURDIR)/.overlay $(RUN)$(PYTEST) -m "not gpu and not slow" tests/protos tests/client tests/contract
 
 # Weights over UCX, on TCP without a GPU; 70 MB more.
 test-ucx: .ucx/installed
-	PYTHONPATH=.ucx $(RUN)pytest -m "not gpu" tests/transport/test_ucx.py tests/system/weights/test_faults_relays.py tests/server/test_transport_listen.py
+	PYTHONPATH=$(CURDIR)/.ucx $(RUN)$(PYTEST) -m "not gpu" tests/transport/test_ucx.py tests/system/weights/test_faults_relays.py tests/server/test_transport_listen.py
 
-# The contract on SGLang, on a CPU; Python 3.11 and 3 GB for an environment of its own.
+# The contract on SGLang, on a CPU; Python 3.11 and 3 GB for an environment of its own. An engine
+# takes 3 GB of memory and a core, so two side by side.
 SGLANG := sglang==0.5.23 torchvision==0.28.0
+ON_CPU := PYTHONPATH=$(CURDIR)/tests/sglang_on_cpu OMP_NUM_THREADS=1
 test-sglang: .sglang/installed
-	PYTHONPATH=tests/sglang_on_cpu OMP_NUM_THREADS=1 .sglang/bin/python -m pytest --timeout 600 tests/contract --engine sglang
-	PYTHONPATH=tests/sglang_on_cpu OMP_NUM_THREADS=1 .sglang/bin/python -m pytest --timeout 600 tests/server/engines/test_sglang*.py
+	$(ON_CPU) .sglang/bin/$(PYTEST) -n 2 --timeout 600 tests/contract --engine sglang
+	$(ON_CPU) .sglang/bin/$(PYTEST) -n 2 --timeout 600 tests/server/engines/test_sglang*.py
+
+environments: .overlay/installed .ucx/installed .sglang/installed ## what the three above run in
 
 lint: $(VENV)/installed
 	$(RUN)ruff check .

@@ -168,13 +168,13 @@ async def test_a_new_token_gives_a_rollout_its_whole_time_again(server: Scripted
     """And the time that it has a place is not counted."""
 
     async def one_token(sequence: Sequence) -> None:
-        await asyncio.sleep(0.06)
+        await asyncio.sleep(0.25)
         await sequence.send(1)
         await sequence.finish("INTERRUPTED")
 
     scripts = [full, one_token] * 10
     server.scripts = scripts
-    async with Fleet([server.address], retries=Retries(seconds=0.5), probe_interval=0.02) as fleet:
+    async with Fleet([server.address], retries=Retries(seconds=2), probe_interval=0.02) as fleet:
         assert (await fleet.generate(PROMPT)).complete
     assert not scripts
 

@@ -131,7 +131,7 @@ def test_many_wrapped_names_are_refused_at_once() -> None:
         began = time.process_time()
         with pytest.raises(SchemaMismatchError, match=f"2303 more .*`{prefix}`"):
             match_schema(tensors, schema, partial=False, detector=ChangeDetector())
-        assert time.process_time() - began < 1  # 150 s when each was compared with each
+        assert time.process_time() - began < 15  # 150 s when each was compared with each
     other = {f"{i}x": tensor for i, tensor in enumerate(wanted.values())}
     with pytest.raises(SchemaMismatchError, match="and 4588 more"):
         match_schema(other, schema, partial=False, detector=ChangeDetector())

@@ -158,7 +158,7 @@ async def test_the_least_temperature_is_what_float32_makes_of_it(api: Api) -> No
 
 async def test_enums_beyond_their_range(api: Api) -> None:
     sleep = rollout_pb2.SleepRequest(weights=99)  # type: ignore[arg-type]
-    assert await refusal(api.rollouts.Sleep(sleep, timeout=10)) == "BAD_REQUEST"
+    assert await refusal(api.rollouts.Sleep(sleep, timeout=60)) == "BAD_REQUEST"
     change = await update(api, 1, await next_version(api))
     await change.stage()
     assert await refusal(change.commit(kv_policy=99)) == "BAD_REQUEST"
@@ -170,14 +170,14 @@ async def test_a_sleep_whose_caller_goes_away_goes_through(api: Api) -> None:
     running = Generation(api, request((1,), LONG))
     await running.some(1)
     keep = rollout_pb2.SleepRequest(weights=rollout_pb2.SLEEPING_WEIGHTS_KEEP)
-    call = api.rollouts.Sleep(keep, timeout=10)
+    call = api.rollouts.Sleep(keep, timeout=60)
     await asyncio.sleep(0.003)
     call.cancel()
     assert (await running.all()).reason in ("INTERRUPTED", "ABORTED", "LENGTH")
     info = await api.info()
     if info.state != common_pb2.SERVER_STATE_SLEEPING:  # it was cancelled before it arrived
-        await api.rollouts.Sleep(keep, timeout=10)
-    await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=10)
+        await api.rollouts.Sleep(keep, timeout=60)
+    await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=60)
     await api.reaches(common_pb2.SERVER_STATE_SERVING)
     after = await generate(api, request((4, 5), 10, seed=1))
     assert after.tokens == before.tokens

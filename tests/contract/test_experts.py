@@ -126,7 +126,7 @@ async def test_dense_models_have_none(api: Api) -> None:
 async def test_an_abort_keeps_what_was_told(moe: Api) -> None:
     generation = Generation(moe, asked(PROMPT, 3000, routed_experts=True))
     await generation.some(10)
-    await moe.rollouts.Abort(rollout_pb2.AbortRequest(all=True), timeout=10)
+    await moe.rollouts.Abort(rollout_pb2.AbortRequest(all=True), timeout=60)
     output = await generation.all()
     assert output.reason == "ABORTED"
     assert is_whole(output, len(PROMPT))

@@ -190,7 +190,7 @@ async def test_abort_all(api: Api) -> None:
     generations = [Generation(api, request((i,), LONG)) for i in range(1, 5)]
     for generation in generations:
         await generation.some(1)
-    answer = await api.rollouts.Abort(rollout_pb2.AbortRequest(all=True), timeout=10)
+    answer = await api.rollouts.Abort(rollout_pb2.AbortRequest(all=True), timeout=60)
     assert answer.aborted == 4
     assert {(await generation.all()).reason for generation in generations} == {"ABORTED"}
 

@@ -75,7 +75,7 @@ async def test_pauses_are_lifted_one_by_one(api: Api) -> None:
 async def test_a_forgotten_pause_is_lifted_by_its_lease(api: Api) -> None:
     lease = Duration()
     lease.FromMilliseconds(200)
-    await api.rollouts.Pause(rollout_pb2.PauseRequest(lease=lease), timeout=10)
+    await api.rollouts.Pause(rollout_pb2.PauseRequest(lease=lease), timeout=60)
     output = await generate(api, request((1,), 3))
     assert output.reason == "LENGTH"
 
@@ -83,7 +83,7 @@ async def test_a_forgotten_pause_is_lifted_by_its_lease(api: Api) -> None:
 @pytest.mark.parametrize("nanos", [1, 1000, 100_000])
 async def test_a_pause_whose_lease_is_over_at_once_is_answered(api: Api, nanos: int) -> None:
     lease = Duration(nanos=nanos)
-    await api.rollouts.Pause(rollout_pb2.PauseRequest(lease=lease), timeout=10)
+    await api.rollouts.Pause(rollout_pb2.PauseRequest(lease=lease), timeout=60)
     assert (await generate(api, request((1,), 3))).reason == "LENGTH"
 
 

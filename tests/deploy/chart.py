@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 CHART = DEPLOY / "helm" / "rollwire"
 EXAMPLES = sorted(path.stem for path in (CHART / "examples").glob("*.yaml"))
-HELM_SECONDS = 60
+HELM_SECONDS = 240
 
 Object = dict[str, Any]
 

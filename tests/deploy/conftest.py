@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
 from typing import TYPE_CHECKING
 
 import pytest
 from deploy.chart import Helm, unpack_helm
 from deploy.pod import Pod
+from support import own
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from deploy.pod import RunPod, Secrets
     from support.namespaces import Machine
 
-_numbers = itertools.count(1)
+_numbers = itertools.count(2)
 
 
 @pytest.fixture(scope="session")
@@ -40,9 +40,7 @@ def run_pod(tmp_path: Path) -> Iterator[RunPod]:
     ) -> Pod:
         # All of 127.0.0.0/8 is loopback, so that each pod has an address of its own, and all ports
         # of it.
-        pid = os.getpid()
-        own = f"127.{pid >> 8 & 127 | 64}.{pid & 255}.{next(_numbers)}"
-        host = own if machine is None else machine.address
+        host = own.host(next(_numbers)) if machine is None else machine.address
         folder = tmp_path / host
         pods.append(Pod(rendered, folder, host, secrets or {}, volumes, machine))
         return pods[-1]

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from deploy.chart import Object, Rendered
     from support.namespaces import Machine
 
-START_SECONDS = 120
-STOP_SECONDS = 30
+START_SECONDS = 300
+STOP_SECONDS = 120
 
 Secrets = Mapping[str, Mapping[str, bytes]]
 
@@ -95,7 +95,7 @@ class Pod:
         asked = health_pb2.HealthCheckRequest(service=told.get("service", ""))
         async with grpc.aio.insecure_channel(f"{self._host}:{told['port']}") as channel:
             try:
-                answer = await health_pb2_grpc.HealthStub(channel).Check(asked, timeout=10)
+                answer = await health_pb2_grpc.HealthStub(channel).Check(asked, timeout=60)
             except grpc.aio.AioRpcError as error:
                 return error.code().name
         name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)

@@ -66,7 +66,7 @@ def copied() -> list[str]:
 def test_lint() -> None:
     done = subprocess.run(
         [Path(sys.executable).with_name("hadolint"), "--config", DEPLOY / "hadolint.yaml", RECIPE],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
 
@@ -77,7 +77,7 @@ def test_the_default_is_the_small_one() -> None:
 
 def test_all_that_is_copied_is_there_and_let_through() -> None:
     tracked = subprocess.run(
-        ["git", "ls-files", *copied()], cwd=ROOT, capture_output=True, text=True, timeout=60,
+        ["git", "ls-files", *copied()], cwd=ROOT, capture_output=True, text=True, timeout=240,
         check=True,
     ).stdout.splitlines()  # fmt: skip
     let_through = [

@@ -119,7 +119,7 @@ def promtool() -> str:
 @pytest.mark.parametrize("what", [["check", "rules", RULES], ["test", "rules", "alerts.yaml"]])
 def test_the_alerts_fire_when_they_should(promtool: str, what: list[str | Path]) -> None:
     done = subprocess.run(
-        [promtool, *what], capture_output=True, text=True, timeout=60, check=False,
+        [promtool, *what], capture_output=True, text=True, timeout=240, check=False,
         cwd=Path(__file__).parent,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 REPLICAS = 3
 WORKERS, TOKENS, RATE = 24, 200, 50  # four seconds a sequence
 DRAIN = 0.5  # seconds
-SECONDS = 60  # for what takes a moment, on a machine that is busy with other things
+SECONDS = 120  # for what takes a moment, on a machine that is busy with other things
 NAME = "fleet-rollwire.default.svc"
 VALUES = (
     "--set", f"engine=synthetic,engineArgs.tokens-per-second={RATE}",
@@ -122,7 +122,6 @@ async def samples(fleet: Fleet, address: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(480)
 async def test_a_rolling_update_under_load_loses_no_rollout(
     helm: Helm, run_pod: RunPod, monkeypatch: pytest.MonkeyPatch
 ) -> None:

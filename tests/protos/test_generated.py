@@ -21,7 +21,7 @@ def test_generated_code_is_current(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "generate_protos.py"
     environment = {"PATH": str(Path(sys.executable).parent)}
     subprocess.run(
-        [sys.executable, script, "--out", tmp_path], check=True, env=environment, timeout=60
+        [sys.executable, script, "--out", tmp_path], check=True, env=environment, timeout=240
     )
     made = sorted(p.name for p in (tmp_path / "rollwire/v1").iterdir())
     committed = ROOT / "protos/rollwire/v1"

@@ -33,14 +33,14 @@ async def test_every_watcher_learns_of_every_change(start_server: StartServer) -
         gone.cancel()
         await asyncio.gather(gone.code(), return_exceptions=True)
         for _ in range(2):
-            await api.rollouts.Sleep(rollout_pb2.SleepRequest(), timeout=10)
+            await api.rollouts.Sleep(rollout_pb2.SleepRequest(), timeout=60)
             assert (await told(stays)) == Status.NOT_SERVING
-            await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=10)
+            await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=60)
             assert (await told(stays)) == Status.SERVING
         for service, status in (("", Status.SERVING), (READINESS.service, Status.SERVING)):
             asked = health_pb2.HealthCheckRequest(service=service)
-            assert (await health.Check(asked, timeout=10)).status == status
-        unknown = health.Check(health_pb2.HealthCheckRequest(service="none"), timeout=10)
+            assert (await health.Check(asked, timeout=60)).status == status
+        unknown = health.Check(health_pb2.HealthCheckRequest(service="none"), timeout=60)
         assert await unknown.code() is grpc.StatusCode.NOT_FOUND
 
 

@@ -208,7 +208,7 @@ for log in (structlog.get_logger(), logging.getLogger("rollwire_server")):
 
 def said_by_libraries(style: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", LIBRARIES, style], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", LIBRARIES, style], capture_output=True, text=True, timeout=240,
         check=True,
     )  # fmt: skip
     assert not done.stdout

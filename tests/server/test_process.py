@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -13,9 +14,10 @@ import pytest
 from google.rpc import error_details_pb2
 from rollwire.v1 import common_pb2, rollout_pb2
 from support.calls import Generation, Stream, connected, details_of, generate, reason_of, request
+from support.forked import ServerCommand
 from support.health import ready
 from support.publishing import Update, random_weights, status
-from support.servers import COMMAND, StartServer
+from support.servers import COMMAND, START_SECONDS, StartServer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,16 +25,14 @@ if TYPE_CHECKING:
 LONG = 4000
 
 
-def fails(*flags: str, environment: dict[str, str] | None = None) -> tuple[int, str]:
-    done = subprocess.run(
-        [*COMMAND, *flags],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-        check=False,
-    )
-    return done.returncode, done.stderr
+def fails(folder: Path, *flags: str, environment: dict[str, str] | None = None) -> tuple[int, str]:
+    """The exit code, and what was said."""
+    log = folder / "said"
+    process = ServerCommand(flags, log, dict(os.environ) if environment is None else environment)
+    try:
+        return process.wait(START_SECONDS), log.read_text()
+    finally:
+        process.kill()
 
 
 @pytest.mark.parametrize(
@@ -69,11 +69,13 @@ def fails(*flags: str, environment: dict[str, str] | None = None) -> tuple[int, 
         (["--model", "builtin:tiny", "--listen", "192.0.2.1:5000"], 1, "192.0.2.1:5000"),
     ],
 )
-def test_a_wrong_start_is_one_clear_line(flags: list[str], code: int, said: str) -> None:
+def test_a_wrong_start_is_one_clear_line(
+    tmp_path: Path, flags: list[str], code: int, said: str
+) -> None:
     more = ["--log-level", "error"] if code == 1 else []
     if "--listen" not in flags:
         more += ["--listen", "127.0.0.1:0"]
-    returncode, stderr = fails(*flags, *more)
+    returncode, stderr = fails(tmp_path, *flags, *more)
     assert returncode == code
     assert len(stderr.strip().splitlines()) == 1, stderr
     assert stderr.startswith("rollwire-server: ")
@@ -83,24 +85,24 @@ def test_a_wrong_start_is_one_clear_line(flags: list[str], code: int, said: str)
 def test_a_checkpoint_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     code, stderr = fails(
-        "--model", str(tmp_path), "--listen", "127.0.0.1:0", "--log-level", "error"
+        tmp_path, "--model", str(tmp_path), "--listen", "127.0.0.1:0", "--log-level", "error"
     )
     assert code == 1
     assert len(stderr.strip().splitlines()) == 1, stderr
     assert str(tmp_path) in stderr
 
 
-def test_a_port_in_use(start_server: StartServer) -> None:
+def test_a_port_in_use(start_server: StartServer, tmp_path: Path) -> None:
     address = start_server().address
-    code, stderr = fails("--model", "builtin:tiny", "--listen", address)
+    code, stderr = fails(tmp_path, "--model", "builtin:tiny", "--listen", address)
     assert code == 1
     assert len(stderr.strip().splitlines()) == 1, stderr
     assert address in stderr
 
 
-def test_flags_are_environment_variables() -> None:
+def test_flags_are_environment_variables(tmp_path: Path) -> None:
     wrong = {"ROLLWIRE_MODEL": "/not/there", "ROLLWIRE_LISTEN": "x:y", "ROLLWIRE_FROZEN": "so so"}
-    code, stderr = fails("--max-running", "none", environment=wrong)
+    code, stderr = fails(tmp_path, "--max-running", "none", environment=wrong)
     assert code == 2
     assert "ROLLWIRE_LISTEN is 'x:y': must be HOST:PORT" in stderr
     assert "ROLLWIRE_FROZEN is 'so so': " in stderr
@@ -172,7 +174,7 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back(start_server: Sta
         error = (await stream.all())[1].error
         assert error is not None
         assert (error.reason, error.retry_delay) == ("QUEUE_FULL", retry.retry_delay)
-        await api.rollouts.Abort(rollout_pb2.AbortRequest(all=True), timeout=10)
+        await api.rollouts.Abort(rollout_pb2.AbortRequest(all=True), timeout=60)
         await asyncio.gather(*(one.all() for one in (*generations, waiting)))
         await api.idle()
 
@@ -197,7 +199,7 @@ def test_as_many_files_as_the_system_allows() -> None:
         "print(r.getrlimit(r.RLIMIT_NOFILE) == (min(hard, 65536) if hard >= 0 else 65536, hard))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", command], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", command], capture_output=True, text=True, timeout=240, check=True
     )
     assert done.stdout == "True\n"
 
@@ -209,7 +211,7 @@ async def test_a_signal_while_loading_ends_it_without_serving(tmp_path: Path) ->
         "--log-format", "text", stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert process.stderr is not None
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(START_SECONDS):
         await process.stderr.readuntil(b"loading")
         process.terminate()
         said = (await process.stderr.read()).decode()
@@ -230,7 +232,7 @@ def test_the_ready_file_goes_with_the_server(start_server: StartServer, tmp_path
 def test_a_ready_file_that_cannot_be_written(tmp_path: Path, where: str) -> None:
     path = tmp_path / where
     flags = ["--model", "builtin:tiny", "--listen", "127.0.0.1:0", "--ready-file", str(path)]
-    code, stderr = fails(*flags)
+    code, stderr = fails(tmp_path, *flags)
     assert code == 1
     assert len(stderr.strip().splitlines()) == 1, stderr
     assert str(path) in stderr

@@ -42,7 +42,7 @@ async def reason(channel: grpc.aio.Channel, method: str, token: str | None) -> s
     """Why a call is refused, or "" when the door is open, whatever comes of it."""
     while True:
         metadata = None if token is None else bearer(token)
-        call: Any = channel.stream_stream(method)(metadata=metadata, timeout=10)
+        call: Any = channel.stream_stream(method)(metadata=metadata, timeout=60)
         try:
             await call.write(b"")
             await call.done_writing()
@@ -89,11 +89,11 @@ async def test_abort_of_all_needs_control(start_server: StartServer, tokens: lis
     async with connected(server.address) as api:
         every = rollout_pb2.AbortRequest(all=True)
         one = rollout_pb2.AbortRequest(sequences=[rollout_pb2.SequenceKey(request_id="a")])
-        await api.rollouts.Abort(one, metadata=bearer(ROLLOUT), timeout=10)
+        await api.rollouts.Abort(one, metadata=bearer(ROLLOUT), timeout=60)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await api.rollouts.Abort(every, metadata=bearer(ROLLOUT), timeout=10)
+            await api.rollouts.Abort(every, metadata=bearer(ROLLOUT), timeout=60)
         assert reason_of(caught.value) == "PERMISSION_DENIED"
-        await api.rollouts.Abort(every, metadata=bearer(CONTROL), timeout=10)
+        await api.rollouts.Abort(every, metadata=bearer(CONTROL), timeout=60)
 
 
 async def test_a_token_that_changes(
@@ -102,22 +102,22 @@ async def test_a_token_that_changes(
     server = start_server(*SYNTHETIC, *tokens)
     async with connected(server.address) as api:
         info = rollout_pb2.GetServerInfoRequest()
-        await api.rollouts.GetServerInfo(info, metadata=bearer(ROLLOUT), timeout=10)
+        await api.rollouts.GetServerInfo(info, metadata=bearer(ROLLOUT), timeout=60)
         (tmp_path / "new").write_text("another")
         (tmp_path / "new").replace(tmp_path / "rollout")
-        await api.rollouts.GetServerInfo(info, metadata=bearer("another"), timeout=10)
+        await api.rollouts.GetServerInfo(info, metadata=bearer("another"), timeout=60)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await api.rollouts.GetServerInfo(info, metadata=bearer(ROLLOUT), timeout=10)
+            await api.rollouts.GetServerInfo(info, metadata=bearer(ROLLOUT), timeout=60)
         assert reason_of(caught.value) == "UNAUTHENTICATED"
         # The last one counts.
         (tmp_path / "rollout").write_text("\n")  # as whoever writes a file leaves it for a moment
         for _ in range(3):
-            await api.rollouts.GetServerInfo(info, metadata=bearer("another"), timeout=10)
+            await api.rollouts.GetServerInfo(info, metadata=bearer("another"), timeout=60)
         (tmp_path / "rollout").unlink()
         for _ in range(3):
-            await api.rollouts.GetServerInfo(info, metadata=bearer("another"), timeout=10)
+            await api.rollouts.GetServerInfo(info, metadata=bearer("another"), timeout=60)
         (tmp_path / "rollout").write_text("third")
-        await api.rollouts.GetServerInfo(info, metadata=bearer("third"), timeout=10)
+        await api.rollouts.GetServerInfo(info, metadata=bearer("third"), timeout=60)
     events = [json.loads(line) for line in server.log.read_text().splitlines()]
     problems = [told["error"] for told in events if told["event"].startswith("token file cannot")]
     assert problems == ["it is empty", "No such file or directory"]
@@ -218,7 +218,7 @@ async def test_the_health_port_serves_nothing_else(start_server: StartServer) ->
             (weights_pb2_grpc.WeightServiceStub(channel), "GetWeightStatus"),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await getattr(stub, method)(rollout_pb2.GetServerInfoRequest(), timeout=10)
+                await getattr(stub, method)(rollout_pb2.GetServerInfoRequest(), timeout=60)
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 

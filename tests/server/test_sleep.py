@@ -35,7 +35,7 @@ async def test_sleep_frees_memory_and_waking_brings_the_policy_back(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await generate(api, request())
         assert reason_of(caught.value) == "SLEEPING"
-        woken = await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=10)
+        woken = await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=60)
         assert woken.weights.version == 3
         after = await generate(api, request((4, 5), 30, seed=1))
         assert after.tokens == before.tokens
@@ -49,14 +49,14 @@ async def test_discarded_weights_are_gone(start_server: StartServer) -> None:
         tensors = await random_weights(api, 1)
         await Update(api, tensors, 3).publish()
         await sleep(api, "DISCARD")
-        await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=10)
+        await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=60)
         assert (await api.info()).state == common_pb2.SERVER_STATE_AWAITING_WEIGHTS
         answer = await Update(api, tensors, 3).publish()
         assert not answer.already_current
         assert (await status(api, verify=True)).intact
         await sleep(api, "DISCARD")
         reload = rollout_pb2.WakeUpRequest(reload_checkpoint=True)
-        woken = await api.rollouts.WakeUp(reload, timeout=10)
+        woken = await api.rollouts.WakeUp(reload, timeout=60)
         assert not woken.weights.HasField("version")
         assert woken.weights.revision == answer.weights.revision + 1
         again = await generate(api, request((4, 5), 30, seed=1))

@@ -32,7 +32,7 @@ class Api:
         self.weights = weights_pb2_grpc.WeightServiceStub(self.channel)
 
     async def info(self) -> rollout_pb2.GetServerInfoResponse:
-        return await self.rollouts.GetServerInfo(rollout_pb2.GetServerInfoRequest(), timeout=10)
+        return await self.rollouts.GetServerInfo(rollout_pb2.GetServerInfoRequest(), timeout=60)
 
     async def held(self, count: int) -> None:
         """Returns when so many sequences are held."""
@@ -56,7 +56,7 @@ class Api:
         )
 
     async def until(
-        self, so: Callable[[rollout_pb2.GetServerInfoResponse], bool], seconds: float = 30
+        self, so: Callable[[rollout_pb2.GetServerInfoResponse], bool], seconds: float = 60
     ) -> None:
         """Returns when the server says so of itself."""
 
@@ -66,18 +66,18 @@ class Api:
         await until(is_so, seconds)
 
     async def pause(self, pause_id: str = "") -> rollout_pb2.PauseResponse:
-        return await self.rollouts.Pause(rollout_pb2.PauseRequest(pause_id=pause_id), timeout=10)
+        return await self.rollouts.Pause(rollout_pb2.PauseRequest(pause_id=pause_id), timeout=60)
 
     async def resume(self, pause_id: str = "") -> rollout_pb2.ResumeResponse:
-        return await self.rollouts.Resume(rollout_pb2.ResumeRequest(pause_id=pause_id), timeout=10)
+        return await self.rollouts.Resume(rollout_pb2.ResumeRequest(pause_id=pause_id), timeout=60)
 
     async def abort(self, *request_ids: str, attempt: int | None = None) -> tuple[int, list[str]]:
         keys = [rollout_pb2.SequenceKey(request_id=r, attempt=attempt) for r in request_ids]
-        answer = await self.rollouts.Abort(rollout_pb2.AbortRequest(sequences=keys), timeout=10)
+        answer = await self.rollouts.Abort(rollout_pb2.AbortRequest(sequences=keys), timeout=60)
         return answer.aborted, list(answer.not_found)
 
 
-async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 30) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 60) -> None:
     """Asks until it is so; fails after ``seconds``."""
     async with asyncio.timeout(seconds):
         while not await condition():  # noqa: ASYNC110  the server is another process

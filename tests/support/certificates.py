@@ -6,6 +6,8 @@ import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from support import own
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -37,10 +39,10 @@ class Authority:
         return self._own.certificate
 
     def sign(self, name: str) -> Certificate:
-        """A certificate for 127.0.0.1, good for servers and clients."""
+        """A certificate for loopback, good for servers and clients."""
         made = Certificate(self._folder / f"{name}.pem", self._folder / f"{name}.key")
         request, extensions = self._folder / f"{name}.csr", self._folder / f"{name}.ext"
-        extensions.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+        extensions.write_text(f"subjectAltName=IP:127.0.0.1,IP:{own.host()},DNS:localhost\n")
         _openssl(
             "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
             "-subj", f"/CN={name}", "-keyout", made.key, "-out", request,

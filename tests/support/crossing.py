@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PROMPT = (3, 1, 4, 1, 5)
 SAMPLING = Sampling(seed=7, ignore_eos=True)  # to the context's end: thousands of tokens
-SECONDS = 60
+SECONDS = 120
 
 
 @dataclass

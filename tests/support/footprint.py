@@ -13,7 +13,7 @@ from support.publishing import no_update
 if TYPE_CHECKING:
     from support.servers import ServerProcess
 
-# Of the interpreter's pool for blocking work, which are made when needed and stay.
+# Of the pools for blocking work, the interpreter's and gRPC's, which are made when needed and stay.
 POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
 OTHER_FILES = 4  # connections of tests and of probes, which come and go
 
@@ -40,11 +40,16 @@ async def nothing_is_left(server: ServerProcess, before: Footprint) -> None:
     async with connected(server.address) as api:
         await api.idle()
         await no_update(api)
+    await level(server, before)
 
-    async def level() -> bool:
+
+async def level(server: ServerProcess, before: Footprint) -> None:
+    """Returns when the server holds no more than ``before``."""
+
+    async def is_level() -> bool:
         now = Footprint.of(server.process.pid)
         return (
             now.threads <= before.threads + POOL_THREADS and now.files <= before.files + OTHER_FILES
         )
 
-    await until(level, seconds=10)
+    await until(is_level, seconds=60)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-TIMEOUT = 20.0  # seconds that nothing should take, on a machine that is busy with other things
+TIMEOUT = 60.0  # seconds that nothing should take, on a machine that is busy with other things
 
 
 @contextlib.contextmanager

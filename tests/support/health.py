@@ -11,7 +11,7 @@ async def ready(address: str) -> bool:
         stub = health_pb2_grpc.HealthStub(channel)
         services = ("", "rollwire.v1.RolloutService")
         live, serving = [
-            await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+            await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=60)
             for name in services
         ]
     assert live.status == health_pb2.HealthCheckResponse.SERVING

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from support import own
 from support.fleets import Servers
-from support.servers import COMMAND, START_SECONDS, STOP_SECONDS, ServerProcess
+from support.forked import ServerCommand
+from support.servers import START_SECONDS, STOP_SECONDS, ServerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -100,7 +102,7 @@ def unavailable() -> str:
 def network(count: int) -> Iterator[Network]:
     """``count`` machines; taken down afterwards, whatever happens."""
     name = f"rw{uuid.uuid4().hex[:8]}"
-    subnet = 1 + os.getpid() % 250
+    subnet = own.number()
     with contextlib.ExitStack() as undo:
         _ip("link", "add", name, "type", "bridge")
         undo.callback(_ip, "link", "del", name)
@@ -148,16 +150,13 @@ def servers_on(machines: tuple[Machine, ...], folder: Path, *flags: str) -> Iter
 
 
 @contextlib.contextmanager
-def _process(
-    machine: Machine, folder: Path, flags: tuple[str, ...]
-) -> Iterator[subprocess.Popen[bytes]]:
+def _process(machine: Machine, folder: Path, flags: tuple[str, ...]) -> Iterator[ServerCommand]:
     folder.mkdir()
-    command = [*machine.enter, *COMMAND, "--model", "builtin:tiny", *flags]
-    command += ["--listen", f"{machine.address}:50051", "--ready-file", str(folder / "ready.json")]
-    with (folder / "log").open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
+    (folder / "log").touch()
+    flags = ("--model", "builtin:tiny", *flags, "--listen", f"{machine.address}:50051")
+    flags += ("--ready-file", str(folder / "ready.json"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = ServerCommand(flags, folder / "log", environment, machine.network)
     try:
         yield process
     finally:
@@ -165,7 +164,7 @@ def _process(
         process.wait(STOP_SECONDS)
 
 
-def _wait(process: subprocess.Popen[bytes], folder: Path) -> ServerProcess:
+def _wait(process: ServerCommand, folder: Path) -> ServerProcess:
     ready, log = folder / "ready.json", folder / "log"
     deadline = time.monotonic() + START_SECONDS
     while not ready.exists():
@@ -173,4 +172,4 @@ def _wait(process: subprocess.Popen[bytes], folder: Path) -> ServerProcess:
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.02)
     told = json.loads(ready.read_text())
-    return ServerProcess(process, told["listen"], told["server_id"], log, ready)  # type: ignore[arg-type]
+    return ServerProcess(process, told["listen"], told["server_id"], log, ready)

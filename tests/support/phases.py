@@ -26,7 +26,7 @@ PHASES = (
 )
 
 ESTABLISHED = "01"
-SECONDS = 30
+SECONDS = 120
 
 
 @dataclass(frozen=True)

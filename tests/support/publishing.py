@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
     from support.calls import Api
 
-SECONDS = 20
+SECONDS = 60
 TERMS = itertools.count(1)  # each update of a shared server takes over from those before
 
 
 async def random_weights(api: Api, seed: int) -> dict[str, Tensor]:
     """Weights that fit the server's schema, aliases left out."""
-    schema = await api.weights.GetWeightSchema(weights_pb2.GetWeightSchemaRequest(), timeout=10)
+    schema = await api.weights.GetWeightSchema(weights_pb2.GetWeightSchemaRequest(), timeout=60)
     generator = torch.Generator().manual_seed(seed)
     return {
         spec.name: (torch.randn(list(spec.shape), generator=generator) * 0.1).to(

@@ -15,16 +15,17 @@ from pathlib import Path
 
 import pytest
 
+from support import own
 from support.executed import ExecutedCommand
 from support.forked import ServerCommand
 
-START_SECONDS = 120
+START_SECONDS = 300
 STOP_SECONDS = 60
 
 # Engines with processes of their own, which they cannot start from a fork: each of them imports
 # everything anew, in 15 s on two free cores.
 EXECUTED = {"sglang"}
-EXECUTED_START_SECONDS = 300
+EXECUTED_START_SECONDS = 400
 
 
 @dataclass
@@ -64,7 +65,7 @@ def _start(folder: Path, *flags: str) -> ServerProcess:
     number = len(list(folder.glob("server-*.log")))
     ready, log = folder / f"server-{number}.json", folder / f"server-{number}.log"
     arguments = ["--model", "builtin:tiny"] if "--model" not in flags else []
-    arguments += ["--listen", "127.0.0.1:0"] if "--listen" not in flags else []
+    arguments += ["--listen", f"{own.host()}:0"] if "--listen" not in flags else []
     log.touch()
     engine = flags[flags.index("--engine") + 1] if "--engine" in flags else "embedded"
     executed = engine in EXECUTED

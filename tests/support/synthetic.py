@@ -69,7 +69,7 @@ async def each_sampled(fleet: Fleet, tokens: int) -> None:
     await until(lambda: all(member.outstanding_tokens <= n for member, n in left.items()))
 
 
-async def until(condition: Callable[[], bool], *, seconds: float = 60) -> None:
+async def until(condition: Callable[[], bool], *, seconds: float = 120) -> None:
     """Lets everything go on until it is so."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - of things that have no event to wait for

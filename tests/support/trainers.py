@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from multiprocessing.connection import Connection
 
-SECONDS = 60
+SECONDS = 120
 
 
 @dataclass(frozen=True)

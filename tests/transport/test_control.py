@@ -17,7 +17,7 @@ from rollwire_transport._links.control_channel import TICKET_BYTES, Gathering, L
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-TIMEOUT = 20.0  # seconds that nothing should take, on a machine that is busy with other things
+TIMEOUT = 60.0  # seconds that nothing should take, on a machine that is busy with other things
 
 TICKET = bytes(range(TICKET_BYTES))
 

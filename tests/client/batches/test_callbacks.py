@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import gc
+import re
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -116,8 +117,10 @@ async def test_a_call_that_takes_long_is_told_by_name(
     monkeypatch.setattr(callbacks, "_CHECK_INTERVAL", 0.01)
 
     def told() -> bool:
-        line = "reward has taken 0 s for prompt '1', and has not returned; it is given up after 600"
-        return any(line in record.getMessage() for record in caplog.records)
+        line = (
+            r"reward has taken \d+ s for prompt '1', and has not returned; it is given up after 6"
+        )
+        return any(re.search(line, record.getMessage()) for record in caplog.records)
 
     def reward(*_: object) -> float:
         while not told():
@@ -348,10 +351,10 @@ async def test_a_source_may_take_long_for_all_of_them(tmp_path: Path) -> None:
 
     def slow() -> Iterator[Prompt]:
         for prompt in prompts():
-            time.sleep(QUICK / 5)
+            time.sleep(0.5)
             yield prompt
 
-    async with batching(callback_timeout=QUICK) as batcher:
+    async with batching(callback_timeout=3) as batcher:
         assert len((await batcher.collect(slow(), 8)).groups) == 8
 
 

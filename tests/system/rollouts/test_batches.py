@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from rollwire_client import Batch, Batcher, Group
     from support.servers import ServerProcess, StartServer
 
-SECONDS = 120
+SECONDS = 240
 
 
 def assert_honest(groups: Iterable[Group]) -> None:

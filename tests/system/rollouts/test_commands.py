@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from support.servers import ServerProcess, StartServer
 
 COMMAND = [sys.executable, "-c", "from rollwire_client._cli import main; main()"]
-SECONDS = 60
+SECONDS = 240
 
 
 def rollwire(*arguments: str) -> subprocess.CompletedProcess[str]:

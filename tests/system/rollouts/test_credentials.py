@@ -106,7 +106,7 @@ async def test_a_token_does_not_travel_in_the_clear() -> None:
 def command(*arguments: str, **environment: str) -> tuple[int, str, str]:
     done = subprocess.run(
         [str(Path(sys.executable).with_name("rollwire")), *arguments],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=240, check=False,
         env={**os.environ, **environment},
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr

@@ -37,7 +37,8 @@ TOKENS = 300
 RATE = 100  # tokens a second of each sequence
 
 # From the moment that the library knows of the loss to the first new token: a second at most where
-# the machine is idle. Here it shares two cores with servers, other tests and whoever else is there.
+# the machine is idle. Here it shares two cores with servers, other tests and whoever else is there,
+# so it may take some times as long as all first tokens took, too.
 FIRST_TOKEN_SECONDS = 15
 
 
@@ -123,15 +124,17 @@ async def test_kill_9_of_one_of_three_costs_no_token(start_server: StartServer) 
                         resumed.setdefault(name, time.monotonic())
                 return tokens
 
+            began = time.monotonic()
             tasks = [asyncio.create_task(stream(seed)) for seed in range(rollouts)]
             await each_sampled(fleet, rollouts)  # three of each sequence there
+            usual = time.monotonic() - began
             servers[0].kill()
             assert await asyncio.gather(*tasks) == want
     # Shared out evenly, a third of them was on the server that died.
     assert rollouts // 3 <= len(resumed) <= rollouts // 3 + 1
     assert resumed.keys() == noticed.at.keys()
     slowest = max(resumed[name] - noticed.at[name] for name in resumed)
-    assert slowest < FIRST_TOKEN_SECONDS, f"{slowest:.2f} s"
+    assert slowest < FIRST_TOKEN_SECONDS + 5 * usual, f"{slowest:.2f} s"
 
 
 @pytest.mark.slow
@@ -169,13 +172,15 @@ async def test_kill_9_costs_who_takes_sequences_whole_a_moments_tokens_on_that_s
             for seed in range(rollouts)
         ]
         await each_sampled(fleet, rollouts * tokens * 2 // 3)
+        began = time.monotonic()
         (info,) = (await fleet.info()).values()
+        late = time.monotonic() - began  # what this process is behind, on a busy machine
         first.kill()
         assert isinstance(info, ServerInfo)
         undelivered = info.sampled_tokens - sum(
             tokens * rollouts - member.outstanding_tokens for member in fleet._pool.servers
         )
-        assert undelivered <= rollouts * rate * 0.5  # seconds: the interval, and a busy machine
+        assert undelivered <= rollouts * rate * (0.5 + 2 * late)  # the interval's seconds, and more
         assert second.stop() == 0
         await asyncio.to_thread(start_synthetic, start_server, 0, "--listen", first.address)
         assert [trajectory.token_ids for trajectory in await asyncio.gather(*tasks)] == want

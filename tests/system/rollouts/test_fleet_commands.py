@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 COMMAND = [sys.executable, "-c", "from rollwire_client._cli import main; main()"]
-SECONDS = 60
+SECONDS = 240
 NOBODY = "127.0.0.1:9"
 
 

@@ -98,8 +98,9 @@ async def test_certificates_say_the_fleet_s_name(
     authority = Authority(tmp_path)
     own = authority.sign("server")  # for 127.0.0.1 and localhost
     server = start_synthetic(
-        start_server, 0, "--tls-cert", str(own.certificate), "--tls-key", str(own.key)
-    )
+        start_server, 0, "--listen", "127.0.0.1:0",
+        "--tls-cert", str(own.certificate), "--tls-key", str(own.key),
+    )  # fmt: skip
     port = int(server.address.rpartition(":")[2])
     real = socket.getaddrinfo
 

@@ -25,7 +25,7 @@ def test_children_live_and_are_told_and_the_parent_loses_nothing(
     environment = {n: v for n, v in os.environ.items() if n != "GRPC_ENABLE_FORK_SUPPORT"}
     done = subprocess.run(
         [sys.executable, forking_trainer.__file__, facade, server.address],
-        capture_output=True, text=True, timeout=60, check=False, env=environment,
+        capture_output=True, text=True, timeout=240, check=False, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -63,6 +63,6 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
 assert told[0] == told[1] != told[2], told
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr

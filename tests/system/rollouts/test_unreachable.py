@@ -137,9 +137,9 @@ def test_the_commands_say_the_same(places: Places, capfd: pytest.CaptureFixture[
 
 def test_a_command_takes_a_server_s_name(places: Places, capfd: pytest.CaptureFixture[str]) -> None:
     ca = ["--tls-ca", str(places.credentials["ca"].ca)]
-    port = places.addresses["tls"].rpartition(":")[2]
-    assert run([*ca, "--tls-server-name", "localhost", "info", f"127.0.0.1:{port}"]) == 0
-    assert run([*ca, "--tls-server-name", "else", "info", f"127.0.0.1:{port}"]) == 1
+    address = places.addresses["tls"]
+    assert run([*ca, "--tls-server-name", "localhost", "info", address]) == 0
+    assert run([*ca, "--tls-server-name", "else", "info", address]) == 1
     assert "--tls-server-name" in capfd.readouterr().err
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from support.servers import ServerProcess
     from torch import Tensor
 
-SECONDS = 30
+SECONDS = 120
 
 
 async def told(server: ServerProcess) -> weights_pb2.GetWeightStatusResponse:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(bool(why := unavailable()), reason=why)
 
 # As for a server that is frozen; the group may wait for one that is gone as long as it forms.
-BOUND = TIMEOUTS.silence + TIMEOUTS.join + TIMEOUTS.stalled + TIMEOUTS.commit_silence + 20
+BOUND = TIMEOUTS.silence + TIMEOUTS.join + TIMEOUTS.stalled + TIMEOUTS.commit_silence + 60
 SECONDS = 60  # for TCP and gRPC to find out that a cable is back
 
 
@@ -90,7 +90,7 @@ async def test_a_slow_reader_is_cut_out(lan: Network, far: Servers) -> None:
                 began = time.monotonic()
                 report = await (await trainer.publish(new, tensors)).committed
                 # It may have been the victim of another once, so it gets two groups.
-                assert time.monotonic() - began < 2 * (TIMEOUTS.bucket + TIMEOUTS.join) + 20
+                assert time.monotonic() - began < 2 * (TIMEOUTS.bucket + TIMEOUTS.join) + 60
             finally:
                 lan.machines[1].flow()
             assert [s.address for s in report.failed] == [victim.address]

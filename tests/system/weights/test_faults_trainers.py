@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LEASE = 2.0
 # Nothing is waited for: the new trainer's publish goes as if the old one had never been.
-BOUND = 25
+BOUND = 60
 
 
 def order(three: Servers, version: int, phase: str) -> Order:

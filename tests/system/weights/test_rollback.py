@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from support.servers import ServerProcess, StartServer
     from torch import Tensor
 
-QUICK = Timeouts(call=0.5, silence=2, probe=0.5, close=1)
+QUICK = Timeouts(call=2, silence=2, probe=2, close=1)
 
 
 def tensors(version: float) -> dict[str, Tensor]:
