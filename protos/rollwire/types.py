@@ -1,4 +1,4 @@
-"""The words of the API as plain data, the same on both ends of the wire."""
+"""The API's data types, used by servers and clients alike."""
 
 from __future__ import annotations
 

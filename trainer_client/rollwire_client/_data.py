@@ -1,4 +1,4 @@
-"""The words of the API as plain data; protobuf messages stay inside the library."""
+"""How to sample, and what servers answer: plain data, so that protobuf messages stay inside."""
 
 from __future__ import annotations
 

@@ -10,11 +10,11 @@
     │   ├── ServerUnreachableError     nothing answers at the address, or the link to it is lost
     │   ├── ServerNotReadyError        drains, sleeps, awaits weights, is quarantined
     │   └── QueueFullError             more sequences wait than the server allows
-    ├── ServerFailedError              the server failed at it
+    ├── ServerFailedError              the server failed
     │   ├── NotFiniteError             NaN or infinity in the sequence's logits
     │   ├── StepFailedError            the engine's step raised for this sequence alone
     │   └── ProtocolError              the server broke the API's contract, such as a gap in offsets
-    ├── TimedOutError                  the time that the caller gave is up
+    ├── TimedOutError                  the caller's timeout has passed
     ├── RolloutFailedError             a fleet gave a sequence up; `.causes` says what it tried
     ├── PublishError                   a publish cannot go on
     │   ├── UpdateRefusedError         a server refused it; `.reason` says why
@@ -27,15 +27,15 @@
     │   ├── SchemaMismatchError        the trainer's tensors are not those that the servers want
     │   ├── PublishInProgressError     another publish of this publisher is under way
     │   └── PublishFailedError         no server committed; says what each serves now
-    ├── CallbackError                  what the caller gave to be called raised, or never returned
+    ├── CallbackError                  a callback raised, or never returned
     ├── StalenessError                 no server serves weights that the batch's bound allows
-    ├── BufferFileError                a saved buffer is none, damaged, or of another run
+    ├── BufferFileError                a file is no saved buffer, damaged, or of another run
     ├── ClosedError                    the client or fleet is not open
     │   └── NotOpenHereError           it is open in another process or event loop
     └── MissingDependencyError         an extra is not installed
 
-An error of a rollout carries what was sampled before it in ``.trajectory``, and says in ``.scope``
-whom it concerns: that sequence, that server, or every sequence alike.
+An error of a rollout has what was sampled before it in ``.trajectory``. ``.scope`` says whether the
+error concerns that sequence, that server, or every sequence alike.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class RollwireError(Exception):
     """The root of every error of this library.
 
     Attributes:
-        server: Address of the server concerned, if it is one.
-        reason: The server's word for it ("DRAINING"), from the API's table; "" if it gave none.
-        scope: Whom it concerns.
-        elsewhere: Whether the same may succeed on another server, or later: with that scope.
-        retry_after: Seconds after which the server expects that trying again helps.
-        violations: Fields of the request that are wrong, and how.
-        metadata: Facts for programs that the server added.
-        trajectory: Of a rollout: the ``Trajectory`` of what was sampled before the error. Else
-            None.
+        server: Address of the server that failed; None if the error is not about one.
+        reason: Name of the reason in the API's table, such as "DRAINING"; "" if the server gave
+            none.
+        scope: What the error concerns.
+        elsewhere: True if the same request may succeed on another server, or later.
+        retry_after: Seconds after which the server suggests to try again; None if it did not.
+        violations: The fields of the request that are wrong, each with what is wrong.
+        metadata: Facts for programs from the server.
+        trajectory: The ``Trajectory`` that a failed rollout had so far; None for other errors.
     """
 
     scope = ErrorScope.CONFIGURATION
@@ -91,7 +91,7 @@ class RollwireError(Exception):
         return self.scope is ErrorScope.SERVER
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Errors cross the borders of processes as they are."""
+        """Pickles the error with all its attributes, to be sent between processes."""
         return _restored, (type(self), self.args, self.__dict__)
 
 
@@ -120,8 +120,8 @@ class PrefixMismatchError(RefusedError):
 
 
 class WeightVersionError(RefusedError):
-    """The server's weights stayed older than asked for, or are newer; of a fleet, those of every
-    server are newer.
+    """The server's weights stayed older than ``min_weight_version``, or are newer than
+    ``max_weight_version``. From a fleet: the weights of every server are newer.
     """
 
     scope = ErrorScope.CONFIGURATION
@@ -146,7 +146,7 @@ class QueueFullError(UnavailableError):
 
 
 class ServerFailedError(RollwireError):
-    """The server failed at it."""
+    """The server failed; others may do better."""
 
     scope = ErrorScope.SERVER
 
@@ -170,13 +170,13 @@ class ProtocolError(ServerFailedError):
 
 
 class TimedOutError(RollwireError):
-    """The time that the caller gave is up."""
+    """The caller's timeout has passed."""
 
     scope = ErrorScope.SEQUENCE
 
 
 class RolloutFailedError(RollwireError):
-    """A fleet gave a sequence up: too many attempts, or too long without a place on a server.
+    """A fleet gave up a sequence: after too many attempts, or too long without a free server.
 
     Attributes:
         causes: What each attempt since the last new token failed with.
@@ -197,7 +197,7 @@ class RolloutFailedError(RollwireError):
 
     @property
     def of_servers(self) -> bool:
-        """Whether servers failed at it, each time."""
+        """Whether every attempt ended because its server failed."""
         return bool(self.causes) and all(isinstance(c, ServerFailedError) for c in self.causes)
 
 
@@ -212,7 +212,7 @@ class UpdateRefusedError(PublishError):
 
 
 class StalePublisherError(UpdateRefusedError):
-    """A publisher with a higher term took over; this one is of the past."""
+    """A publisher with a higher term took over; this one can publish no more."""
 
 
 class FrozenError(UpdateRefusedError):
@@ -224,19 +224,19 @@ class TransferError(PublishError):
 
 
 class DigestMismatchError(PublishError):
-    """What a server received is not what was sent; or what is sent to catch up is not what the
-    fleet serves.
+    """A server received other bytes than were sent; or the tensors for a catch-up are not those
+    that the fleet serves.
     """
 
 
 class SourceError(PublishError):
-    """The trainer did not give its tensors: its source raised (what it raised is the cause), took
-    too long over one, or a process of a sharded trainer failed.
+    """The trainer did not provide its tensors: its source raised (see ``__cause__``) or took too
+    long, or a process of a sharded trainer failed.
     """
 
 
 class TensorsChangedError(PublishError):
-    """Tensors changed in place before ``released``: what was sent is of no one step."""
+    """The trainer changed tensors in place before ``released``: a mixture of two steps was sent."""
 
 
 class SchemaMismatchError(PublishError):
@@ -260,8 +260,8 @@ class PublishFailedError(PublishError):
 
 
 class CallbackError(RollwireError):
-    """What the caller gave to be called raised (what it raised is the cause), returned what it must
-    not, or took too long.
+    """A callback of the caller raised (see ``__cause__``), returned an invalid value, or took too
+    long.
 
     Attributes:
         callback: Its name as an argument: "reward", "decide", "stop", "prompts".
@@ -279,7 +279,7 @@ class StalenessError(RollwireError):
 
 
 class BufferFileError(RollwireError):
-    """What was to be loaded is no buffer, is damaged, or belongs to another run."""
+    """A file to load is not a saved buffer, is damaged, or belongs to another run."""
 
 
 class ClosedError(RollwireError):
