@@ -58,7 +58,9 @@ class SleepController:
         Discarded weights are gone: the server then awaits an update, or reloads the checkpoint
         that it started with.
         """
-        await result_of(spawn(self._tasks, self._wake(reload_checkpoint), "wake up"))
+        await result_of(
+            spawn(self._tasks, self._wake(reload_checkpoint=reload_checkpoint), "wake up")
+        )
 
     async def _sleep(self, weights: SleepingWeights) -> int:
         async with self._lock:
@@ -87,7 +89,7 @@ class SleepController:
                 f"{self._state.current.value} as before",
             )
 
-    async def _wake(self, reload_checkpoint: bool) -> None:  # noqa: FBT001
+    async def _wake(self, *, reload_checkpoint: bool) -> None:
         async with self._lock:
             self._state.check(Rpc.WAKE_UP)
             if self._state.current is not ServerState.SLEEPING:

@@ -1,4 +1,4 @@
-"""Engines that sample; the server knows them through ``base`` alone."""
+"""Engines that sample. ``create_engine`` makes one; the server knows it through ``base`` alone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _create_synthetic(settings: ServerSettings) -> Engine:
     from rollwire_server.engines.synthetic import SyntheticConfig, SyntheticEngine
 
     arguments = _parse_arguments(settings.engine_arg)
-    flags = {"model", "max_running_sequences", "context_length"}  # have flags of their own
+    flags = {"model", "max_running_sequences", "context_length"}  # not by --engine-arg
     names = [f.name for f in dataclasses.fields(SyntheticConfig) if f.name not in flags]
     if unknown := arguments.keys() - names:
         raise EngineError(

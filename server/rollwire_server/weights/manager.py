@@ -1,8 +1,8 @@
 """The weight updates of one server, one at a time; nothing that serves is touched before a commit.
 
-A bucket's way: ``announce`` checks an update and has the engine stage memory for it; ``join``
-connects the update to a transport group, out of which it receives buckets into that memory and
-verifies them; ``commit`` has ``WeightState`` put them in place.
+``announce`` checks an update and has the engine stage memory for it. ``join`` has the update join a
+transport group, receive buckets into that memory and verify them. ``commit`` has ``WeightState``
+put them in place.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class UpdateManager:
     Args:
         engine: Gives the memory for an update.
         state: Says in which states an RPC is refused.
-        weights: What a commit replaces.
+        weights: What serves; a commit replaces it.
         counters: Counts updates and their bytes.
         tasks: Owns joining, receiving and committing.
         frozen: Refuse all updates.
@@ -64,8 +64,8 @@ class UpdateManager:
         listen: Where transfers may listen.
 
     Attributes:
-        current: The update under way.
-        publisher: The publisher that has taken this server over.
+        current: The update under way, if there is one.
+        publisher: The last publisher that announced an update; lower terms are refused.
         announced_version: Of the last update that had a version.
     """
 

@@ -44,7 +44,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001 - the interface's; the batch knows who sees whom
+    attention_mask: Tensor | None,  # noqa: ARG001 - of the interface; the batch makes its own
     scaling: float | None = None,
     sliding_window: int | None = None,
     batch: PackedBatch | None = None,
@@ -79,11 +79,11 @@ def attend(
         seen_keys = keys[chunk.slot, None, :width].transpose(1, 2)
         seen_values = values[chunk.slot, None, :width].transpose(1, 2)
         if is_batch_invariant(query.dtype, query.device):
-            everyone = (end - first, -1, -1, -1)
+            shape = (end - first, -1, -1, -1)
             out[first:end] = _attend_rows(
                 rows[first:end],
-                seen_keys.expand(everyone),
-                seen_values.expand(everyone),
+                seen_keys.expand(shape),
+                seen_values.expand(shape),
                 mask,
                 scaling,
             )

@@ -102,7 +102,7 @@ class EmbeddedEngine:
     def submit(self, spec: SequenceSpec) -> None:
         runner = self._running()
         runner.check(spec)
-        runner.announce()
+        runner.count_submitted()
         self._commands.put(_Command(lambda r: r.add(spec), None))
 
     async def abort(self, keys: Sequence[int]) -> None:

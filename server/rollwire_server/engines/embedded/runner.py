@@ -78,7 +78,7 @@ class ForwardResult:
 class ModelRunner:
     """The model, its weights, its KV cache and its sequences.
 
-    Belongs to the engine's thread, except ``load``, ``check`` and ``announce``.
+    Belongs to the engine's thread, except ``load``, ``check`` and ``count_submitted``.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ModelRunner:
         self._noise = SamplingNoise(model.vocab_size, model.device)
         self._held = False
         self._asleep = False
-        self._announced = 0
+        self._submitted = 0
         self._added = 0
         self._failures = _FailedSteps()
         self.scheduler = Scheduler(cache.slots, context)
@@ -112,7 +112,7 @@ class ModelRunner:
         scheduler = self.scheduler
         return EngineLoad(
             running=int(scheduler.live.sum()),
-            waiting=len(scheduler.waiting) + self._announced - self._added,
+            waiting=len(scheduler.waiting) + self._submitted - self._added,
             kv_tokens_used=int(scheduler.cached[scheduler.live].sum()),
             kv_tokens_total=scheduler.tokens.size,
         )
@@ -126,9 +126,9 @@ class ModelRunner:
                 "for another"
             )
 
-    def announce(self) -> None:
-        """Counts a sequence as waiting before ``add`` gets it."""
-        self._announced += 1
+    def count_submitted(self) -> None:
+        """Counts a sequence as waiting before it reaches ``add``."""
+        self._submitted += 1
 
     def add(self, spec: SequenceSpec) -> None:
         self._added += 1

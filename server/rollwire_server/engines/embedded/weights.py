@@ -59,8 +59,9 @@ class ModelWeights:
     def __init__(self, hf: PreTrainedModel, place: StagingPlace = StagingPlace.AUTO) -> None:
         self._hf = hf
         self._place = place
-        self._specs = transport.describe_all(checkpoint_tensors(hf))
-        self._serving = self._unaliased()
+        tensors = checkpoint_tensors(hf)
+        self._specs = transport.describe_all(tensors)
+        self._serving = self._unaliased(tensors)
         self._backup: list[Tensor] | None = None
         self._freed_shapes: list[torch.Size] = []
         self.consistent = True
@@ -153,7 +154,7 @@ class ModelWeights:
             tensor.data = memory
         self._backup = None
         self._freed_shapes = []
-        self._serving = self._unaliased()
+        self._serving = self._unaliased(checkpoint_tensors(self._hf))
 
     def reload(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes over all tensors of another copy of the model."""
@@ -166,8 +167,7 @@ class ModelWeights:
             raise EngineError(f"{name} is not a tensor of this model, or an alias of one")
         return self._serving[name]
 
-    def _unaliased(self) -> dict[str, Tensor]:
-        tensors = checkpoint_tensors(self._hf)
+    def _unaliased(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {spec.name: tensors[spec.name] for spec in self._specs if spec.alias_of is None}
 
     def _owned(self) -> Iterator[Tensor]:
