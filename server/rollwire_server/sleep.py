@@ -98,7 +98,7 @@ class SleepController:
             if reload_checkpoint and not discarded:
                 raise ServiceError(
                     Reason.BAD_REQUEST,
-                    "reload_checkpoint is for weights that were discarded, and these are kept",
+                    "reload_checkpoint is for weights that were discarded, and these were kept",
                     field="reload_checkpoint",
                 )
             try:

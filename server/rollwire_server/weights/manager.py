@@ -215,9 +215,9 @@ class UpdateManager:
             return
         raise ServiceError(
             Reason.STALE_PUBLISHER,
-            f"publisher {publisher.id!r} with term {publisher.term} is refused: "
-            f"{known.id!r} with term {known.term} took over: a publisher that is to take the "
-            "server back needs a higher term, which one that is made now has",
+            f"publisher {publisher.id!r} with term {publisher.term} is refused, since "
+            f"{known.id!r} with term {known.term} took over: to take the server back, make a new "
+            "publisher, which has a higher term",
             metadata={"publisher_id": known.id, "term": str(known.term)},
         )
 

@@ -117,7 +117,9 @@ class WeightUpdate:
         self.end_lease()
         if phase is not UpdatePhase.RECEIVING and self.failure is None:
             lease = self.announcement.stage_lease
-            why = f"its publisher let its lease of {lease:g} s run out while it was {phase.value}"
+            why = (
+                f"its publisher did nothing for its lease of {lease:g} s while it was {phase.value}"
+            )
             self.lease = Timer(lease, self._abandon, self, why)
         self.phase, self._detail, self._phase_epoch = phase, detail, self._epoch
         self.changed.set()
