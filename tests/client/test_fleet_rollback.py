@@ -8,7 +8,7 @@ import contextlib
 import grpc
 import pytest
 from client.publishing import holds, publish, publishing
-from client.scripted import ScriptedServer, Sequence, until, was_published
+from client.scripted import ScriptedServer, Sequence, expected_token, until, was_published
 from client.scripted_weights import BUCKET_BYTES, PublishableServer, policy
 from rollwire_client import (
     Fleet,
@@ -216,6 +216,7 @@ async def test_a_sequence_that_waits_when_the_policy_is_rolled_back_waits_no_mor
     """It has tokens of version 10, which came to no other server before the trainer went back."""
     serve(server, 10, 100)
     server.scripts = [give_up_after_two]
+    tokens = [expected_token(PROMPT, position) for position in range(6)]
     async with fleet_of(server) as fleet:
         was_published(fleet, WeightTag(10, 1, "any", 100))
         waits = asyncio.Event()
@@ -229,13 +230,18 @@ async def test_a_sequence_that_waits_when_the_policy_is_rolled_back_waits_no_mor
 
         server.scripts.append(restart)
         server.default = refuse_older
-        task = asyncio.create_task(fleet.generate(PROMPT, TURN))
+
+        async def versions() -> list[int | None]:
+            chunks = [chunk async for chunk in fleet.stream(PROMPT, TURN)]
+            assert [token for chunk in chunks for token in chunk.token_ids] == tokens
+            return [chunk.weights.version for chunk in chunks for _ in chunk.token_ids]
+
+        task = asyncio.create_task(versions())
         await waits.wait()
         assert server.requests[1].min_weight_version == 10
         serve(server, 5, 50)
         was_published(fleet, WeightTag(5, 1, "any", 50), rollback=True)
-        trajectory = await task
-    assert trajectory.versions == (10,) * 2 + (5,) * 4
+        assert await task == [10] * 2 + [5] * 4
 
 
 async def test_a_bound_of_the_caller_stays_in_a_rollback(pair: list[ScriptedServer]) -> None:
