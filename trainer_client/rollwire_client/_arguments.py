@@ -20,23 +20,23 @@ VERSION = "a version: an integer from 0 to 2^63 - 1"
 MAX_SECONDS = 1e9  # timers and messages can carry it, and nobody waits for longer
 
 
-def number(name: str, value: object, *, least: float = 0.0, most: float = math.inf) -> float:
-    """``value`` as a finite float from ``least`` to ``most``."""
-    expected = f"a number from {least:g} " + ("on" if most == math.inf else f"to {most:g}")
+def number(name: str, value: object, *, minimum: float = 0.0, maximum: float = math.inf) -> float:
+    """``value`` as a finite float from ``minimum`` to ``maximum``."""
+    expected = f"a number from {minimum:g} " + ("on" if maximum == math.inf else f"to {maximum:g}")
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(_mismatch(name, value, expected))
     try:
         found = float(value)
     except OverflowError:  # an int beyond all floats
         found = math.inf
-    if not (math.isfinite(found) and least <= found <= most):
+    if not (math.isfinite(found) and minimum <= found <= maximum):
         raise ValueError(_mismatch(name, value, expected))
     return found
 
 
-def seconds(name: str, value: object, *, least: float = 0.0) -> float:
+def seconds(name: str, value: object, *, minimum: float = 0.0) -> float:
     """``value`` as a time that can be waited for."""
-    return number(name, value, least=least, most=MAX_SECONDS)
+    return number(name, value, minimum=minimum, maximum=MAX_SECONDS)
 
 
 def all_seconds(timeouts: DataclassInstance) -> None:
@@ -45,13 +45,13 @@ def all_seconds(timeouts: DataclassInstance) -> None:
         seconds(f"{type(timeouts).__name__}.{field.name}", getattr(timeouts, field.name))
 
 
-def integer(name: str, value: object, *, least: int = 0, most: int | None = None) -> int:
-    """``value`` as an int from ``least`` to ``most``: of any type of integers, numpy's too."""
-    expected = f"an integer from {least} " + ("on" if most is None else f"to {most}")
+def integer(name: str, value: object, *, minimum: int = 0, maximum: int | None = None) -> int:
+    """``value`` as an int from ``minimum`` to ``maximum``: of any type of integers, numpy's too."""
+    expected = f"an integer from {minimum} " + ("on" if maximum is None else f"to {maximum}")
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(_mismatch(name, value, expected))
     whole = int(value)
-    if whole < least or (most is not None and whole > most):
+    if whole < minimum or (maximum is not None and whole > maximum):
         raise ValueError(_mismatch(name, value, expected))
     return whole
 

@@ -100,13 +100,13 @@ class Batcher:
         if own := [name for name in _OWN_OPTIONS if name in options]:
             raise ValueError(f"{', '.join(own)}: the batcher's own, leave it out")
         _check_unseeded(sampling)
-        seed = integer("seed", seed, least=-(1 << 63), most=(1 << 63) - 1)
-        group_size = integer("group_size", group_size, least=1)
+        seed = integer("seed", seed, minimum=-(1 << 63), maximum=(1 << 63) - 1)
+        group_size = integer("group_size", group_size, minimum=1)
         refills = integer("refills", refills)
         if max_lag is not None:
             max_lag = integer("max_lag", max_lag)
         if callback_timeout is not None:
-            callback_timeout = seconds("callback_timeout", callback_timeout, least=0.001)
+            callback_timeout = seconds("callback_timeout", callback_timeout, minimum=0.001)
         self.version: int | None = None
         self.handed_out = 0
         self.dropped = 0
@@ -200,7 +200,7 @@ class Batcher:
             Exception: What these two raise.
         """
         started = asyncio.get_running_loop().time()
-        target = integer("target", target, least=1)
+        target = integer("target", target, minimum=1)
         prefetch = integer("prefetch", prefetch)
         version = self._trainer_version(version)
         plan = BatchPlan(target, over_sample, prefetch, tail, version, self._max_lag)
@@ -251,7 +251,7 @@ class Batcher:
                 all, as when no server comes to serve the version within ``Retries.seconds``.
             ValueError, Exception: As ``collect``.
         """
-        samples = integer("samples", samples, least=1)
+        samples = integer("samples", samples, minimum=1)
         if sampling is not None:
             _check_unseeded(sampling)
         version = checked_version("version", version)

@@ -67,7 +67,7 @@ class Retries:
 
     def __post_init__(self) -> None:
         """Checks the values."""
-        integer("Retries.attempts", self.attempts, least=1)
+        integer("Retries.attempts", self.attempts, minimum=1)
         for name in ("seconds", "first_delay", "longest_delay"):
             seconds(f"Retries.{name}", getattr(self, name))
 

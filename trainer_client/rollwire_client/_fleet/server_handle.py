@@ -75,7 +75,7 @@ class ServerHandle:
     ) -> None:
         """``on_change`` is called whenever it is ready, and when what it says has changed;
         ``on_identity`` when another process answers, or none; ``policy`` is what it should serve;
-        what was heard of it counts for ``fresh_seconds``.
+        the server is probed when a sequence starts after ``fresh_seconds`` of silence.
         """
         self.client = client
         self.status = ServerStatus.JOINING
@@ -168,7 +168,7 @@ class ServerHandle:
 
         A server of which nothing was heard for a while is probed at the same time.
         """
-        if self._clock() - max(self._probed_at, self.client.heard_at) > self._fresh_seconds:
+        if self._clock() - max(self._probed_at, self.client.last_message_at) > self._fresh_seconds:
             self._probe_now.set()
         context = self.info.context_length if self.info is not None else 0
         tokens = request.sampling.max_new_tokens or context

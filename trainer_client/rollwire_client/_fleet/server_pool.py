@@ -82,8 +82,10 @@ class ServerPool:
         if self._credentials.secure and self._credentials.server_name is None:
             name = self._source.server_name
             self._credentials = replace(self._credentials, server_name=name)
-        self._probe_interval = seconds("probe_interval", probe_interval, least=_MIN_INTERVAL)
-        self._resolve_interval = seconds("resolve_interval", resolve_interval, least=_MIN_INTERVAL)
+        self._probe_interval = seconds("probe_interval", probe_interval, minimum=_MIN_INTERVAL)
+        self._resolve_interval = seconds(
+            "resolve_interval", resolve_interval, minimum=_MIN_INTERVAL
+        )
         self.listed: tuple[ServerHandle, ...] = ()
         self._all: dict[str, ServerHandle] = {}  # those that are leaving too
         self._reported_duplicates: set[tuple[str, str]] = set()

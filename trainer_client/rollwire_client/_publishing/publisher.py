@@ -90,7 +90,7 @@ class Publisher:
             )
         self.id = id or f"{socket.gethostname()}-{os.getpid()}"
         term = term if term is not None else time.time_ns() // 1_000_000
-        self.term = integer("term", term, most=(1 << 64) - 1)
+        self.term = integer("term", term, maximum=(1 << 64) - 1)
         self._pool = fleet._pool  # noqa: SLF001 - the library's own
         self._settings = PublishSettings(
             publisher=weights_pb2.Publisher(id=self.id, term=self.term),
@@ -340,7 +340,7 @@ def _check_kv_policy(kv_policy: KvPolicy) -> KvPolicy:
 def _check_bucket_bytes(size: int) -> int:
     from rollwire_transport._validation import ALIGNMENT, MAX_BUCKET_BYTES
 
-    size = integer("bucket_bytes", size, least=ALIGNMENT, most=MAX_BUCKET_BYTES)
+    size = integer("bucket_bytes", size, minimum=ALIGNMENT, maximum=MAX_BUCKET_BYTES)
     if size % ALIGNMENT:
         raise ValueError(f"bucket_bytes is {size}, not a multiple of {ALIGNMENT}")
     return size

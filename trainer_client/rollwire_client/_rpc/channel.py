@@ -210,7 +210,7 @@ async def unary(
         RollwireError: What else the server answered with.
     """
     try:
-        # A deadline of gRPC's goes on while this process hears nobody.
+        # gRPC's own deadline runs on while this process is stopped and receives nothing.
         async with Timeout(timeout):
             return await method(request, timeout=deadline)
     except TimeoutError as error:

@@ -139,9 +139,9 @@ class RolloutClient:
         return self._check_open()
 
     @property
-    def heard_at(self) -> float:
+    def last_message_at(self) -> float:
         """When tokens came last, on the event loop's clock."""
-        return self._stream.heard_at if self._stream is not None else -math.inf
+        return self._stream.last_message_at if self._stream is not None else -math.inf
 
     @property
     def outstanding_tokens(self) -> int:

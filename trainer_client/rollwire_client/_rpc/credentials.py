@@ -69,6 +69,7 @@ class Credentials:
 
     @property
     def has_token(self) -> bool:
+        """Whether it has a token."""
         return self.token is not None or self.token_file is not None
 
 

@@ -57,19 +57,19 @@ class Stream:
         address: Of the server.
         lost: The error that ended the stream; None while it is open.
         outstanding_tokens: Tokens that its attempts may still bring.
-        heard_at: When the last message came, on the event loop's clock.
+        last_message_at: When the last message came, on the event loop's clock.
     """
 
     def __init__(
         self, call: Call, address: str, *, probe: Callable[[], Awaitable[object]], silence: float
     ) -> None:
-        """Takes over ``call``; ``probe`` raises if the server is gone, and is asked whenever
-        nothing came for ``silence`` seconds.
+        """Takes over ``call``. ``probe`` is called whenever nothing came for ``silence`` seconds, and
+        raises if the server is gone.
         """
         self.address = address
         self.lost: RollwireError | None = None
         self.outstanding_tokens = 0
-        self.heard_at = 0.0
+        self.last_message_at = 0.0
         self._loop = asyncio.get_running_loop()
         self._call = call
         self._probe = probe
@@ -147,9 +147,9 @@ class Stream:
 
     async def _read(self) -> None:
         clock = self._loop.time
-        self.heard_at = clock()
+        self.last_message_at = clock()
         async for message in self._call:
-            self.heard_at = clock()
+            self.last_message_at = clock()
             self._deliver(message)
 
     async def _write(self) -> None:
@@ -162,10 +162,10 @@ class Stream:
         clock = self._loop.time
         while True:
             await asyncio.sleep(self._silence / 2)
-            silent_since = time.monotonic() - (clock() - self.heard_at)
+            silent_since = time.monotonic() - (clock() - self.last_message_at)
             if self._attempts and elapsed(silent_since) > self._silence:
                 await self._probe()
-                self.heard_at = clock()
+                self.last_message_at = clock()
 
     def _deliver(self, message: rollout_pb2.StreamRolloutsResponse) -> None:
         weights = self._weights(message.weights)
