@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SECONDS = 30.0  # for the thread to start, and for what was cancelled to end
+_TIMEOUT = 30.0  # seconds for the thread to start, and for what was cancelled to end
 
 
 class LoopThread:
-    """The loop; a context manager, whose end cancels what still runs. Any thread may call."""
+    """A thread that runs an event loop; a context manager, whose end cancels what still runs there.
+
+    Any thread may call.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,13 +38,13 @@ class LoopThread:
             self._affinity.check_process()
             raise RuntimeError("this SyncFleet is open already")
         self._affinity = LoopAffinity("SyncFleet")
-        up: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
+        started: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
         self._stop = asyncio.Event()
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._run(up)), name="rollwire-loop", daemon=True
+            target=lambda: asyncio.run(self._run(started)), name="rollwire-loop", daemon=True
         )
         self._thread.start()
-        self._loop = up.result(_SECONDS)
+        self._loop = started.result(_TIMEOUT)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -50,9 +53,9 @@ class LoopThread:
         with self._lock:
             loop, self._loop = self._loop, None
             if loop is not None:
-                loop.call_soon_threadsafe(self._stop.set)  # after all that was called before
+                loop.call_soon_threadsafe(self._stop.set)  # after the calls before it
         if loop is not None:
-            self._thread.join(_SECONDS)
+            self._thread.join(_TIMEOUT)
         self._affinity = None
 
     def check(self) -> None:
@@ -61,10 +64,10 @@ class LoopThread:
             self._affinity.check_process()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """What ``work`` returns or raises, run in the loop.
+        """Runs ``work`` in the loop, and returns its result or raises its error.
 
-        An exception in the waiting thread, such as KeyboardInterrupt, cancels the work, and goes on
-        once that has ended.
+        An exception in the calling thread, such as KeyboardInterrupt, cancels the work, and is
+        raised once that has ended.
 
         Raises:
             ClosedError: The loop does not run, or the work was cancelled there.
@@ -76,7 +79,7 @@ class LoopThread:
 
         def begin() -> None:
             tasks.append(asyncio.create_task(work))
-            tasks[0].add_done_callback(functools.partial(_tell, future))
+            tasks[0].add_done_callback(functools.partial(_copy_outcome, future))
 
         try:
             self.check()
@@ -98,14 +101,14 @@ class LoopThread:
             if not future.done():
                 with contextlib.suppress(RuntimeError):  # the loop is closed: nothing runs there
                     loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
-                    concurrent.futures.wait([future], _SECONDS)
+                    concurrent.futures.wait([future], _TIMEOUT)
 
-    async def _run(self, up: concurrent.futures.Future[asyncio.AbstractEventLoop]) -> None:
-        up.set_result(asyncio.get_running_loop())
+    async def _run(self, started: concurrent.futures.Future[asyncio.AbstractEventLoop]) -> None:
+        started.set_result(asyncio.get_running_loop())
         await self._stop.wait()
 
 
-def _tell(future: concurrent.futures.Future[T], task: asyncio.Task[T]) -> None:
+def _copy_outcome(future: concurrent.futures.Future[T], task: asyncio.Task[T]) -> None:
     if task.cancelled():
         future.set_exception(ClosedError("it was cancelled, or closed meanwhile"))
     elif (error := task.exception()) is not None:

@@ -57,16 +57,10 @@ def connect(address: str, credentials: Credentials) -> grpc.aio.Channel:
 
 @dataclass(eq=False, slots=True)
 class _Connection:
-    """A channel of gRPC, whose TLS files stay those that it was made with.
-
-    Attributes:
-        calls: Under way.
-        replaced: No call begins on it any more; it is closed with its last one.
-    """
+    """A channel of gRPC, which keeps to the TLS files that it was made with, and its calls."""
 
     channel: grpc.aio.Channel
     calls: int = 0
-    replaced: bool = False
 
 
 class _ServerChannel(grpc.aio.Channel):
@@ -79,8 +73,8 @@ class _ServerChannel(grpc.aio.Channel):
         self._files = TlsFiles(credentials) if credentials.secure else None
         self._affinity = LoopAffinity(f"client of {address}")
         self._connection = self._connect()
+        self._replaced: set[_Connection] = set()  # each is closed with its last call
         self._closing: set[asyncio.Task[None]] = set()
-        self._replaced: set[_Connection] = set()
 
     def unary_unary(self, *args: Any, **named: Any) -> Any:
         return self._method("unary_unary", args, named)
@@ -153,7 +147,6 @@ class _ServerChannel(grpc.aio.Channel):
         ):
             logger.info("%s: TLS files read again", self._address)
             self._connection = self._connect()
-            before.replaced = True
             self._replaced.add(before)
             self._close_if_unused(before)
         return self._connection
@@ -179,7 +172,7 @@ class _ServerChannel(grpc.aio.Channel):
         self._close_if_unused(connection)
 
     def _close_if_unused(self, connection: _Connection) -> None:
-        if connection.replaced and not connection.calls and connection in self._replaced:
+        if connection in self._replaced and not connection.calls:
             self._replaced.discard(connection)
             task = asyncio.ensure_future(connection.channel.close())
             self._closing.add(task)

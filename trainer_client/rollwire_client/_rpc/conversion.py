@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def sampling(message: rollout_pb2.SamplingParams) -> Sampling:
-    """How to sample, of a message in which all is said that ``Sampling`` does not leave open."""
+    """Of a message that has every field for which ``Sampling`` has no None."""
     return Sampling(
         temperature=message.temperature,
         top_p=message.top_p,
@@ -36,10 +36,8 @@ def sampling(message: rollout_pb2.SamplingParams) -> Sampling:
 
 
 def rows(message: rollout_pb2.RoutedExperts, weights: WeightTag) -> Rows:
-    """Rows of routing that ``weights`` computed.
-
-    Raises:
-        ValueError: The message contradicts itself; says how.
+    """Rows of routing that ``weights`` computed; raises ValueError if the message contradicts
+    itself.
     """
     shape = message.num_layers, message.top_k, message.bytes_per_expert
     size = message.num_tokens * math.prod(shape)

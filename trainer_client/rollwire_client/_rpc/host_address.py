@@ -1,4 +1,4 @@
-"""Addresses: of servers, and the one under which they reach this machine."""
+"""Addresses of servers, and the one by which they reach this machine."""
 
 from __future__ import annotations
 
@@ -30,12 +30,8 @@ def server_address(value: str) -> str:
 
 
 def local_address(servers: Iterable[str]) -> str:
-    """The local address of the route to the servers; blocks while names are resolved.
-
-    Where there are several, one that is not loopback: remote servers cannot reach that.
-
-    Args:
-        servers: HOST:PORT each.
+    """The local address of the route to the servers (HOST:PORT each): one that is not loopback, if
+    there is any, as remote servers cannot reach that. Blocks while names are resolved.
 
     Raises:
         OSError: There is no route to any of them.
@@ -60,6 +56,6 @@ def local_address(servers: Iterable[str]) -> str:
 def _route(host: str, port: int) -> str:
     family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)  # of a datagram socket: looks the route up, sends nothing
+        probe.connect(target)  # a datagram socket: this looks up the route and sends nothing
         address: str = probe.getsockname()[0]
         return address
