@@ -21,8 +21,7 @@ PACKAGES = {
 }
 
 # Modules that still import each other, in circles; each line is a knot to untie.
-KNOWN_CIRCLES: list[set[str]] = [
-]
+KNOWN_CIRCLES: list[set[str]] = []
 
 # Class names that stand more than once, and why.
 SAME_NAMES: dict[str, str] = {

@@ -63,8 +63,8 @@ class Stream:
     def __init__(
         self, call: Call, address: str, *, probe: Callable[[], Awaitable[object]], silence: float
     ) -> None:
-        """Takes over ``call``. ``probe`` is called whenever nothing came for ``silence`` seconds, and
-        raises if the server is gone.
+        """Takes over ``call``. ``probe`` is called whenever nothing came for ``silence`` seconds;
+        it raises if the server is gone.
         """
         self.address = address
         self.lost: RollwireError | None = None
