@@ -9,7 +9,7 @@ import pytest
 import torch
 from rollwire_client import InvalidRequestError, RolloutOptions, Sampling
 from rollwire_client._rpc import conversion
-from rollwire_client._rpc.request import generate_request, sampling_message
+from rollwire_client._rpc.request import generate_request, sampling_to_proto
 from support.sampling import NOT_DEFAULT, PARAMETERS
 
 
@@ -106,7 +106,7 @@ def test_every_parameter_of_the_api_can_be_said_and_is_read_back() -> None:
     values = {**NOT_DEFAULT, "stop_token_ids": tuple(NOT_DEFAULT["stop_token_ids"])}
     assert list(values) == PARAMETERS
     said = Sampling(**values)
-    assert conversion.sampling(sampling_message(said)) == said
+    assert conversion.sampling_from_proto(sampling_to_proto(said)) == said
 
 
 @pytest.mark.parametrize("sampling", [{"max_new_tokens": 5}, None, 5])

@@ -260,7 +260,7 @@ async def test_a_manifest_that_does_not_fit_names_every_tensor(api: Api) -> None
 
 async def test_nonsense_is_refused_and_the_server_serves_on(api: Api) -> None:
     change = await update(api, 21)
-    good = conversion.manifest(change.manifest)
+    good = conversion.manifest_to_proto(change.manifest)
     delta = weights_pb2.Manifest()
     delta.CopyFrom(good)
     delta.encoding = weights_pb2.ENCODING_DELTA

@@ -137,7 +137,7 @@ async def sensible(api: Api, name: str) -> Message:
         min_new_tokens=1, stop_token_ids=[7], top_logprobs=1, prompt_logprobs=True,
         timeout=5.0, grace=0.01, attempt=1, min_weight_version=None, max_weight_version=1 << 50,
     )  # fmt: skip
-    manifest = conversion.manifest(
+    manifest = conversion.manifest_to_proto(
         plan(describe_all(await random_weights(api, 1)), bucket_bytes=65536)
     )
     made: dict[str, Message] = {

@@ -78,7 +78,7 @@ class Update:
                 update_id=self.update_id,
                 version=self.version,
                 allow_version_rollback=self.rollback,
-                manifest=manifest or conversion.manifest(self.manifest),
+                manifest=manifest or conversion.manifest_to_proto(self.manifest),
                 stage_lease=duration_to_proto(self.lease),
             ),
             timeout=60,

@@ -29,7 +29,7 @@ from rollwire_client._batches.trainer_steps import TrainerStep
 from rollwire_client._errors import BufferFileError, RollwireError
 from rollwire_client._routing_replay import Routing, RoutingReplay, RoutingSegment
 from rollwire_client._rpc import conversion
-from rollwire_client._rpc.request import sampling_message
+from rollwire_client._rpc.request import sampling_to_proto
 from rollwire_client._trajectory import Segment, Trajectory, TrajectoryBuilder
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _group_message(group: LiveGroup) -> buffer_pb2.SavedGroup:
         prompt_token_ids=prompt.token_ids,
         epoch=prompt.epoch,
         info=info,
-        sampling=None if prompt.sampling is None else sampling_message(prompt.sampling),
+        sampling=None if prompt.sampling is None else sampling_to_proto(prompt.sampling),
         samples=[_sample_message(sample) for sample in group.samples],
     )
 
@@ -169,7 +169,9 @@ def _group(message: buffer_pb2.SavedGroup, size: int) -> LiveGroup:
         token_ids=tuple(message.prompt_token_ids),
         epoch=message.epoch,
         info=json.loads(message.info),
-        sampling=conversion.sampling(message.sampling) if message.HasField("sampling") else None,
+        sampling=conversion.sampling_from_proto(message.sampling)
+        if message.HasField("sampling")
+        else None,
     )
     prompt = checked_prompt(prompt)
     samples = [

@@ -1,4 +1,9 @@
-"""One sequence from its first attempt to its end, on as many servers as it takes."""
+"""One sequence from its first attempt to its end, on as many servers as it takes.
+
+a message ─▶ Stream ─▶ Attempt ─▶ TrajectoryBuilder      what a server sampled is appended
+Rollout ─▶ Router.route ─▶ ServerHandle.start            an attempt begins
+Rollout ◀─ Attempt.next ◀─ TrajectoryBuilder.chunk       and is read, to its end or a failure
+"""
 
 from __future__ import annotations
 

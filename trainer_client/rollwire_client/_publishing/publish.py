@@ -125,7 +125,7 @@ class Publish:
             update_id=update_id,
             version=update.version,
             allow_version_rollback=update.allow_version_rollback,
-            manifest=conversion.manifest(self._manifest),
+            manifest=conversion.manifest_to_proto(self._manifest),
             stage_lease=duration_to_proto(settings.timeouts.stage_lease),
         )
         self._targets = [

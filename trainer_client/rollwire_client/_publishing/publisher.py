@@ -325,7 +325,7 @@ class Publisher:
             except RollwireError as error:
                 problems.append(error)
             else:
-                return conversion.schema(answer)
+                return conversion.schema_from_proto(answer)
         raise PublishError(
             f"no server tells which tensors it wants: {'; '.join(map(str, problems))}"
         ) from problems[0]

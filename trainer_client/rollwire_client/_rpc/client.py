@@ -221,7 +221,7 @@ class RolloutClient:
             server=self.address,
             timeout=self.timeouts.call if timeout is None else seconds("timeout", timeout),
         )
-        return conversion.server_info(answer, self.address)
+        return conversion.server_info_from_proto(answer, self.address)
 
     async def abort(self, request_ids: Iterable[str]) -> Aborted:
         """Ends sequences on the server; whoever reads them gets ``FinishReason.ABORTED``.

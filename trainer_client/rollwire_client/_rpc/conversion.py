@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rollwire_transport import Manifest, TensorSpec
 
 
-def sampling(message: rollout_pb2.SamplingParams) -> Sampling:
+def sampling_from_proto(message: rollout_pb2.SamplingParams) -> Sampling:
     """Of a message that has every field for which ``Sampling`` has no None."""
     return Sampling(
         temperature=message.temperature,
@@ -35,7 +35,7 @@ def sampling(message: rollout_pb2.SamplingParams) -> Sampling:
     )
 
 
-def rows(message: rollout_pb2.RoutedExperts, weights: WeightTag) -> Rows:
+def rows_from_proto(message: rollout_pb2.RoutedExperts, weights: WeightTag) -> Rows:
     """Rows of routing that ``weights`` computed; raises ValueError if the message contradicts
     itself.
     """
@@ -53,7 +53,7 @@ def rows(message: rollout_pb2.RoutedExperts, weights: WeightTag) -> Rows:
     )  # fmt: skip
 
 
-def server_info(message: rollout_pb2.GetServerInfoResponse, address: str) -> ServerInfo:
+def server_info_from_proto(message: rollout_pb2.GetServerInfoResponse, address: str) -> ServerInfo:
     """What the server at ``address`` says of itself."""
     return ServerInfo(
         address=address,
@@ -91,7 +91,7 @@ def _active_pause(message: rollout_pb2.ActivePause) -> ActivePause:
     return ActivePause(message.pause_id, left if message.HasField("lease_left") else None)
 
 
-def manifest(layout: Manifest) -> weights_pb2.Manifest:
+def manifest_to_proto(layout: Manifest) -> weights_pb2.Manifest:
     """The layout of a full update."""
     return weights_pb2.Manifest(
         tensors=[
@@ -121,7 +121,7 @@ def manifest(layout: Manifest) -> weights_pb2.Manifest:
     )
 
 
-def schema(message: weights_pb2.GetWeightSchemaResponse) -> tuple[TensorSpec, ...]:
+def schema_from_proto(message: weights_pb2.GetWeightSchemaResponse) -> tuple[TensorSpec, ...]:
     """The tensors that a server wants, in its order."""
     from rollwire_transport import TensorSpec
 

@@ -88,7 +88,7 @@ def generate_request(
     _check_names(options)
     if not isinstance(sampling, Sampling):
         raise TypeError(f"sampling is {reprlib.repr(sampling)}, not a Sampling(…)")
-    request = rollout_pb2.GenerateRequest(sampling=sampling_message(sampling))
+    request = rollout_pb2.GenerateRequest(sampling=sampling_to_proto(sampling))
     set_field(request, "request_id", options.get("request_id") or uuid.uuid4().hex)
     set_repeated(request, "prompt_token_ids", prompt_ids)
     basis = options.get("logprob_basis", LogprobBasis.TEMPERATURE)
@@ -113,7 +113,7 @@ def deliver_rarely(request: rollout_pb2.GenerateRequest) -> None:
         set_duration(request, "delivery_interval", _WHOLE_INTERVAL)
 
 
-def sampling_message(sampling: Sampling) -> rollout_pb2.SamplingParams:
+def sampling_to_proto(sampling: Sampling) -> rollout_pb2.SamplingParams:
     """Raises InvalidRequestError where a value does not fit its field."""
     made = rollout_pb2.SamplingParams()
     for field in _SAMPLING_FIELDS:

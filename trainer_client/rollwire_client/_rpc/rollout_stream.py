@@ -215,7 +215,7 @@ class Stream:
             return
         try:
             for rows in event.routed_experts:
-                attempt.add_rows(conversion.rows(rows, self._weights(rows.weights)))
+                attempt.add_rows(conversion.rows_from_proto(rows, self._weights(rows.weights)))
         except ValueError as mismatch:
             self._abandon(attempt, self._protocol_error(str(mismatch)))
             return
