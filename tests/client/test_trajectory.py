@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import pytest
@@ -81,6 +82,8 @@ def test_chunks_bring_each_token_once_with_its_weights_also_of_a_cut_output(
         offset += len(chunk.token_ids)
     trajectory = output.trajectory()
     assert trajectory.versions == tuple(weights.version for weights in tags)
+    servers = [*(weights.server_id for weights in tags[:-3]), "x"]
+    assert trajectory.servers == tuple(server for server, _ in itertools.groupby(servers))
     assert TrajectoryBuilder.of(trajectory).trajectory() == trajectory
 
 

@@ -213,7 +213,7 @@ class TrajectoryBuilder:
         self._runs: list[tuple[int, WeightTag, int]] = []
         self.run_weights: WeightTag | None = None
         self.run_oldest = 0
-        self._servers: list[str] = []
+        self._servers: list[tuple[int, str]] = []  # where each begins, its address
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> TrajectoryBuilder:
@@ -224,7 +224,7 @@ class TrajectoryBuilder:
         made.token_ids += trajectory.token_ids
         made.logprobs += trajectory.logprobs
         made._runs += [(s.start, s.weights, s.oldest_kv_revision) for s in trajectory.segments]
-        made._servers += trajectory.servers
+        made._servers += [(0, server) for server in trajectory.servers]
         made.finish = trajectory.finish
         if made.routing is not None and routing is not None:
             made.routing.load(routing)
@@ -247,8 +247,8 @@ class TrajectoryBuilder:
         """What is appended from now on was sampled by ``server`` under these weights."""
         if not self._runs or self._runs[-1][1:] != (weights, oldest_kv_revision):
             self._runs.append((len(self.token_ids), weights, oldest_kv_revision))
-        if not self._servers or self._servers[-1] != server:
-            self._servers.append(server)
+        if not self._servers or self._servers[-1][1] != server:
+            self._servers.append((len(self.token_ids), server))
         self.run_weights, self.run_oldest = weights, oldest_kv_revision
 
     def chunk(self, offset: int) -> Chunk:
@@ -270,10 +270,12 @@ class TrajectoryBuilder:
 
     def cut(self, end: int) -> None:
         """Drops the tokens from ``end`` on."""
+        if end >= len(self.token_ids):
+            return
         del self.token_ids[end:], self.logprobs[end:]
-        while self._runs and self._runs[-1][0] >= end:
-            self._runs.pop()
-            self.run_weights = None
+        self._runs = [run for run in self._runs if run[0] < end]
+        self._servers = [server for server in self._servers if server[0] < end]
+        self.run_weights = None
 
     @property
     def weights(self) -> list[WeightTag]:
@@ -294,7 +296,7 @@ class TrajectoryBuilder:
             logprobs=tuple(self.logprobs),
             segments=self._segments(),
             finish=self.finish,
-            servers=tuple(self._servers),
+            servers=tuple(server for _, server in self._servers),
             routing=self._routing(),
         )
 
