@@ -18,12 +18,14 @@ TIMEOUTS = PublishTimeouts(silence=10, join=5, bucket=5, stalled=0.5, staged=5, 
 
 @contextlib.asynccontextmanager
 async def publishing(
-    count: int, timeouts: PublishTimeouts = TIMEOUTS
+    count: int, timeouts: PublishTimeouts = TIMEOUTS, **fleet_options: float
 ) -> AsyncIterator[tuple[list[PublishableServer], Fleet, Publisher]]:
     servers = [await PublishableServer().start() for _ in range(count)]
     try:
         async with Fleet(
-            [server.address for server in servers], timeouts=Timeouts(call=1, close=0.2)
+            [server.address for server in servers],
+            timeouts=Timeouts(call=1, close=0.2),
+            **fleet_options,
         ) as fleet:
             yield (
                 servers,

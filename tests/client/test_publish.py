@@ -62,6 +62,19 @@ async def test_every_server_commits_what_was_published() -> None:
     assert all(member.problem is None for member in fleet._pool.servers)
 
 
+async def test_only_servers_that_did_not_commit_are_asked_what_they_serve() -> None:
+    async with publishing(3, probe_interval=600) as (servers, _, publisher):
+        await until(lambda: all(server.asked >= 2 for server in servers))  # as the fleet opened
+        await asyncio.sleep(0.2)
+        before = [server.asked for server in servers]
+        servers[0].refuse_commit = True
+        report = await publish(publisher)
+        assert [server.weights is None for server in report.servers] == [True, False, False]
+        await until(lambda: servers[0].asked > before[0] + 1)
+        # Once, before the announcement.
+        assert [server.asked for server in servers[1:]] == [asked + 1 for asked in before[1:]]
+
+
 async def test_a_publish_follows_another() -> None:
     async with publishing(2) as (servers, _, publisher):
         for version in (1, 2, None):

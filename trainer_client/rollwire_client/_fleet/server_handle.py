@@ -213,7 +213,8 @@ class ServerHandle:
         """From now on it takes sequences only if it serves the new policy."""
         if self.info is not None and self.status in {ServerStatus.READY, ServerStatus.BEHIND}:
             self._set_status(*self._assess(self.info))
-        self._probe_now.set()
+        if self.problem is not None:  # else it is known what it serves: it has committed it
+            self._probe_now.set()
 
     def rejoin(self) -> None:
         """Its address is in the fleet's list again."""
