@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rollwire_demo.policy import logprobs
+from rollwire_demo.results import TOLERANCE, CheckResult
+from rollwire_demo.trainer import logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from rollwire_client import Trajectory
     from torch import Tensor
-
-TOLERANCE = 1e-4  # fp32: batches and kernels differ in the order of their sums
-
-
-@dataclass(frozen=True, slots=True)
-class CheckResult:
-    """What the check found.
-
-    Attributes:
-        sequences, tokens, versions: How many were checked.
-        worst_error: The largest difference between the log-probability that a server gave a token
-            and the one that the version of its tag gives it; infinite if one is not a number.
-        problems: What is wrong, a line each; empty if nothing is.
-    """
-
-    sequences: int
-    tokens: int
-    versions: int
-    worst_error: float
-    problems: tuple[str, ...]
 
 
 def check_labels(

@@ -1,4 +1,4 @@
-"""What the demo shows: a live panel on a terminal, else a line now and then; a table at the end."""
+"""What the demo shows: a live panel on a terminal, else a line now and then; a table and a plot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from rollwire_demo.history import GOAL
+from rollwire_demo.results import GOAL
 from rollwire_demo.task import spell
 
 if TYPE_CHECKING:
@@ -20,15 +20,16 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from rollwire_demo.history import History
-    from rollwire_demo.rollouts import Rollout
-    from rollwire_demo.verdict import Finding
+    from rollwire_demo.results import ResultRow, TrainingHistory
+    from rollwire_demo.task import ScoredAnswer
 
 LINE_SECONDS = 5.0
-TOLD_PROBLEMS = 5
+SHOWN_PROBLEMS = 5
 BARS = "▁▂▃▄▅▆▇█"
 SPARKS = 48
 WIDTH = 84
+INK, FAINT = "#22313f", "#8a97a3"
+CROSSED, WITHIN, LINE, PAUSE = "#2a9d8f", "#c9b458", "#e4572e", "#5b7db1"
 COLOURS = ("cyan", "magenta", "yellow", "blue", "green", "red")  # of versions
 
 
@@ -46,7 +47,7 @@ class Display:
         self._phase = ""
         self._began = time.monotonic()
         self._last_line = float("-inf")
-        self._history: History | None = None
+        self._history: TrainingHistory | None = None
         self._live: Live | None = None
         if self._console.is_terminal and not quiet:
             self._live = Live(
@@ -72,7 +73,7 @@ class Display:
         """Something went wrong, and the demo goes on."""
         self._console.print(Text(what, style="yellow"), soft_wrap=True)
 
-    def step(self, history: History) -> None:
+    def step(self, history: TrainingHistory) -> None:
         """A step is done."""
         self._history = history
         now = time.monotonic()
@@ -80,20 +81,20 @@ class Display:
             self._last_line = now
             self._console.print(_line(history), soft_wrap=True)
 
-    def result(self, findings: Sequence[Finding], problems: Sequence[str], plot: Path) -> None:
+    def result(self, rows: Sequence[ResultRow], problems: Sequence[str], plot: Path) -> None:
         """The end: a table, what the check found wrong, and where the plot is."""
         table = Table(title="rollwire demo", title_style="bold", header_style="dim")
         table.add_column("")
         table.add_column("what")
         table.add_column("result", justify="right")
         table.add_column("goal")
-        for finding in findings:
-            mark = {True: "[green]✓", False: "[red]✗", None: ""}[finding.good]
-            table.add_row(mark, finding.what, finding.result, finding.goal)
+        for row in rows:
+            mark = {True: "[green]✓", False: "[red]✗", None: ""}[row.reached]
+            table.add_row(mark, row.what, row.result, row.goal)
         self._console.print(table)
-        for problem in problems[:TOLD_PROBLEMS]:
+        for problem in problems[:SHOWN_PROBLEMS]:
             self._console.print(Text(problem, style="red"), soft_wrap=True)
-        missed = ", ".join(f.what for f in findings if f.good is False)
+        missed = ", ".join(row.what for row in rows if row.reached is False)
         if missed:
             self._console.print(Text(f"Missed: {missed}", style="bold red"))
         self._console.print(f"Reward against version: {plot}", soft_wrap=True)
@@ -113,7 +114,59 @@ class Display:
         return Panel(Group(*rows), title=title, title_align="left", width=width, padding=(1, 2))
 
 
-def _line(history: History) -> str:
+def plot_reward(history: TrainingHistory, path: Path) -> None:
+    """Writes a PNG: every sequence, the mean reward of each version's tokens, and the pauses."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6), dpi=150, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    reward, paused = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
+    for axes in (reward, paused):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(FAINT)
+        axes.tick_params(colors=INK)
+        axes.grid(axis="y", color=FAINT, alpha=0.2)
+
+    for crossed, colour, label in (
+        (True, CROSSED, "sequence that crossed an update"),
+        (False, WITHIN, "sequence of one version"),
+    ):
+        points = [p for p in history.points if p.crossed is crossed]
+        reward.scatter(
+            [p.version for p in points],
+            [p.reward for p in points],
+            s=7, alpha=0.25, color=colour, linewidths=0, label=label,
+        )  # fmt: skip
+    means = history.reward_by_version()
+    reward.plot(
+        list(means), list(means.values()), color=LINE, linewidth=2.2, label="tokens of each version"
+    )
+    reward.axhline(GOAL, color=INK, linewidth=1, linestyle=(0, (4, 4)))
+    reward.annotate(
+        f"goal {GOAL}", (0, GOAL), (4, 4), textcoords="offset points", color=INK, fontsize=9
+    )
+    reward.set_ylim(-0.02, 1.02)
+    reward.set_ylabel("mean reward", color=INK)
+    reward.set_title(
+        "A policy learns a secret alphabet from streamed rollouts",
+        loc="left", color=INK, fontsize=13, fontweight="bold",
+    )  # fmt: skip
+    for handle in reward.legend(loc="lower right", frameon=False, labelcolor=INK).legend_handles:
+        if handle is not None:
+            handle.set_alpha(1)
+
+    paused.bar(
+        [step.version for step in history.steps],
+        [1e3 * step.paused_seconds for step in history.steps],
+        color=PAUSE, width=0.8,
+    )  # fmt: skip
+    paused.set_ylabel("paused, ms", color=INK)
+    paused.set_xlabel("weight version: the trainer's step", color=INK)
+    canvas.print_png(path)  # type: ignore[no-untyped-call]  # matplotlib's
+
+
+def _line(history: TrainingHistory) -> str:
     last = history.steps[-1]
     return (
         f"{last.seconds:5.0f} s  step and version {last.version:3}  reward {last.reward:.3f}  "
@@ -123,7 +176,7 @@ def _line(history: History) -> str:
     )
 
 
-def _facts(history: History) -> Table:
+def _facts(history: TrainingHistory) -> Table:
     last = history.steps[-1]
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
@@ -141,7 +194,7 @@ def _facts(history: History) -> Table:
     return facts
 
 
-def _spark(history: History) -> str:
+def _spark(history: TrainingHistory) -> str:
     rewards = [step.reward for step in history.steps]
     picked = rewards
     if len(rewards) > SPARKS:
@@ -149,11 +202,11 @@ def _spark(history: History) -> str:
     return "".join(BARS[min(int(r * len(BARS)), len(BARS) - 1)] for r in picked)
 
 
-def _sequence(rollout: Rollout) -> Table:
+def _sequence(scored: ScoredAnswer) -> Table:
     """A sequence: its text, the answer right or wrong, and the versions that wrote it."""
-    trajectory = rollout.trajectory
+    trajectory = scored.trajectory
     answer = Text()
-    for letter, reward in zip(spell(trajectory.token_ids), rollout.rewards, strict=True):
+    for letter, reward in zip(spell(trajectory.token_ids), scored.rewards, strict=True):
         answer.append(letter, style="green" if reward else "red")
     bar, legend = Text(), Text()
     for number, segment in enumerate(trajectory.segments):

@@ -1,144 +1,137 @@
-"""The demo's course: servers up, learn, servers down, check."""
+"""The course of the demo: servers up, train and publish, servers down, check."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rollwire_client import Batcher, Fleet, KvPolicy, Publisher, RollwireError, Sampling
-from rollwire_client._wording import servers_text
 
-from rollwire_demo.check import CheckResult, check_labels
-from rollwire_demo.history import History
-from rollwire_demo.policy import make_policy, save_policy, snapshot
-from rollwire_demo.rollouts import prompts, rewarded
+from rollwire_demo.check import check_labels
+from rollwire_demo.results import DemoResult, TrainingHistory
 from rollwire_demo.servers import DemoError, rollout_servers
 from rollwire_demo.task import LENGTH, Cipher
-from rollwire_demo.trainer import Trainer, TrainingBatch
+from rollwire_demo.trainer import Trainer, TrainingBatch, make_policy, save_policy, snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Sequence
+    from pathlib import Path
 
     from rollwire_client import Batch, PublishReport
     from torch import Tensor
 
     from rollwire_demo.display import Display
-    from rollwire_demo.rollouts import Rollout
     from rollwire_demo.servers import Server
-    from rollwire_demo.settings import DemoSettings
+    from rollwire_demo.task import ScoredAnswer
 
-GROUP = 8  # samples of a prompt
+GROUP_SIZE = 8  # samples of a prompt
 GROUPS_PER_STEP = 8
-GROUPS_AHEAD = 12  # are under way beyond those of a step
+PREFETCHED_GROUPS = 12
 SAMPLING = Sampling(max_new_tokens=LENGTH, ignore_eos=True)
-
-WATCHER_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came of it.
-
-    Attributes:
-        history: Of the training.
-        check: Of the labels.
-        seconds: All together.
-    """
-
-    history: History
-    check: CheckResult
-    seconds: float
+EXIT_SECONDS = 1.0  # for a dead server's process to be known as dead
 
 
-async def run_demo(settings: DemoSettings, display: Display) -> Outcome:
+async def run_demo(
+    display: Display, *, seed: int, servers: int, steps: int, minutes: float, output: Path
+) -> DemoResult:
     """Teaches a policy through rollout servers and a publisher, then checks the labels.
 
-    It ends when the goal is held for some steps, or at a limit.
+    It ends when the goal is held for some steps, or after ``steps`` or ``minutes``.
+
+    Args:
+        display: Shows what happens.
+        seed: Of the policy, the task and every draw.
+        servers: How many rollout servers.
+        steps: At most.
+        minutes: At most.
+        output: The folder for the checkpoint and the servers' logs; it exists.
 
     Raises:
         RollwireError: It cannot go on.
     """
     began = time.monotonic()
     torch.set_num_threads(1)  # the servers share the cores
-    model = make_policy(settings.seed)
-    checkpoint = settings.output / "checkpoint"
-    save_policy(model, checkpoint)
-    learning = _Learning(settings, model, display)
+    model = make_policy(seed)
+    save_policy(model, output / "checkpoint")
+    loop = _TrainingLoop(model, seed, display)
     try:
-        display.phase(f"starting {servers_text(settings.servers)}")
-        async with rollout_servers(settings.servers, checkpoint, settings.output) as servers:
-            await learning.run(servers)
+        display.phase(f"starting {servers} server{'' if servers == 1 else 's'}")
+        async with rollout_servers(servers, output / "checkpoint", output) as started:
+            await loop.run(started, steps=steps, seconds=60 * minutes)
     except ExceptionGroup as errors:
-        raise _most_telling(errors) from None
+        raise _clearest(errors) from None
     display.phase("checking labels")
-    history = learning.history
+    history = loop.history
     check = await asyncio.to_thread(
-        check_labels, model, history.sample, learning.weights, history.digests
+        check_labels, model, history.sample, loop.weights, history.digests
     )
-    return Outcome(history, check, time.monotonic() - began)
+    return DemoResult(history, check, time.monotonic() - began)
 
 
-class _Learning:
-    """The trainer's part; ``run`` it once."""
+class _TrainingLoop:
+    """Trains and publishes beside watching the servers.
 
-    def __init__(self, settings: DemoSettings, model: Any, display: Display) -> None:
-        self.history = History()
+    Attributes:
+        history: What happened.
+        weights: The policy by version; None is the initial checkpoint.
+    """
+
+    def __init__(self, model: Any, seed: int, display: Display) -> None:
+        self.history = TrainingHistory()
         self.weights: dict[int | None, dict[str, Tensor]] = {None: snapshot(model)}
-        self._settings = settings
         self._model = model
-        self._trainer = Trainer(model, settings.seed)
+        self._seed = seed
+        self._trainer = Trainer(model, seed)
         self._display = display
         self._alive: set[str] = set()
 
-    async def run(self, servers: Sequence[Server]) -> None:
+    async def run(self, servers: Sequence[Server], *, steps: int, seconds: float) -> None:
         self._alive = {server.address for server in servers}
         async with asyncio.TaskGroup() as tasks:
             watching = [tasks.create_task(self._watch(server)) for server in servers]
             try:
-                await self._sample_and_learn()
+                await self._train(steps, seconds)
             except (RollwireError, ExceptionGroup):
-                # A link breaks before its process is known to be dead: who watches it tells more.
-                await asyncio.sleep(WATCHER_SECONDS)
+                # A link breaks before its process is known to be dead, which says more.
+                await asyncio.sleep(EXIT_SECONDS)
                 raise
             for task in watching:
                 task.cancel()
 
-    async def _sample_and_learn(self) -> None:
-        async with Fleet(sorted(self._alive)) as fleet:
-            publisher = Publisher(fleet, kv_policy=KvPolicy.RECOMPUTE)
-            async with Batcher(
-                fleet, seed=self._settings.seed, group_size=GROUP, sampling=SAMPLING, bar=False
-            ) as batcher:
-                await self._learn(batcher, publisher)
-
-    async def _learn(self, batcher: Batcher, publisher: Publisher) -> None:
+    async def _train(self, steps: int, seconds: float) -> None:
         """Trains and publishes while the next rollouts are under way."""
-        deadline = time.monotonic() + 60 * self._settings.minutes
-        task = Cipher(self._settings.seed)
-        source = prompts(task)
+        deadline = time.monotonic() + seconds
+        cipher = Cipher(self._seed)
+        prompts = cipher.prompts()
+        async with (
+            Fleet(sorted(self._alive)) as fleet,
+            Batcher(
+                fleet, seed=self._seed, group_size=GROUP_SIZE, sampling=SAMPLING, bar=False
+            ) as batcher,
+        ):
+            publisher = Publisher(fleet, kv_policy=KvPolicy.RECOMPUTE)
 
-        def collect() -> Coroutine[Any, Any, Batch]:
-            return batcher.collect(source, GROUPS_PER_STEP, prefetch=GROUPS_AHEAD)
+            def collect() -> Coroutine[Any, Any, Batch]:
+                return batcher.collect(prompts, GROUPS_PER_STEP, prefetch=PREFETCHED_GROUPS)
 
-        self._display.phase("learning")
-        self.history.begin()
-        batch = await collect()
-        for version in range(1, self._settings.steps + 1):
-            rollouts = rewarded(task, batch.groups)
-            await asyncio.to_thread(self._trainer.step, _training_batch(rollouts))
-            self.weights[version] = snapshot(self._model)
-            # New groups begin before the update, and cross it, however fast the servers are.
-            async with asyncio.TaskGroup() as step:
-                collecting = step.create_task(collect())
-                publishing = step.create_task(self._publish(publisher, version))
-            batch = collecting.result()
-            self.history.add(version, rollouts, publishing.result())
-            self._display.step(self.history)
-            if self.history.goal_held or time.monotonic() > deadline:
-                return
+            self._display.phase("learning")
+            self.history.begin()
+            batch = await collect()
+            for version in range(1, steps + 1):
+                answers = cipher.score(batch.groups)
+                await asyncio.to_thread(self._trainer.step, _training_batch(answers))
+                self.weights[version] = snapshot(self._model)
+                # New groups begin before the update, and cross it, however fast the servers are.
+                async with asyncio.TaskGroup() as step:
+                    collecting = step.create_task(collect())
+                    publishing = step.create_task(self._publish(publisher, version))
+                batch = collecting.result()
+                self.history.add(version, answers, publishing.result())
+                self._display.step(self.history)
+                if self.history.goal_held or time.monotonic() > deadline:
+                    return
 
     async def _publish(self, publisher: Publisher, version: int) -> PublishReport:
         publish = await publisher.publish(version, self.weights[version])
@@ -149,25 +142,25 @@ class _Learning:
         return report
 
     async def _watch(self, server: Server) -> None:
-        """Tells that a server died; the others go on with its sequences."""
-        what = await server.died()
+        """Says that a server died; the others go on with its sequences."""
+        death = await server.died()
         self._alive.discard(server.address)
         if not self._alive:
-            raise DemoError(f"{what}; none is left")
-        self._display.note(f"{what}; the others go on with its sequences")
+            raise DemoError(f"{death}; none is left")
+        self._display.note(f"{death}; the others go on with its sequences")
 
 
-def _training_batch(rollouts: Sequence[Rollout]) -> TrainingBatch:
-    shape = (GROUPS_PER_STEP, GROUP, -1)
-    tensors = [rollout.trajectory.to_tensors() for rollout in rollouts]
+def _training_batch(answers: Sequence[ScoredAnswer]) -> TrainingBatch:
+    shape = (GROUPS_PER_STEP, GROUP_SIZE, -1)
+    tensors = [answer.trajectory.to_tensors() for answer in answers]
     return TrainingBatch(
         token_ids=torch.stack([t.token_ids for t in tensors]).view(shape),
         logprobs=torch.stack([t.logprobs[-LENGTH:] for t in tensors]).view(shape),
-        rewards=torch.tensor([rollout.rewards for rollout in rollouts]).view(shape),
+        rewards=torch.tensor([answer.rewards for answer in answers]).view(shape),
     )
 
 
-def _most_telling(errors: ExceptionGroup[Exception]) -> Exception:
+def _clearest(errors: ExceptionGroup[Exception]) -> Exception:
     """What the demo itself says, before what follows from it; the group if there is a bug in it."""
     leaves = list(_leaves(errors))
     if not all(isinstance(leaf, RollwireError) for leaf in leaves):

@@ -8,10 +8,16 @@ both where to look and what each letter becomes, from nothing but its rewards.
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING
 
+from rollwire_client import Prompt
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from rollwire_client import Group, Trajectory
 
 LETTERS = 26
 LENGTH = 32  # letters of a text, and tokens of an answer
@@ -20,11 +26,7 @@ VOCABULARY = LETTERS + 2
 
 
 class Cipher:
-    """A secret alphabet, and random texts to write in it.
-
-    Args:
-        seed: Of both.
-    """
+    """A secret alphabet, and random texts to write in it; ``seed`` is of both."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(f"cipher {seed}")  # noqa: S311 - no secret but to the policy
@@ -33,6 +35,11 @@ class Cipher:
     def prompt(self) -> list[int]:
         """The token ids of the next prompt: BEGIN, the letters, ANSWER."""
         return [BEGIN, *self._random.choices(range(LETTERS), k=LENGTH), ANSWER]
+
+    def prompts(self) -> Iterator[Prompt]:
+        """Different ones, for ever."""
+        for number in count():
+            yield Prompt(str(number), self.prompt())
 
     def solution(self, prompt: Sequence[int]) -> list[int]:
         """The token ids of the right answer."""
@@ -43,8 +50,36 @@ class Cipher:
 
         Their mean is the sequence's reward. Missing positions count as wrong.
         """
-        given = [*answer, *[-1] * LENGTH]
-        return [float(a == b) for a, b in zip(self.solution(prompt), given, strict=False)]
+        padded = [*answer, *[-1] * LENGTH]
+        return [float(a == b) for a, b in zip(self.solution(prompt), padded, strict=False)]
+
+    def score(self, groups: Iterable[Group]) -> list[ScoredAnswer]:
+        """The samples of all groups, one group after the other."""
+        return [
+            ScoredAnswer(
+                sample.trajectory, self.rewards(group.prompt.token_ids, sample.trajectory.token_ids)
+            )
+            for group in groups
+            for sample in group.samples
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredAnswer:
+    """A sampled sequence, and the reward of each of its tokens."""
+
+    trajectory: Trajectory
+    rewards: Sequence[float]
+
+    @property
+    def reward(self) -> float:
+        """Of the sequence, 0 to 1."""
+        return sum(self.rewards) / len(self.rewards)
+
+    @property
+    def crossed(self) -> bool:
+        """Whether an update came in between: its tokens are of more than one version."""
+        return len(set(self.trajectory.versions)) > 1
 
 
 def spell(tokens: Sequence[int]) -> str:

@@ -15,14 +15,9 @@ from rollwire_client import (
     Trajectory,
     WeightTag,
 )
-from rollwire_demo.check import CheckResult
-from rollwire_demo.display import Display
-from rollwire_demo.history import History
-from rollwire_demo.plot import plot_reward
-from rollwire_demo.rollouts import Rollout
-from rollwire_demo.run import Outcome
-from rollwire_demo.task import LENGTH
-from rollwire_demo.verdict import judge
+from rollwire_demo.display import Display, plot_reward
+from rollwire_demo.results import CheckResult, DemoResult, TrainingHistory, goals
+from rollwire_demo.task import LENGTH, ScoredAnswer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +26,7 @@ if TYPE_CHECKING:
 GOOD_CHECK = CheckResult(sequences=2, tokens=64, versions=3, worst_error=2e-6, problems=())
 
 
-def rollout(version: int, right: int) -> Rollout:
+def rollout(version: int, right: int) -> ScoredAnswer:
     """Half of it by ``version``, half by the next one."""
     middle = LENGTH // 2
     tags = [WeightTag(v, v, "s", v) for v in (version, version + 1)]
@@ -48,12 +43,12 @@ def rollout(version: int, right: int) -> Rollout:
         Finish(FinishReason.LENGTH),
         ("s",),
     )
-    return Rollout(trajectory, [1.0] * right + [0.0] * (LENGTH - right))
+    return ScoredAnswer(trajectory, [1.0] * right + [0.0] * (LENGTH - right))
 
 
-def history(rights: Sequence[int], sequences: int = 8) -> History:
+def history(rights: Sequence[int], sequences: int = 8) -> TrainingHistory:
     """One step for each number of right letters."""
-    made = History()
+    made = TrainingHistory()
     made.begin()
     for version, right in enumerate(rights, start=1):
         tag = WeightTag(version, version, "s", version)
@@ -63,8 +58,8 @@ def history(rights: Sequence[int], sequences: int = 8) -> History:
     return made
 
 
-def missed(made: History, check: CheckResult = GOOD_CHECK) -> list[str]:
-    return [finding.what for finding in judge(Outcome(made, check, 1.0)) if finding.good is False]
+def missed(made: TrainingHistory, check: CheckResult = GOOD_CHECK) -> list[str]:
+    return [row.what for row in goals(DemoResult(made, check, 1.0)) if row.reached is False]
 
 
 LEARNED = [1] * 20 + [LENGTH] * 5
@@ -90,13 +85,13 @@ def test_each_goal_can_be_missed() -> None:
 
 def test_what_was_not_checked_has_no_error() -> None:
     for check, told in [(CheckResult(0, 0, 0, 0.0, ()), "not checked"), (GOOD_CHECK, "2.0e-06")]:
-        findings = judge(Outcome(history(LEARNED), check, 1.0))
-        (result,) = [f.result for f in findings if f.what == "worst log-probability error"]
+        rows = goals(DemoResult(history(LEARNED), check, 1.0))
+        (result,) = [f.result for f in rows if f.what == "worst log-probability error"]
         assert result == told
 
 
 def test_nothing_learned_at_all_is_a_result_too() -> None:
-    assert len(missed(History(), CheckResult(0, 0, 0, 0.0, ()))) == 4
+    assert len(missed(TrainingHistory(), CheckResult(0, 0, 0, 0.0, ()))) == 4
 
 
 def test_a_goal_that_is_lost_again_is_not_held() -> None:
@@ -116,7 +111,7 @@ def test_the_display_tells_what_matters_without_a_terminal(tmp_path: Path) -> No
         display.phase("learning")
         display.step(made)
         display.note("a server died")
-    display.result(judge(Outcome(made, check, 1.0)), check.problems, tmp_path / "reward.png")
+    display.result(goals(DemoResult(made, check, 1.0)), check.problems, tmp_path / "reward.png")
     told = output.getvalue()
     for words in (
         "learning",

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from rollwire_demo.policy import logprobs, make_policy, snapshot
 from rollwire_demo.trainer import (
     CLIP_HIGH,
     DUAL_CLIP,
@@ -15,6 +14,9 @@ from rollwire_demo.trainer import (
     Trainer,
     TrainingBatch,
     advantages,
+    logprobs,
+    make_policy,
+    snapshot,
 )
 from torch import Tensor
 

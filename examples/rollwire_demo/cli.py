@@ -1,4 +1,4 @@
-"""``rollwire demo``: the flags, and what comes out."""
+"""``rollwire demo``: its flags, what it writes, and its exit code."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import asyncio
 import importlib.util
 import os
 import signal
-from pathlib import Path  # noqa: TC003 - typer reads the annotation
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from rollwire_client import MissingDependencyError
+from rollwire_client import MissingDependencyError, RollwireError
 
-from rollwire_demo.display import Display
-from rollwire_demo.servers import DemoError
-from rollwire_demo.settings import DemoSettings
+from rollwire_demo.display import Display, plot_reward
+from rollwire_demo.results import goals
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
 TERMINATED = 143  # as shells have it: 128 + SIGTERM
-DEFAULTS = DemoSettings()
 EXTRA = ("torch", "transformers", "pydantic_settings", "matplotlib")
 
 T = TypeVar("T")
@@ -47,13 +45,13 @@ def demo(
             max=2**31,
             help="Of model, task and draws; which version samples which token is up to timing.",
         ),
-    ] = DEFAULTS.seed,
-    servers: Annotated[int, typer.Option(min=1, max=16, help="How many.")] = DEFAULTS.servers,
-    steps: Annotated[int, typer.Option(min=1, max=2000, help="At most.")] = DEFAULTS.steps,
-    minutes: Annotated[float, typer.Option(min=0, help="At most.")] = DEFAULTS.minutes,
+    ] = 0,
+    servers: Annotated[int, typer.Option(min=1, max=16, help="How many.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, max=2000, help="At most.")] = 400,
+    minutes: Annotated[float, typer.Option(min=0, help="At most.")] = 10.0,
     output: Annotated[
         Path, typer.Option(file_okay=False, help="Folder for the plot and the servers' logs.")
-    ] = DEFAULTS.output,
+    ] = Path("demo-output"),
     *,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show the result alone.")] = False,
 ) -> int:
@@ -66,27 +64,27 @@ def demo(
     At the end labels and log-probabilities are checked against the weights.
     """
     _check_extra()
-    _make(output)
-    settings = DemoSettings(seed=seed, servers=servers, steps=steps, minutes=minutes, output=output)
+    _make_folder(output)
     with Display(quiet=quiet) as display:
         display.phase("loading torch and transformers")
-        from rollwire_demo.plot import plot_reward
         from rollwire_demo.run import run_demo
-        from rollwire_demo.verdict import judge
 
+        running = run_demo(
+            display, seed=seed, servers=servers, steps=steps, minutes=minutes, output=output
+        )
         try:
-            outcome = asyncio.run(_until_terminated(run_demo(settings, display)))
+            result = asyncio.run(_until_terminated(running))
         except asyncio.CancelledError:
             return TERMINATED
     plot = output / "reward.png"
-    plot_reward(outcome.history, plot)
-    findings = judge(outcome)
-    display.result(findings, outcome.check.problems, plot)
-    return 0 if all(finding.good is not False for finding in findings) else 1
+    plot_reward(result.history, plot)
+    rows = goals(result)
+    display.result(rows, result.check.problems, plot)
+    return 1 if any(row.reached is False for row in rows) else 0
 
 
 def _check_extra() -> None:
-    """What the demo needs is looked for before any of it is loaded."""
+    """Looks for all that the demo needs before any of it is loaded."""
     missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingDependencyError(
@@ -94,17 +92,17 @@ def _check_extra() -> None:
         )
 
 
-def _make(folder: Path) -> None:
+def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DemoError(f"cannot make the folder {folder}: {error.strerror}") from error
+        raise RollwireError(f"cannot make the folder {folder}: {error.strerror}") from error
     if not os.access(folder, os.W_OK):
-        raise DemoError(f"cannot write to the folder {folder}")
+        raise RollwireError(f"cannot write to the folder {folder}")
 
 
 async def _until_terminated(work: Coroutine[Any, Any, T]) -> T:
-    """SIGTERM ends the demo as Ctrl-C does: with its servers."""
+    """Makes SIGTERM end the demo as Ctrl-C does: with its servers."""
     loop = asyncio.get_running_loop()
     task = loop.create_task(work)
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
