@@ -17,7 +17,8 @@ PACKAGES = {
     "rollwire": ("protos", set()),
     "rollwire_transport": ("transport", set()),
     "rollwire_server": ("server", {"rollwire", "rollwire_transport"}),
-    "rollwire_client": ("trainer_client", {"rollwire", "rollwire_transport"}),
+    "rollwire_client": ("trainer_client", {"rollwire", "rollwire_transport", "rollwire_demo"}),
+    "rollwire_demo": ("examples", {"rollwire_client"}),
 }
 
 # Modules that still import each other, in circles; each line is a knot to untie.

@@ -111,9 +111,7 @@ class Batcher:
         self.handed_out = 0
         self.dropped = 0
         self._pool = fleet._pool  # noqa: SLF001 - the library's own
-        self._reward = (
-            None if reward is None else RewardCaller(reward, callback_timeout, refills)
-        )
+        self._reward = None if reward is None else RewardCaller(reward, callback_timeout, refills)
         self._sampler = GroupSampler(
             self._pool, seed, group_size, sampling, options, self._reward, refills
         )
