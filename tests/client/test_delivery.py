@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 from client.scripted import Sequence, expected_token, scripted, until
-from rollwire_client import Fleet, InvalidRequestError, RolloutClient, Sampling, Timeouts
-from rollwire_client._batches import Batcher, Prompt
+from rollwire_client import (
+    Batcher,
+    Fleet,
+    InvalidRequestError,
+    Prompt,
+    RolloutClient,
+    Sampling,
+    Timeouts,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path

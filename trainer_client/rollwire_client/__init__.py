@@ -13,9 +13,8 @@ Importing it needs no torch; publishing and tensors do (``pip install 'rollwire[
 from rollwire.reasons import ErrorScope
 from rollwire.types import Finish, FinishReason, KvPolicy, LogprobBasis, ServerState, WeightTag
 
-from rollwire_client._batches import (
+from rollwire_client._batches.batch import (
     Batch,
-    Batcher,
     Carry,
     Decision,
     Drop,
@@ -28,6 +27,7 @@ from rollwire_client._batches import (
     Sample,
     Tail,
 )
+from rollwire_client._batches.batcher import Batcher
 from rollwire_client._data import Aborted, ActivePause, Pause, Resumed, Sampling, ServerInfo
 from rollwire_client._errors import (
     BufferFileError,

@@ -17,7 +17,7 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
-from rollwire_client._batches import Batcher
+from rollwire_client._batches.batcher import Batcher
 from rollwire_client._concurrency.loop_thread import LoopThread
 from rollwire_client._errors import ClosedError
 from rollwire_client._fleet.fleet import Fleet
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from rollwire.types import WeightTag
 
-    from rollwire_client._batches import Batch
+    from rollwire_client._batches.batch import Batch
     from rollwire_client._fleet.session import Conversation
     from rollwire_client._publishing.publish_handle import PublishReport
 

@@ -1,4 +1,4 @@
-"""What batches are made of: prompts, groups of samples, and what became of them."""
+"""The data of batches: prompts, groups of samples, and what became of them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a group is sampled of.
+    """The prompt of a group.
 
     Attributes:
-        id: Names it in the trainer's data.
-        token_ids: At least one: any sequence of integers.
-        epoch: Which pass over the data this is. The draws of the same id in the same epoch are the
-            same again.
-        sampling: How to sample this one; without a seed. None: as the batcher says.
-        info: The caller's own, such as the right answer, for its reward function. A buffer that is
-            saved writes it as JSON.
+        id: Its name in the trainer's data.
+        token_ids: At least one; any sequence of integers.
+        epoch: Which pass over the data this is. The same id in the same epoch gets the same draws.
+        sampling: How to sample this prompt; has no seed. None: as the batcher does.
+        info: The caller's own data, such as the right answer, for its reward function. It must be
+            JSON if the buffer is saved.
     """
 
     id: str
@@ -41,8 +40,8 @@ class Sample:
     """One member of a group.
 
     Attributes:
-        trajectory: What was sampled; all of it where ``trajectory.complete``.
-        reward: As the reward function gave it; None without one, and where it is not complete.
+        trajectory: What was sampled so far; all of it if ``trajectory.complete``.
+        reward: Of a complete sample; None without a reward function.
     """
 
     trajectory: Trajectory
@@ -50,20 +49,20 @@ class Sample:
 
 
 class DropReason(enum.Enum):
-    """Why a group was not handed out, and will not be."""
+    """Why a group will never be handed out."""
 
     TAIL = "tail"
-    """The batch had enough before it was complete."""
+    """The batch had its target before this group was complete."""
     STALE = "stale"
-    """Some of it was sampled under weights older than ``max_lag`` allows."""
+    """A token was sampled under weights older than ``max_lag`` allows."""
     FILTERED = "filtered"
-    """The caller's ``decide`` said so."""
+    """The caller's ``decide`` dropped it."""
     CUT = "cut"
-    """The ``timeout`` of a sample was up. Another in its place would favour the short."""
+    """A sample reached its ``timeout``. Drawing another one would favour short samples."""
     FAILED = "failed"
-    """One of its samples could not be had, or ``decide`` failed at it: ``error`` says why."""
+    """A sample could not be completed, or ``decide`` failed for the group; see ``error``."""
     UNSCORED = "unscored"
-    """The reward of one of its samples could not be had: ``error`` says why."""
+    """A sample has no reward; see ``error``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +70,10 @@ class Group:
     """The samples of a prompt.
 
     Attributes:
-        prompt: Of all of them.
-        samples: One for each member, in the order of their seeds.
-        dropped: Why it was dropped; None where it was not.
-        error: What went wrong, where it was dropped for an error.
+        prompt: Of all samples.
+        samples: In the order of their seeds.
+        dropped: Why the group was dropped; None if it was not.
+        error: The error that it was dropped for, if there was one.
     """
 
     prompt: Prompt
@@ -84,17 +83,17 @@ class Group:
 
     @property
     def complete(self) -> bool:
-        """Whether each of its samples came to its own end."""
+        """Whether every sample is complete."""
         return all(sample.trajectory.complete for sample in self.samples)
 
     @property
     def rewards(self) -> tuple[float | None, ...]:
-        """Of each sample."""
+        """The reward of each sample."""
         return tuple(sample.reward for sample in self.samples)
 
     @property
     def versions(self) -> frozenset[int | None]:
-        """The weight versions that sampled any of its tokens."""
+        """The weight versions that sampled its tokens; None for weights without one."""
         return frozenset(
             segment.weights.version
             for sample in self.samples
@@ -104,38 +103,38 @@ class Group:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Part:
-    """Groups with the same fate, and what they are like: how a batch's bias is seen.
+    """Groups with the same fate. Comparing the lengths and rewards of parts shows a batch's bias.
 
     Attributes:
-        groups: In the order in which they were begun.
+        groups: In the order in which they were started.
     """
 
     groups: tuple[Group, ...] = ()
 
     def __repr__(self) -> str:
-        """How many, and why: not their tokens."""
+        """Short: counts and reasons, no tokens."""
         reasons = Counter(group.dropped.value for group in self.groups if group.dropped)
-        told = [f"{count} {reason}" for reason, count in sorted(reasons.items())]
+        counts = [f", {count} {reason}" for reason, count in sorted(reasons.items())]
         length = "" if self.mean_length is None else f", mean_length={self.mean_length:.0f}"
-        return f"Part(groups={len(self.groups)}{''.join(f', {why}' for why in told)}{length})"
+        return f"Part(groups={len(self.groups)}{''.join(counts)}{length})"
 
     def of(self, reason: DropReason) -> Part:
-        """Those that were dropped for this reason, with the lengths and rewards of these alone."""
+        """The groups that were dropped for this reason."""
         return Part(tuple(group for group in self.groups if group.dropped is reason))
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Output tokens of each sample so far."""
+        """The output tokens of each sample."""
         return tuple(len(sample.trajectory.token_ids) for sample in self._samples)
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """Of the samples that have one."""
+        """The rewards of the samples that have one."""
         return tuple(sample.reward for sample in self._samples if sample.reward is not None)
 
     @property
     def mean_length(self) -> float | None:
-        """Tokens; None without samples."""
+        """In tokens; None without samples."""
         return fmean(self.lengths) if self.lengths else None
 
     @property
@@ -150,16 +149,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What ``Batcher.collect`` hands out, and what it did not.
+    """What ``Batcher.collect`` returns.
 
     Attributes:
         version: The trainer's step that it was collected for.
-        finished: Handed out here, and nowhere else.
-        carried: Under way, or complete and put off: what is there of it so far. A later batch hands
-            it out, or says that it was dropped.
-        dropped: Since the batch before; ``dropped.of(DropReason.FAILED)`` and its siblings tell the
-            reasons apart.
-        seconds: From the call to its end.
+        finished: The groups of the batch; no other batch has them.
+        carried: Groups that are under way, or complete and left to a later batch, as they are now.
+            A later batch hands them out or reports them as dropped.
+        dropped: Groups that were dropped since the batch before; ``dropped.of(DropReason.FAILED)``
+            has those of one reason.
+        seconds: That the call took.
     """
 
     version: int | None
@@ -170,21 +169,21 @@ class Batch:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """Those to train on."""
+        """The groups to train on."""
         return self.finished.groups
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What ``Batcher.evaluate`` sampled: all of it, under one policy.
+    """What ``Batcher.evaluate`` returns: whole samples under one policy.
 
     Attributes:
-        version: Of the weights; None for those without one, or if there is no token.
+        version: Of the weights; None if they have none, or if there is no token.
         digest: Of the weights; None if there is no token.
         samples: One group for each prompt, in their order, but for those in ``failed``.
-        seconds: Taken.
-        failed: Prompts whose group could not be had, such as one that is longer than the context;
-            each says why. What ``samples`` are like says nothing of these.
+        seconds: That the call took.
+        failed: Groups that could not be completed, each with its error, such as one whose prompt is
+            longer than the context. The figures of ``samples`` leave them out.
     """
 
     version: int | None
@@ -195,14 +194,14 @@ class Evaluation:
 
 
 class Decision(enum.Enum):
-    """What becomes of a group that is complete."""
+    """What to do with a complete group."""
 
     TAKE = "take"
-    """It is part of this batch."""
+    """Make it part of this batch."""
     POSTPONE = "postpone"
-    """It is asked about again in the next batch."""
+    """Decide again in the next batch."""
     DROP = "drop"
-    """Nobody is to train on it; another prompt takes its place."""
+    """Drop it; another prompt takes its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +212,8 @@ class Progress:
         version: The trainer's step that it is collected for.
         target: Groups that it is to have.
         chosen: Groups that it has.
-        sampling: Groups that are under way, for later batches too.
-        ready: Groups that are complete and have no place in it, or not yet.
+        sampling: Groups that are still sampled, those for later batches included.
+        ready: Complete groups that are not part of it, or not yet.
         seconds: Since the call.
     """
 
@@ -231,8 +230,8 @@ class Tail:
     """What becomes of groups that are unfinished when a batch has its target: ``Drop``, ``Carry``.
 
     Attributes:
-        patience: They are waited for until this many times the time that the first 80 % of the
-            target took, and are part of the batch if they make it; 1.0 does not wait.
+        patience: The batch waits for them until this many times as long as the first 80 % of the
+            target took; those that are complete by then are part of it. 1.0 does not wait.
     """
 
     patience: float = 1.0
@@ -244,13 +243,9 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Drop(Tail):
-    """They are aborted. What a trainer sees of over-sampling is then shorter than what the policy
-    samples: ``Batch.dropped`` says by how much.
-    """
+    """Aborts them. Over-sampling then favours short samples: ``Batch.dropped`` shows how much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Carry(Tail):
-    """They go on, under each new policy, and are the first candidates of the next batch (partial
-    rollout).
-    """
+    """Lets them go on under each new policy (partial rollout), first in line for the next batch."""

@@ -49,36 +49,37 @@ _POLL = 0.05  # seconds between two checks of what the servers serve
 class Batcher:
     """Samples groups and hands them out in batches; an async context manager, within the fleet's.
 
-    Every prompt that it takes is handed out once, or told as dropped, or still carried.
+    Every prompt that it takes is handed out once, reported as dropped, or still carried.
 
     Args:
-        fleet: Samples.
-        seed: The run's. It, a prompt's id and epoch, and the number of the sample fix the draws.
+        fleet: Its servers sample.
+        seed: Of the run. Together with a prompt's id and epoch and the number of the sample it
+            fixes the draws.
         group_size: Samples of each prompt.
         sampling: How to sample; without a seed.
-        reward: Called with prompt and trajectory when a sample is complete; returns a finite
-            number. A plain function is called in a thread of its own, one call at a time (not in
-            the main thread, which signals need); a coroutine function runs in the event loop. A
-            group of which it has none is dropped as ``UNSCORED``.
-        max_lag: A group with a token of a version more than this many steps behind the trainer's is
-            never handed out. A publish through the fleet is one step, also where its number jumps
-            or falls, and so is going on from a saved buffer. None: no bound.
-        refills: A sample that failed is begun again so many times in a row, alone: from its tokens
-            on (if the fleet gave it up; a new token starts the count again) or anew with other
-            draws (if a server failed at it). A ``reward`` that raised is called again as often.
+        reward: Called with the prompt and the trajectory of a complete sample; returns a finite
+            number. A plain function is called in a thread of its own (not the main thread, which
+            signals need), one call at a time; a coroutine function runs in the event loop. A group
+            with a sample that gets no reward is dropped as ``UNSCORED``.
+        max_lag: Groups with a token from more than this many steps before the trainer's version are
+            never handed out. A publish through the fleet is one step, also if its version jumps or
+            falls, and so is going on from a saved buffer. None: no bound.
+        refills: How often in a row a failed sample is sampled again, alone: from its tokens on if
+            the fleet gave it up (a new token starts the count again), or anew with other draws if a
+            server failed at it. A ``reward`` that raised is called again as often.
         callback_timeout: Seconds that one call of ``reward``, ``decide`` or ``stop`` may take, and
-            ``prompts`` to give its next one, before it is given up; None: any. The log says when
-            one takes long.
+            ``prompts`` to return the next one, before it is given up; None: no limit. The log says
+            when one takes long.
         weights_timeout: Seconds that ``collect`` waits for weights that are new enough.
         options: Of the rollouts, such as ``logprob_basis`` and ``timeout``.
-        bar: Show one on a terminal while a batch is collected.
+        bar: Show a progress bar if standard error is a terminal.
 
     Attributes:
         version: The trainer's step of the latest batch.
         handed_out, dropped: Groups so far.
 
     Raises:
-        TypeError, ValueError: An argument cannot be.
+        TypeError, ValueError: An argument is not valid.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class Batcher:
 
     @property
     def taken(self) -> int:
-        """Prompts so far: handed out, dropped, or under way. Where a data set goes on."""
+        """Prompts read so far: handed out, dropped, or under way. A data set goes on after them."""
         buffer = self._buffer
         live = len(buffer.groups) + len(buffer.prompts)
         return self.handed_out + self.dropped + buffer.dropped_count + live
@@ -160,44 +161,44 @@ class Batcher:
     ) -> Batch:
         """The next batch; it ends when ``target`` groups are complete.
 
-        By default it is a fixed batch: so many prompts are begun, and all are waited for. Groups
-        that were carried come first. Cancelled, or left by an exception, it hands nothing out, and
-        the next call goes on with what there is.
+        By default it is a fixed batch: ``target`` prompts are started, and all are waited for.
+        Carried groups come first. If the call is cancelled or raises, it hands nothing out, and the
+        next call goes on with the groups that there are.
 
-        A group that cannot be had (its prompt cannot be sampled, its reward cannot be computed) is
-        dropped with a reason of its own, ``FAILED`` or ``UNSCORED``, and a warning in the log;
-        another takes its place. What every group would meet is raised instead, and the groups are
-        kept. Eight groups in a row that were dropped so, without one that was complete, count as
-        that: the last one's error is raised.
+        A group that cannot be completed (its prompt cannot be sampled, or its reward cannot be
+        computed) is dropped as ``FAILED`` or ``UNSCORED``, with a warning in the log, and another
+        takes its place. An error that every group would meet is raised instead, and the groups are
+        kept. Eight groups in a row that are dropped so, without a complete one in between, count as
+        such an error: the last one is raised.
 
         Args:
-            prompts: They are taken from it as there is room for them, and no more than that: give
-                an iterator that goes on where it was. It is asked in a thread of its own, and so
-                are ``decide`` and ``stop``, unless they are coroutine functions.
-            target: Groups; fewer if the prompts run out, or ``stop`` says so; more with a tail that
-                has patience, up to all that were begun.
+            prompts: Read as there is room for new groups, and no further: give an iterator, so that
+                the next call goes on where this one ended. It is read in a thread of its own.
+            target: Groups. There are fewer if the prompts run out or ``stop`` ends the batch, and
+                up to target * over_sample with a tail that has patience.
             version: The trainer's step. Default: the version that was published last.
-            over_sample: Times as many groups are kept going.
-            tail: What becomes of those that are unfinished then: ``Drop()`` or ``Carry()``.
-            prefetch: Groups begun beyond that, for later batches: servers have work while the last
-                of this one end, and while the trainer learns.
-            decide: Asked about each group that is complete, in the order of their ends, whether it
-                is part of the batch. Default: it is.
-            stop: Asked after each; True ends the batch with what it has. Default: nothing does.
+            over_sample: Keeps this many times the target going.
+            tail: What becomes of the unfinished groups: ``Drop()`` or ``Carry()``.
+            prefetch: Groups that are started beyond those, for later batches: so servers have work
+                while the last groups of this batch end, and while the trainer learns.
+            decide: Called with each complete group, in the order of their ends: whether it is part
+                of the batch. Default: all are. Like ``stop``, it is called in a thread of its own,
+                unless it is a coroutine function.
+            stop: Called after each decision; True ends the batch with the groups that it has.
 
         Raises:
-            ValueError: The arguments contradict each other, or the version fell, and no server was
-                rolled back to it.
+            ValueError: The arguments contradict each other, or the version fell though no server
+                was rolled back to it.
             StalenessError: No server serves weights new enough for ``max_lag``.
-            RolloutFailedError: No server was ready for a sequence within ``Retries.seconds``,
-                though it was begun again; what was sampled is kept.
+            RolloutFailedError: No server was ready for a sequence within ``Retries.seconds``, again
+                and again; what was sampled is kept.
             InvalidRequestError, CallbackError, RolloutFailedError, ServerFailedError,
-                TimedOutError: With it ended eight groups in a row, or all that there ever were.
-            RollwireError: Something else is wrong, such as a token that is not let in; what was
-                sampled is kept.
+                TimedOutError: It ended eight groups in a row, or all that there were.
+            RollwireError: Every group would meet it, such as a refused token; what was sampled is
+                kept.
             ClosedError: The fleet or the batcher is closed.
             CallbackError: ``prompts`` or ``stop`` took too long.
-            Exception: What these two raise.
+            Exception: What ``prompts`` or ``stop`` raised.
         """
         started = asyncio.get_running_loop().time()
         target = integer("target", target, minimum=1)
@@ -233,22 +234,22 @@ class Batcher:
         sampling: Sampling | None = None,
         version: int | None = None,
     ) -> Evaluation:
-        """Samples all prompts to their ends, under one policy; batches are not touched.
+        """Samples all prompts to their ends under one policy, beside the batches.
 
-        A prompt whose group cannot be had is in ``Evaluation.failed``, with a warning in the log;
-        the others are not touched by that.
+        A group that cannot be completed is in ``Evaluation.failed``, with a warning in the log; the
+        others go on.
 
         Args:
-            prompts: Different ones, a finite number of them: all are taken first.
-            samples: Of each.
+            prompts: Different ones, a finite number: all are read first.
+            samples: Of each prompt.
             sampling: How to sample. Default: as in batches.
-            version: Of the weights. Default: the one that was published last; before that, whatever
-                the servers serve, as long as it is the same.
+            version: Of the weights. Default: the one that was published last; before any, what the
+                servers serve, which must be the same everywhere.
 
         Raises:
             WeightVersionError: Something else was published meanwhile, or the servers disagree.
-            RollwireError: All prompts failed, this one first; or something is wrong that ends them
-                all, as when no server comes to serve the version within ``Retries.seconds``.
+            RollwireError: All prompts failed: the error of the first. Or one that ends them all,
+                such as that no server comes to serve the version within ``Retries.seconds``.
             ValueError, Exception: As ``collect``.
         """
         samples = integer("samples", samples, minimum=1)
@@ -266,14 +267,14 @@ class Batcher:
         return await evaluate(sampler, taken, version, bar=self._bar)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes what is carried or begun, with its tokens so far, and the counters.
+        """Writes the groups that are under way, with their tokens so far, and the counters.
 
-        The file is whole or as it was before. Save it with the trainer's checkpoint, and where its
-        prompts are: what was taken from them is in the buffer, or was told.
+        The file is replaced as a whole. Save it together with the trainer's checkpoint and the
+        position in the data set: each prompt that was read is in the file, or was reported.
 
         Raises:
             TypeError: The ``info`` of a prompt cannot be JSON.
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         self._buffer.add_prompts()
         contents = checkpoint.BufferContents(
@@ -286,12 +287,12 @@ class Batcher:
         checkpoint.write(Path(path), self._sampler, contents)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Takes over what another process saved; it goes on with the next batch.
+        """Takes over what another process saved; its groups go on in the next batch.
 
         Raises:
-            BufferFileError: It is no buffer, is damaged, or was saved by a batcher with another
-                seed or group size; this one is as it was.
-            OSError: It cannot be read.
+            BufferFileError: The file is no buffer, is damaged, or is of a batcher with another seed
+                or group size; this batcher is unchanged.
+            OSError: The file cannot be read.
             RuntimeError: This batcher has groups already.
         """
         if self._buffer.groups or self._collecting:
