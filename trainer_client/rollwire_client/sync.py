@@ -1,4 +1,4 @@
-"""The library for trainers that are not async: the same names and arguments, without ``await``.
+"""The library for trainers that are not async: the same names and arguments, no ``await``.
 
     with SyncFleet(["10.0.0.1:7000", "10.0.0.2:7000"]) as fleet:
         trajectory = fleet.generate([1, 2, 3], Sampling(max_new_tokens=64))
@@ -6,9 +6,9 @@
         publisher = SyncPublisher(fleet)
         report = publisher.publish(version=1, tensors=model.state_dict()).committed()
 
-A fleet owns a thread with an event loop, which looks after the servers while the trainer computes.
-Any number of threads may use one fleet. What waits can be interrupted: Ctrl-C ends the rollout, the
-turn or the announcement that was waited for, on the servers too.
+A fleet has a thread with an event loop, which watches the servers while the trainer computes. Any
+number of threads may use one fleet. Ctrl-C interrupts a call that waits, and ends the rollout, turn
+or announcement that it waited for, on the servers too.
 """
 
 from __future__ import annotations
@@ -39,121 +39,109 @@ __all__ = ["SyncBatcher", "SyncFleet", "SyncPublishHandle", "SyncPublisher", "Sy
 A = TypeVar("A")
 B = TypeVar("B")
 R = TypeVar("R")
-S = TypeVar("S")
 P = ParamSpec("P")
 
 
 class _Facade(Generic[A]):
-    """What is used from outside the loop, and the loop."""
+    """An object of the async library, and the event loop that it is used in."""
 
-    def __init__(self, inner: A, background: LoopThread) -> None:
+    def __init__(self, inner: A, loop_thread: LoopThread) -> None:
         self._inner = inner
-        self._background = background
+        self._loop_thread = loop_thread
 
 
-def _waits(
+def _blocking(
     method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[_Facade[A], P], R]:
-    """The same method of the facade, which returns what the other has when it is awaited."""
+    """A method that waits for the result of the async one."""
 
     @functools.wraps(method)
     def call(self: _Facade[A], /, *args: P.args, **named: P.kwargs) -> R:
-        return self._background.call(method(self._inner, *args, **named))
+        return self._loop_thread.call(method(self._inner, *args, **named))
 
     return call
 
 
-def _runs(
+def _in_loop(
     method: Callable[Concatenate[A, P], R],
 ) -> Callable[Concatenate[_Facade[A], P], R]:
-    """The same method of the facade, run in the loop's thread."""
+    """A method that runs the plain one in the loop's thread, so that nothing changes meanwhile."""
 
     @functools.wraps(method)
     def call(self: _Facade[A], /, *args: P.args, **named: P.kwargs) -> R:
         async def run() -> R:
             return method(self._inner, *args, **named)
 
-        self._background.check()
+        self._loop_thread.check()
         try:
-            return self._background.call(run())
-        except ClosedError:  # nothing else uses it any more
+            return self._loop_thread.call(run())
+        except ClosedError:  # then nothing changes any more
             return method(self._inner, *args, **named)
 
     return call
 
 
-def _iterates(
+def _iterating(
     method: Callable[Concatenate[A, P], AsyncGenerator[R, None]],
 ) -> Callable[Concatenate[_Facade[A], P], Iterator[R]]:
-    """The same method of the facade, for a plain ``for``; leaving it closes the other's."""
+    """A method that returns an iterator; leaving the iteration closes the async one."""
 
     @functools.wraps(method)
     def call(self: _Facade[A], /, *args: P.args, **named: P.kwargs) -> Iterator[R]:
         async def begin() -> AsyncGenerator[R, None]:
             return method(self._inner, *args, **named)
 
-        return _each(self._background, self._background.call(begin()))
+        return _each(self._loop_thread, self._loop_thread.call(begin()))
 
     return call
 
 
-def _each(background: LoopThread, items: AsyncGenerator[R, None]) -> Iterator[R]:
+def _each(loop_thread: LoopThread, items: AsyncGenerator[R, None]) -> Iterator[R]:
     over: Any = object()
 
     async def take() -> R:
         return await anext(items, over)
 
     try:
-        while (item := background.call(take())) is not over:
+        while (item := loop_thread.call(take())) is not over:
             yield item
     finally:
-        with contextlib.suppress(ClosedError):  # by whose end it has ended
-            background.call(items.aclose())
+        with contextlib.suppress(ClosedError):  # then the iteration has ended with the loop
+            loop_thread.call(items.aclose())
 
 
-def _as(
-    method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]],
-) -> Callable[[Callable[Concatenate[B, ...], R]], Callable[Concatenate[B, P], R]]:
-    """The decorated method has the arguments of the given one."""
-
-    def decorate(own: Callable[Concatenate[B, ...], R]) -> Callable[Concatenate[B, P], R]:
-        return functools.wraps(method)(own)
-
-    return decorate
-
-
-def _takes(
+def _arguments(
     _: Callable[Concatenate[A, P], None],
 ) -> Callable[[Callable[Concatenate[B, ...], None]], Callable[Concatenate[B, P], None]]:
-    """The decorated ``__init__`` has the arguments of the given one."""
+    """Gives the decorated ``__init__`` the arguments of another one, for type checkers."""
     return lambda own: own
 
 
-def _takes_after_fleet(
+def _arguments_after_fleet(
     _: Callable[Concatenate[A, Fleet, P], None],
 ) -> Callable[
     [Callable[Concatenate[B, SyncFleet, ...], None]], Callable[Concatenate[B, SyncFleet, P], None]
 ]:
-    """The same, but its fleet is a ``SyncFleet``."""
+    """The same, but the fleet is a ``SyncFleet``."""
     return lambda own: own
 
 
 class SyncFleet(_Facade[Fleet]):
-    """A ``Fleet`` with its event loop; a context manager that opens and closes both.
+    """A ``Fleet`` with its event loop; takes the arguments of ``Fleet``.
 
-    It is made with the arguments of ``Fleet``.
+    It is a context manager that opens and closes both.
     """
 
-    @_takes(Fleet.__init__)
+    @_arguments(Fleet.__init__)
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(Fleet(*args, **named), LoopThread())
 
     def __enter__(self) -> Self:
-        self._background.__enter__()
+        self._loop_thread.__enter__()
         try:
-            self._background.call(self._inner.__aenter__())
+            self._loop_thread.call(self._inner.__aenter__())
         except BaseException:
-            self._background.__exit__()
+            self._loop_thread.__exit__()
             raise
         return self
 
@@ -164,15 +152,15 @@ class SyncFleet(_Facade[Fleet]):
         """Aborts what is under way, closes the channels and ends the loop. Idempotent."""
         try:
             with contextlib.suppress(ClosedError):
-                self._background.call(self._inner.close())
+                self._loop_thread.call(self._inner.close())
         finally:
-            self._background.__exit__()
+            self._loop_thread.__exit__()
 
-    generate = _waits(Fleet.generate)
-    stream = _iterates(Fleet.stream)
-    info = _waits(Fleet.info)
-    newest_version = _waits(Fleet.newest_version)
-    unavailable_reason = _runs(Fleet.unavailable_reason)
+    generate = _blocking(Fleet.generate)
+    stream = _iterating(Fleet.stream)
+    info = _blocking(Fleet.info)
+    newest_version = _blocking(Fleet.newest_version)
+    unavailable_reason = _in_loop(Fleet.unavailable_reason)
 
     @property
     def policy(self) -> WeightTag | None:
@@ -181,29 +169,29 @@ class SyncFleet(_Facade[Fleet]):
 
     def session(self, prompt_ids: Sequence[int] = ()) -> SyncSession:
         """See ``Fleet.session``."""
-        self._background.check()
-        return SyncSession(self._inner.session(prompt_ids), self._background)
+        self._loop_thread.check()
+        return SyncSession(self._inner.session(prompt_ids), self._loop_thread)
 
 
 class SyncSession(_Facade[Session]):
     """A ``Session``; made by ``SyncFleet.session``."""
 
-    generate = _waits(Session.generate)
-    stream = _iterates(Session.stream)
+    generate = _blocking(Session.generate)
+    stream = _iterating(Session.stream)
 
     @property
     def id(self) -> str:
-        """Its name on the servers."""
+        """The session's name on the servers."""
         return self._inner.id
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All that was given and sampled so far."""
+        """All tokens that were given and sampled so far."""
         return self._inner.token_ids
 
     def append(self, token_ids: Sequence[int]) -> None:
         """See ``Session.append``."""
-        self._background.check()
+        self._loop_thread.check()
         self._inner.append(token_ids)
 
     def conversation(self) -> Conversation:
@@ -221,21 +209,21 @@ class SyncPublishHandle(_Facade[PublishHandle]):
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, one way or another."""
+        """Whether it has ended, with or without success."""
         return self._inner.done
 
     @property
     def total_bytes(self) -> int:
-        """What each server gets."""
+        """Bytes that each server gets."""
         return self._inner.total_bytes
 
     @property
     def sent_bytes(self) -> int:
-        """What all of them have."""
+        """Bytes that all servers have."""
         return self._inner.sent_bytes
 
     def released(self) -> None:
-        """Returns when every server has everything, verified: the tensors may change again.
+        """Returns when every server has verified all it got: then the tensors may change again.
 
         Raises what ``committed`` raises.
         """
@@ -243,7 +231,7 @@ class SyncPublishHandle(_Facade[PublishHandle]):
         async def wait() -> None:
             await self._inner.released
 
-        self._background.call(wait())
+        self._loop_thread.call(wait())
 
     def committed(self) -> PublishReport:
         """Returns when every server that could has committed.
@@ -256,49 +244,68 @@ class SyncPublishHandle(_Facade[PublishHandle]):
         async def wait() -> PublishReport:
             return await self._inner.committed
 
-        return self._background.call(wait())
+        return self._loop_thread.call(wait())
 
-    cancel = _waits(PublishHandle.cancel)
+    cancel = _blocking(PublishHandle.cancel)
 
 
-def _begins(
+def _publishing(
     method: Callable[Concatenate[A, P], Coroutine[Any, Any, PublishHandle]],
 ) -> Callable[Concatenate[_Facade[A], P], SyncPublishHandle]:
-    wait = _waits(method)
+    wait = _blocking(method)
 
     @functools.wraps(method)
     def call(self: _Facade[A], /, *args: P.args, **named: P.kwargs) -> SyncPublishHandle:
-        return SyncPublishHandle(wait(self, *args, **named), self._background)
+        return SyncPublishHandle(wait(self, *args, **named), self._loop_thread)
 
     return call
 
 
 class SyncPublisher(_Facade[Publisher]):
-    """A ``Publisher`` for a ``SyncFleet``, made with the arguments of ``Publisher``."""
+    """A ``Publisher`` for a ``SyncFleet``; takes the arguments of ``Publisher``."""
 
-    @_takes_after_fleet(Publisher.__init__)
+    @_arguments_after_fleet(Publisher.__init__)
     def __init__(self, fleet: SyncFleet, **named: Any) -> None:
-        inner, background = fleet._inner, fleet._background  # noqa: SLF001 - a facade too
-        super().__init__(Publisher(inner, **named), background)
+        inner, loop_thread = fleet._inner, fleet._loop_thread  # noqa: SLF001 - a facade too
+        super().__init__(Publisher(inner, **named), loop_thread)
 
-    publish = _begins(Publisher.publish)
-    schema = _waits(Publisher.schema)
-    prepare = _waits(Publisher.prepare)
-    catch_up = _waits(Publisher.catch_up)
+    publish = _publishing(Publisher.publish)
+    schema = _blocking(Publisher.schema)
+    prepare = _blocking(Publisher.prepare)
+    catch_up = _blocking(Publisher.catch_up)
+
+
+def _collecting(
+    method: Callable[Concatenate[Batcher, P], Coroutine[Any, Any, Batch]],
+) -> Callable[Concatenate[SyncBatcher, P], Batch]:
+    """A method that keeps a batch which nobody waits for any more, for the next call."""
+
+    @functools.wraps(method)
+    def call(self: SyncBatcher, /, *args: P.args, **named: P.kwargs) -> Batch:
+        async def collect() -> None:
+            if self._unclaimed is None:
+                self._unclaimed = await method(self._inner, *args, **named)
+
+        self._loop_thread.call(collect())
+        batch, self._unclaimed = self._unclaimed, None
+        assert batch is not None  # noqa: S101 - nobody else takes it
+        return batch
+
+    return call
 
 
 class SyncBatcher(_Facade[Batcher]):
-    """A ``Batcher`` for a ``SyncFleet``, made with the arguments of ``Batcher``; a context manager.
+    """A ``Batcher`` for a ``SyncFleet``; takes the arguments of ``Batcher``. A context manager.
 
-    What it is given to call (``prompts``, ``reward``, ``decide``, ``stop``) it calls in threads of
-    its own, coroutine functions in the fleet's. A batch that was ready when the waiting thread was
-    interrupted, as by Ctrl-C, is what the next ``collect`` returns.
+    ``prompts``, ``reward``, ``decide`` and ``stop`` are called in threads of their own; coroutine
+    functions run in the fleet's event loop. If the waiting thread is interrupted as a batch is
+    ready, as by Ctrl-C, the next ``collect`` returns it.
     """
 
-    @_takes_after_fleet(Batcher.__init__)
+    @_arguments_after_fleet(Batcher.__init__)
     def __init__(self, fleet: SyncFleet, **named: Any) -> None:
-        inner, background = fleet._inner, fleet._background  # noqa: SLF001 - a facade too
-        super().__init__(Batcher(inner, **named), background)
+        inner, loop_thread = fleet._inner, fleet._loop_thread  # noqa: SLF001 - a facade too
+        super().__init__(Batcher(inner, **named), loop_thread)
         self._unclaimed: Batch | None = None
 
     def __enter__(self) -> Self:
@@ -308,23 +315,11 @@ class SyncBatcher(_Facade[Batcher]):
         with contextlib.suppress(ClosedError):  # with the fleet
             self.close()
 
-    @_as(Batcher.collect)
-    def collect(self, *args: Any, **named: Any) -> Batch:
-        """See ``Batcher.collect``."""
-
-        async def collect() -> None:
-            if self._unclaimed is None:
-                self._unclaimed = await self._inner.collect(*args, **named)
-
-        self._background.call(collect())
-        batch, self._unclaimed = self._unclaimed, None
-        assert batch is not None  # noqa: S101 - nobody else takes it
-        return batch
-
-    evaluate = _waits(Batcher.evaluate)
-    close = _waits(Batcher.close)
-    save = _runs(Batcher.save)
-    load = _runs(Batcher.load)
+    collect = _collecting(Batcher.collect)
+    evaluate = _blocking(Batcher.evaluate)
+    close = _blocking(Batcher.close)
+    save = _in_loop(Batcher.save)
+    load = _in_loop(Batcher.load)
 
     @property
     def version(self) -> int | None:
