@@ -40,7 +40,7 @@ async def converse(fleet: Fleet, prompt: list[int], seed: int) -> Conversation:
 
 
 async def run(servers: list[str], agents: int) -> None:
-    """Lets some agents loose and shows what came of them."""
+    """Runs some agents at once and shows what they did."""
     async with Fleet(servers) as fleet:
         conversations = await asyncio.gather(
             *(converse(fleet, [100 + agent, 200, 300], seed=agent) for agent in range(agents))

@@ -42,7 +42,7 @@ async def judged(
 
 
 async def run(servers: list[str], judges: list[str], answers: int) -> None:
-    """Samples some answers to one prompt and shows what the judge makes of them."""
+    """Samples some answers to one prompt and shows their scores."""
     async with Fleet(servers) as policy, Fleet(judges) as jury:
         results = await asyncio.gather(
             *(judged(policy, jury, [1, 2, 3], seed) for seed in range(answers))

@@ -1,13 +1,13 @@
 """A trainer that does not wait for the longest rollouts.
 
-It begins more groups than it needs, and carries what is unfinished to the next step, where it goes
+It starts more groups than it needs, and carries what is unfinished to the next step, where it goes
 on under the new policy.
 
     rollwire-server --model builtin:tiny --listen 127.0.0.1:50051 --log-level warning &
     rollwire-server --model builtin:tiny --listen 127.0.0.1:50052 --log-level warning &
     python examples/oversample.py
 
-Policy, loss and toy task are those of train.py; here a rollout ends when it likes. Started again,
+Policy, loss and toy task are those of train.py; here a rollout ends at a stop token. Started again,
 it goes on with the policy and with the groups that were under way.
 """
 
@@ -37,8 +37,8 @@ def scored(_: Prompt, trajectory: Trajectory) -> float:
     return reward(trajectory)
 
 
-def told(batch: Batch) -> str:
-    """What the step had, and what its batch left out."""
+def summary(batch: Batch) -> str:
+    """What the batch has, and what it left out."""
     versions = sorted({version for group in batch.groups for version in group.versions})
     text = f"version {batch.version}: reward {batch.finished.mean_reward:.3f}, "
     text += f"{batch.finished.mean_length:.0f} tokens a rollout, of versions {versions}"
@@ -67,7 +67,7 @@ async def train(servers: list[str], folder: Path, steps: int) -> None:
             handle = await publisher.publish(version, model.state_dict())
             await handle.committed
             batch = await batcher.collect(source, PROMPTS, over_sample=1.5, tail=Carry())
-            print(told(batch), flush=True)
+            print(summary(batch), flush=True)
             samples = [sample for group in batch.groups for sample in group.samples]
             await asyncio.to_thread(
                 learn,

@@ -1,4 +1,4 @@
-"""The check: labels and log-probabilities against the weights that the labels name."""
+"""Checks labels and log-probabilities against the weights that the labels name."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ def _wrong_tags(
 ) -> Iterator[str]:
     for segment in trajectory.segments:
         tag = segment.weights
-        told = f"sequence {trajectory.request_id}: tagged {_named(tag.version)}"
+        prefix = f"sequence {trajectory.request_id}: tagged {_named(tag.version)}"
         if tag.version not in weights:
-            yield f"{told}, which was never published"
+            yield f"{prefix}, which was never published"
         elif digests.get(tag.version, tag.digest) != tag.digest:
             yield (
-                f"{told} with digest {tag.digest:016x}; published was {digests[tag.version]:016x}"
+                f"{prefix} with digest {tag.digest:016x}; published was {digests[tag.version]:016x}"
             )
         if segment.oldest_kv_revision != tag.revision:
             yield (
-                f"{told}, revision {tag.revision}, but read keys and values of revision "
+                f"{prefix}, revision {tag.revision}, but read keys and values of revision "
                 f"{segment.oldest_kv_revision}"
             )
 

@@ -1,4 +1,4 @@
-"""The demo's rollout servers: processes of this machine, started, watched and always ended."""
+"""Starts rollout servers as processes of this machine, watches them, and always ends them."""
 
 from __future__ import annotations
 
@@ -28,34 +28,23 @@ class DemoError(RollwireError):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A ``rollwire-server`` process.
-
-    Attributes:
-        process: It.
-        address: HOST:PORT of its API.
-        log: What it says.
-    """
+    """A ``rollwire-server`` process, the HOST:PORT of its API, and its log file."""
 
     process: Process
     address: str
     log: Path
 
     async def died(self) -> str:
-        """Returns when the process has ended: what happened, in one line."""
+        """Waits for the end of the process; what happened, in one line."""
         code = await self.process.wait()
         if code < 0:
             return f"server {self.address} was killed by signal {-code}"
-        return f"server {self.address} exited with code {code}{_last_words(self.log)}"
+        return f"server {self.address} exited with code {code}{_last_line(self.log)}"
 
 
 @contextlib.asynccontextmanager
 async def rollout_servers(count: int, model: Path, folder: Path) -> AsyncIterator[list[Server]]:
-    """Starts servers of a checkpoint, all at once; ends them with the context.
-
-    Args:
-        count: How many.
-        model: The checkpoint's directory.
-        folder: Gets their logs.
+    """Starts servers of a checkpoint at once, with their logs in ``folder``; ends them on exit.
 
     Raises:
         DemoError: One does not come up; in an exception group if it was started.
@@ -63,7 +52,7 @@ async def rollout_servers(count: int, model: Path, folder: Path) -> AsyncIterato
     command = Path(sys.executable).with_name("rollwire-server")
     if not command.exists():
         raise DemoError(f"{command} does not exist: pip install 'rollwire[demo]'")
-    # A flag that is not given must not come from the surroundings.
+    # Flags that are not given here must not come from the environment.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ROLLWIRE_")}
     environment["OMP_NUM_THREADS"] = "1"
     processes: list[Process] = []
@@ -93,16 +82,16 @@ async def rollout_servers(count: int, model: Path, folder: Path) -> AsyncIterato
 
 
 async def _address(process: Process, ready: Path, log: Path) -> str:
-    """Where the server listens, once it does."""
+    """Waits until the server listens; its HOST:PORT."""
     try:
         async with asyncio.timeout(START_SECONDS):
             while not ready.exists():  # noqa: ASYNC240 - a local file
                 if process.returncode is not None:
-                    raise DemoError(f"a server did not start{_last_words(log)}")
+                    raise DemoError(f"a server did not start{_last_line(log)}")
                 await asyncio.sleep(POLL_SECONDS)
     except TimeoutError:
         raise DemoError(
-            f"a server was not ready after {START_SECONDS:.0f} s{_last_words(log)}"
+            f"a server was not ready after {START_SECONDS:.0f} s{_last_line(log)}"
         ) from None
     address: str = json.loads(ready.read_text())["listen"]  # noqa: ASYNC240 - a local file
     return address
@@ -120,7 +109,7 @@ async def _end(process: Process) -> None:
         await process.wait()
 
 
-def _last_words(log: Path) -> str:
+def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").split("\n")
     last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
     return f"; its log, {log}, ends: {last[:300]}"

@@ -5,9 +5,8 @@
         assert trajectory.versions == (3,) * 8
 
 It speaks the real API over a real socket, so that the library does all that it does elsewhere.
-Faults are asked for: ``interrupt()``, ``cut()``, ``state``. It knows no ``max_weight_version`` and
-takes no updates; for tests of publishing there is ``rollwire-server --engine synthetic``, whose
-tokens need no model either.
+``interrupt()``, ``cut()`` and ``state`` make faults. It ignores ``max_weight_version`` and takes no
+updates: to test publishing use ``rollwire-server --engine synthetic``, which needs no model either.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ Sampler = Callable[[Sequence[int], Sequence[int]], int]
 
 @dataclass(eq=False)
 class _Sequence:
-    """A sequence under way; ``ended`` has why it is ended before its time."""
+    """A sequence under way; ``ended`` gets the reason if it is ended early."""
 
     handle: int
     request: rollout_pb2.GenerateRequest
     output: list[int]
-    routed: int = 0  # tokens whose routing was told
+    routed: int = 0  # tokens whose routing was sent
     ended: asyncio.Future[FinishReason] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -61,19 +60,19 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
     """A server whose tokens you choose; an async context manager.
 
     Args:
-        sample: Gives each next token. Default: drawn from the request's seed and the position, so
+        sample: Returns each next token. Default: drawn from the request's seed and the position, so
             that a sequence is the same on every fake server.
-        version: Of the weights that it says it serves.
-        tokens_per_second: Of each sequence; 0: as fast as they are taken.
+        version: Of the weights that it claims to serve.
+        tokens_per_second: Of each sequence; 0: as fast as they are read.
         vocab_size: Token ids are below it; every token's log-probability is -log(vocab_size).
-        context_length: Prompt and output together are at most this long.
-        routing: Layers, and experts that each chooses for a token, of a mixture of experts; a
-            token's are drawn from itself and its position. None: who asks for them is refused.
+        context_length: Of prompt and output together, in tokens.
+        routing: Layers of a mixture of experts, and experts of each layer for a token; they are
+            drawn from the token and its position. None: requests for routing are refused.
 
     Attributes:
         address: HOST:PORT, once it runs.
-        state: What it says that it is doing; while that is not SERVING, sequences wait.
-        requests: What was asked for, as the API has it, in order.
+        state: That it reports; while it is not SERVING, sequences wait.
+        requests: All requests so far, as messages of the API.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
         await self.stop()
 
     async def stop(self) -> None:
-        """Ends it at once, as if it died. Idempotent."""
+        """Stops the server at once, as if it died. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             await server.stop(None)
@@ -125,7 +124,7 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
         return len(self._live)
 
     def commit(self, version: int | None) -> None:
-        """From the next token on it serves this version, as after an update."""
+        """Serves this version from the next token on, as after an update."""
         version = checked_version("version", version)
         self._weights = common_pb2.WeightTag(
             server_id=self._weights.server_id,
@@ -137,12 +136,12 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
             self._highest_version = max(version, self._highest_version or 0)
 
     def interrupt(self) -> None:
-        """Gives up all sequences under way, as a server does that drains."""
+        """Interrupts all sequences under way, as a draining server does."""
         for sequence in self._live:
             sequence.end(FinishReason.INTERRUPTED)
 
     def cut(self) -> None:
-        """Cuts all streams, as a broken network does."""
+        """Breaks all streams, as a network failure does."""
         for cut in self._streams:
             cut.set()
 
@@ -254,7 +253,7 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
             self._live.discard(sequence)
 
     def _reason(self, sequence: _Sequence) -> FinishReason | None:
-        """Why the sequence ends now."""
+        """Why the sequence ends now; None if it goes on."""
         request, output = sequence.request, sequence.output
         most = request.sampling.max_new_tokens or self._context_length
         room = self._context_length - len(request.prompt_token_ids)
@@ -272,7 +271,7 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
         return self.state is ServerState.SERVING and new_enough
 
     def _routed(self, sequence: _Sequence) -> list[rollout_pb2.SequenceEvent]:
-        """The experts of the tokens that the next one is drawn from, each told once."""
+        """The experts of the tokens that the next one is drawn from, each sent once."""
         request, start = sequence.request, sequence.routed
         if not request.routed_experts or self._routing is None:
             return []

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
     from rollwire_client._data import ServerInfo
 
-_PAUSE = 0.1  # seconds without a token that are drawn as such
-_TOKENS = 0.02  # seconds that the tokens after them get
+_PAUSE = 0.1  # seconds without a token that are drawn as a gap
+_TOKENS = 0.02  # seconds that the tokens after a gap are drawn with
 _COLOURS = (  # chrome://tracing's names; Perfetto has its own for each name of a slice
     "thread_state_running", "rail_response", "rail_animation", "thread_state_iowait", "rail_load",
 )  # fmt: skip
 _STATE_COLOURS = {ServerState.SERVING: "good", ServerState.PAUSED: "bad"}
-_SEQUENCES = 0  # the track group of the command's own; servers are numbered from 1
+_SEQUENCES = 0  # the group of the command's own sequences; servers are numbered from 1
 
 
 @options.command
@@ -91,27 +91,23 @@ class Timeline:
         self._colours: dict[str, str] = {}
 
     def name(self, what: str, group: int, row: int, name: str) -> None:
-        """Names a group ("process_name") or a row of it ("thread_name")."""
+        """Names a group (``what`` is "process_name") or a row of it ("thread_name")."""
         self._add("M", what, group, row, args={"name": name})
 
     def slice(self, group: int, row: int, name: str, begin: float, **more: Any) -> dict[str, Any]:
-        """A bar that begins, and is as long as ``stretch`` says."""
+        """A slice that begins; ``stretch`` sets its end."""
         return self._add("X", name, group, row, ts=self._micros(begin), dur=0, **more)
 
     def stretch(self, bar: dict[str, Any], end: float) -> None:
-        """Lets a bar end there."""
         bar["dur"] = self._micros(end) - bar["ts"]
 
     def instant(self, group: int, row: int, name: str, at: float) -> None:
-        """A mark."""
         self._add("i", name, group, row, ts=self._micros(at), s="p")
 
     def counter(self, group: int, name: str, at: float, **values: int) -> None:
-        """Values that are drawn as areas."""
         self._add("C", name, group, 0, ts=self._micros(at), args=values)
 
     def colour(self, name: str) -> str:
-        """One for each name."""
         return self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
 
     def _add(self, phase: str, name: str, group: int, row: int, **more: Any) -> dict[str, Any]:
@@ -125,12 +121,7 @@ class Timeline:
 
 @dataclass(slots=True)
 class SliceRow:
-    """A row of slices, where equal ones that follow each other are one.
-
-    Attributes:
-        timeline: Gets them.
-        group, row: Where.
-    """
+    """A row of slices; equal ones that follow each other are merged."""
 
     timeline: Timeline
     group: int
@@ -139,7 +130,7 @@ class SliceRow:
     _end: float = 0.0
 
     def cover(self, name: str, begin: float, end: float, colour: str, **counts: int) -> None:
-        """It was so from ``begin`` to ``end``; ``counts`` add up over a slice."""
+        """Adds a slice; ``counts`` add up over merged ones."""
         last = self._last
         if last is None or last["name"] != name or self._end != begin:
             last = self._last = self.timeline.slice(
@@ -152,7 +143,7 @@ class SliceRow:
 
 
 class _ServerTrack:
-    """One server's rows; a row of states, a row of weights, and counters."""
+    """The rows of one server: its state, its weights, and counters."""
 
     def __init__(self, timeline: Timeline, group: int, address: str) -> None:
         self._timeline, self._group = timeline, group
@@ -162,8 +153,8 @@ class _ServerTrack:
         self._states, self._weights = SliceRow(timeline, group, 1), SliceRow(timeline, group, 2)
         self._tag: WeightTag | None = None
 
-    def saw(self, answer: ServerInfo | RollwireError, begin: float, end: float) -> None:
-        """What it said at ``end``, when the look before was at ``begin``."""
+    def add(self, answer: ServerInfo | RollwireError, begin: float, end: float) -> None:
+        """What it answered at ``end``; the answer before was at ``begin``."""
         if isinstance(answer, RollwireError):
             self._states.cover("no answer", begin, end, "terrible")
             return
@@ -184,15 +175,15 @@ class _ServerTrack:
 
 
 async def _watch(timeline: Timeline, fleet: Fleet, interval: float) -> None:
-    known: dict[str, _ServerTrack] = {}
+    tracks: dict[str, _ServerTrack] = {}
     before = time.monotonic()
     while True:
         answers = await fleet.info()
         now = time.monotonic()
         for address, answer in answers.items():
-            if address not in known:
-                known[address] = _ServerTrack(timeline, len(known) + 1, address)
-            known[address].saw(answer, before, now)
+            if address not in tracks:
+                tracks[address] = _ServerTrack(timeline, len(tracks) + 1, address)
+            tracks[address].add(answer, before, now)
         before = now
         await asyncio.sleep(interval)
 
