@@ -20,55 +20,55 @@ from rollwire_client._batches.group import GroupSampler, GroupState, LiveGroup
 from rollwire_client._batches.group_buffer import BatchPlan, GroupBuffer
 
 
-class Buffer:
+class NumberedBuffer:
     """A buffer whose groups are known by their numbers, and complete when the test says so."""
 
     def __init__(self) -> None:
-        self.of = GroupBuffer(GroupSampler(None, 1, 1, Sampling(), {}, None, 0))
+        self.inner = GroupBuffer(GroupSampler(None, 1, 1, Sampling(), {}, None, 0))
         self._numbers = itertools.count(1)
 
     def open(self, plan: BatchPlan, now: float = 0.0) -> None:
         if plan.version is not None:
-            self.of.steps.reach(plan.version)
-        self.of.open(plan, now)
+            self.inner.steps.reach(plan.version)
+        self.inner.open(plan, now)
 
     def fill(self, most: int | None = None) -> None:
-        room = self.of.room()
+        room = self.inner.room()
         for _ in range(room if most is None else min(most, room)):
             number = next(self._numbers)
-            self.of.add(Prompt(str(number), [number]))
+            self.inner.add(Prompt(str(number), [number]))
 
     def sample(self, number: int, version: int | None) -> None:
         """A token of this version."""
         weights = WeightTag(version, 0, "s", 0)
-        output = self.of.groups[number].samples[0].draft
+        output = self.inner.groups[number].samples[0].draft
         output.begin_run(weights, 0, "s")
         output.token_ids.append(1)
         output.logprobs.append(0.0)
 
     def complete(self, *numbers: int) -> None:
         for number in numbers:
-            self.of.complete(self.of.groups[number])
+            self.inner.complete(self.inner.groups[number])
 
     def choose_all(self, now: float) -> None:
-        while (group := self.of.next_ready()) is not None:
-            self.of.choose(group, now)
+        while (group := self.inner.next_ready()) is not None:
+            self.inner.choose(group, now)
 
     def close(self) -> tuple[list[int], list[int]]:
         """What is handed out, and what was dropped."""
-        finished = [group.number for group in self.of.close_batch()]
+        finished = [group.number for group in self.inner.close_batch()]
         return finished, [number for number, _ in self.dropped()]
 
     def dropped(self) -> list[tuple[int, DropReason | None]]:
-        return [(int(group.prompt.id), group.dropped) for group in self.of.take_dropped()]
+        return [(int(group.prompt.id), group.dropped) for group in self.inner.take_dropped()]
 
 
-class Books(RuleBasedStateMachine):
+class AnyOrder(RuleBasedStateMachine):
     """A trainer that does things in any order, and what it remembers of each group."""
 
     @initialize(size=st.integers(1, 4), max_lag=st.none() | st.integers(1, 3))
     def begin_run(self, size: int, max_lag: int | None) -> None:
-        self.buffer = Buffer()
+        self.buffer = NumberedBuffer()
         self.target, self.max_lag = size, max_lag
         self.version = self.now = self.begun = 0
         self.plan: BatchPlan | None = None
@@ -94,13 +94,13 @@ class Books(RuleBasedStateMachine):
         )
         self.buffer.open(self.plan, self.now)
 
-    @precondition(lambda self: self.plan is not None and self.buffer.of.room() > 0)
+    @precondition(lambda self: self.plan is not None and self.buffer.inner.room() > 0)
     @rule()
     def begin(self) -> None:
         self.begun += 1
         self.buffer.fill(1)
 
-    @precondition(lambda self: self.buffer.of.count(GroupState.SAMPLING) > 0)
+    @precondition(lambda self: self.buffer.inner.count(GroupState.SAMPLING) > 0)
     @rule(data=st.data())
     def complete(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from([group.number for group in self.sampling()]))
@@ -110,22 +110,22 @@ class Books(RuleBasedStateMachine):
         self.oldest[number] = math.inf if oldest is None else oldest
         self.buffer.complete(number)
 
-    @precondition(lambda self: self.plan is not None and self.buffer.of.next_ready() is not None)
+    @precondition(lambda self: self.plan is not None and self.buffer.inner.next_ready() is not None)
     @rule(decision=st.sampled_from(["choose", "choose", "choose", "postpone", "drop"]))
     def decide(self, decision: str) -> None:
-        group = self.buffer.of.next_ready()
+        group = self.buffer.inner.next_ready()
         assert group is not None
         if decision == "choose":
-            self.buffer.of.choose(group, self.now)
+            self.buffer.inner.choose(group, self.now)
         elif decision == "postpone":
-            self.buffer.of.postpone(group)
+            self.buffer.inner.postpone(group)
         else:
-            self.buffer.of.drop(group, DropReason.FILTERED)
+            self.buffer.inner.drop(group, DropReason.FILTERED)
 
     @precondition(lambda self: self.plan is not None)
     @rule(early=st.booleans())
     def close(self, *, early: bool) -> None:
-        if not (early or self.buffer.of.is_over(self.now)):
+        if not (early or self.buffer.inner.is_over(self.now)):
             return
         self.count_dropped()
         taken, dropped = self.buffer.close()
@@ -134,8 +134,8 @@ class Books(RuleBasedStateMachine):
         if self.max_lag is not None:
             assert all(self.version - self.oldest[n] <= self.max_lag for n in taken)
         if isinstance(self.plan.tail, Drop):
-            ahead = [n for n in self.buffer.of.groups if n <= max([*taken, *dropped, 0])]
-            postponed = self.buffer.of.count(GroupState.POSTPONED)
+            ahead = [n for n in self.buffer.inner.groups if n <= max([*taken, *dropped, 0])]
+            postponed = self.buffer.inner.count(GroupState.POSTPONED)
             assert len(ahead) <= postponed  # nothing else of the batch is left
         else:
             assert not dropped
@@ -146,7 +146,7 @@ class Books(RuleBasedStateMachine):
     @precondition(lambda self: self.plan is not None)
     @rule()
     def abandon(self) -> None:
-        self.buffer.of.abandon_batch()
+        self.buffer.inner.abandon_batch()
         self.plan = None
 
     @rule(seconds=st.integers(1, 10))
@@ -158,42 +158,42 @@ class Books(RuleBasedStateMachine):
         if not hasattr(self, "buffer"):
             return
         self.count_dropped()
-        known = sorted([*self.taken, *self.dropped, *self.buffer.of.groups])
+        known = sorted([*self.taken, *self.dropped, *self.buffer.inner.groups])
         assert known == list(range(1, self.begun + 1))
 
     @invariant()
     def a_batch_that_is_not_over_can_go_on(self) -> None:
-        if getattr(self, "plan", None) is None or self.buffer.of.next_ready() is not None:
+        if getattr(self, "plan", None) is None or self.buffer.inner.next_ready() is not None:
             return
-        buffer = self.buffer.of
+        buffer = self.buffer.inner
         assert buffer.is_over(self.now) or buffer.room() or buffer.samples_candidates()
 
     @invariant()
     def what_outlives_a_batch_is_bounded(self) -> None:
         if getattr(self, "plan", None) is None or self.max_lag is None:
             return
-        if not self.buffer.of.room():
+        if not self.buffer.inner.room():
             return
         states = GroupState.SAMPLING, GroupState.READY, GroupState.CHOSEN
         most = self.target * (1 + self.max_lag)
         if isinstance(self.plan.tail, Drop):
             most += self.plan.started - self.target  # those are dropped with it
-        assert self.buffer.of.count(*states) < most
+        assert self.buffer.inner.count(*states) < most
 
     def sampling(self) -> list[LiveGroup]:
-        return [g for g in self.buffer.of.groups.values() if g.state is GroupState.SAMPLING]
+        return [g for g in self.buffer.inner.groups.values() if g.state is GroupState.SAMPLING]
 
     def count_dropped(self) -> None:
         self.dropped += [number for number, _ in self.buffer.dropped()]
 
 
-TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 
 
-def filled(plan: BatchPlan, *, complete: int) -> Buffer:
+def filled(plan: BatchPlan, *, complete: int) -> NumberedBuffer:
     """A batch that was opened at time 0, with as many groups as it wants, the first complete."""
-    buffer = Buffer()
+    buffer = NumberedBuffer()
     buffer.open(plan)
     buffer.fill()
     buffer.complete(*range(1, complete + 1))
@@ -203,19 +203,19 @@ def filled(plan: BatchPlan, *, complete: int) -> Buffer:
 def test_a_fixed_batch_waits_for_all() -> None:
     buffer = filled(BatchPlan(4), complete=3)
     buffer.choose_all(1.0)
-    assert (buffer.of.room(), buffer.of.is_over(1e9)) == (0, False)
+    assert (buffer.inner.room(), buffer.inner.is_over(1e9)) == (0, False)
     buffer.complete(4)
     buffer.choose_all(2.0)
-    assert buffer.of.is_over(2.0)
+    assert buffer.inner.is_over(2.0)
     assert buffer.close() == ([1, 2, 3, 4], [])
 
 
 def test_over_sampling_ends_at_the_target_and_drops_the_rest() -> None:
     buffer = filled(BatchPlan(4, over_sample=1.5), complete=4)
     buffer.choose_all(1.0)
-    assert buffer.of.is_over(1.0)
+    assert buffer.inner.is_over(1.0)
     assert buffer.close() == ([1, 2, 3, 4], [5, 6])
-    assert not buffer.of.groups
+    assert not buffer.inner.groups
 
 
 def test_what_is_carried_comes_first() -> None:
@@ -225,15 +225,15 @@ def test_what_is_carried_comes_first() -> None:
     buffer.choose_all(1.0)
     assert buffer.close() == ([2, 4], [])
     buffer.open(plan, 2.0)
-    assert buffer.of.room() == 2
+    assert buffer.inner.room() == 2
     buffer.fill()
     buffer.complete(6, 1, 3)
-    first = buffer.of.next_ready()
+    first = buffer.inner.next_ready()
     assert first is not None
     assert first.number == 6  # the first to be complete
     buffer.choose_all(3.0)
     assert buffer.close() == ([1, 6], [])
-    assert list(buffer.of.groups) == [3, 5]
+    assert list(buffer.inner.groups) == [3, 5]
 
 
 def test_patience_takes_those_that_make_it_in_time() -> None:
@@ -242,19 +242,19 @@ def test_patience_takes_those_that_make_it_in_time() -> None:
     buffer.choose_all(10.0)
     buffer.complete(5)
     buffer.choose_all(12.0)
-    assert (buffer.of.deadline(), buffer.of.is_over(12.0)) == (20.0, False)
+    assert (buffer.inner.deadline(), buffer.inner.is_over(12.0)) == (20.0, False)
     buffer.complete(7)
     buffer.choose_all(15.0)
-    assert not buffer.of.is_over(19.9)
-    assert buffer.of.is_over(20.0)
+    assert not buffer.inner.is_over(19.9)
+    assert buffer.inner.is_over(20.0)
     assert buffer.close() == ([1, 2, 3, 4, 5, 7], [6, 8])
 
 
 def test_what_is_ahead_is_for_later_batches() -> None:
     buffer = filled(BatchPlan(2, prefetch=2), complete=0)
-    assert list(buffer.of.groups) == [1, 2, 3, 4]
+    assert list(buffer.inner.groups) == [1, 2, 3, 4]
     buffer.complete(3, 4)
-    assert buffer.of.next_ready() is None
+    assert buffer.inner.next_ready() is None
     buffer.complete(1, 2)
     buffer.choose_all(1.0)
     assert buffer.close() == ([1, 2], [])
@@ -266,7 +266,7 @@ def test_what_is_ahead_is_for_later_batches() -> None:
 def test_admission_keeps_to_the_lag() -> None:
     """What is begun ahead is handed out max_lag batches later at the latest."""
     buffer = filled(BatchPlan(2, prefetch=100, version=5, max_lag=2), complete=0)
-    assert len(buffer.of.groups) == 2 + 2 * 2
+    assert len(buffer.inner.groups) == 2 + 2 * 2
 
 
 def test_a_group_that_is_too_old_gives_its_place_back() -> None:
@@ -276,9 +276,9 @@ def test_a_group_that_is_too_old_gives_its_place_back() -> None:
         buffer.sample(number, version)
     buffer.complete(1, 2)
     assert buffer.dropped() == [(1, DropReason.STALE)]
-    assert buffer.of.room() == 1
+    assert buffer.inner.room() == 1
     buffer.choose_all(1.0)
-    buffer.of.abandon_batch()
+    buffer.inner.abandon_batch()
     buffer.open(BatchPlan(2, version=6, max_lag=1), 2.0)
     assert buffer.dropped() == [(2, DropReason.STALE), (3, DropReason.STALE)]
 
@@ -335,12 +335,12 @@ def test_what_cannot_happen_is_refused() -> None:
     buffer = filled(BatchPlan(1), complete=1)
     with pytest.raises(ValueError, match="group 1 is ready, not to be ready"):
         buffer.complete(1)
-    group = buffer.of.groups[1]
-    buffer.of.choose(group, 0.0)
+    group = buffer.inner.groups[1]
+    buffer.inner.choose(group, 0.0)
     with pytest.raises(ValueError, match="group 1 is chosen, not to be postponed"):
-        buffer.of.postpone(group)
+        buffer.inner.postpone(group)
     with pytest.raises(RuntimeError, match="open already"):
         buffer.open(BatchPlan(1))
-    buffer.of.abandon_batch()
+    buffer.inner.abandon_batch()
     with pytest.raises(RuntimeError, match="no batch is open"):
-        buffer.of.room()
+        buffer.inner.room()

@@ -51,7 +51,7 @@ class TrainerSteps:
         self._all: deque[TrainerStep] = deque(saved, REMEMBERED)
         if version is not None and not self._all:  # saved by an older release
             self._all.append(TrainerStep(0, version, None))
-        self._resumes = bool(self._all)
+        self._resumes = bool(self._all)  # the next version is one step after the saved ones
         self._numbers = {(step.version, step.digest): step.number for step in self._all}
         self._now = self._all[-1].number if self._all else 0
 
