@@ -31,8 +31,6 @@ from rollwire_client._rpc.request import checked_token_ids
 from rollwire_client._trajectory import TrajectoryBuilder
 
 if TYPE_CHECKING:
-    from rollwire.types import WeightTag
-
     from rollwire_client._batches.callbacks import RewardCaller
     from rollwire_client._batches.trainer_steps import TrainerSteps
     from rollwire_client._data import Sampling
@@ -64,12 +62,6 @@ class LiveSample:
     reward: float | None = None
     refills: int = 0
     rollout: Rollout | None = None
-
-    def trajectory(self) -> Trajectory:
-        return self.draft.trajectory()
-
-    def weights(self) -> list[WeightTag]:
-        return self.draft.weights
 
     def restart(self) -> None:
         """Discards what was sampled; the next draws are others."""
@@ -116,14 +108,14 @@ class LiveGroup:
     session_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def snapshot(self, dropped: DropReason | None = None, error: Exception | None = None) -> Group:
-        samples = tuple(Sample(sample.trajectory(), sample.reward) for sample in self.samples)
+        samples = tuple(Sample(sample.draft.trajectory(), sample.reward) for sample in self.samples)
         return Group(self.prompt, samples, dropped, error)
 
     def lag(self, steps: TrainerSteps) -> float:
         """Steps that its oldest token is behind the trainer: minus infinity without a token, and
         infinity if weights without a version sampled one.
         """
-        lags = [steps.lag(weights) for sample in self.samples for weights in sample.weights()]
+        lags = [steps.lag(weights) for sample in self.samples for weights in sample.draft.weights]
         return max(lags, default=-math.inf)
 
     def lower_oldest_version(self, version: int | None) -> None:
@@ -192,7 +184,7 @@ class GroupSampler:
 
     async def _complete(self, group: LiveGroup, sample: LiveSample) -> None:
         failures = 0
-        while not (trajectory := sample.trajectory()).complete:
+        while not (trajectory := sample.draft.trajectory()).complete:
             tokens = len(trajectory.token_ids)
             try:
                 await self._run_rollout(group, sample)
@@ -211,10 +203,10 @@ class GroupSampler:
                 if server_failed:  # the same draws would fail again
                     sample.restart()
             else:
-                if not sample.trajectory().complete:
+                if not sample.draft.trajectory().complete:
                     failures += 1
                     if failures > self.refills:
-                        raise _ended_by_others(sample.trajectory())
+                        raise _ended_by_others(sample.draft.trajectory())
         if sample.reward is None and self.reward is not None:
             sample.reward = await self.reward.score(group.prompt, trajectory)
 
