@@ -192,8 +192,8 @@ def test_what_a_sample_has_comes_back_as_it_was(tmp_path: Path) -> None:
     assert (again.version, again.handed_out, again.dropped, again.steps) == (None, 7, 8, steps)
     assert [read_group.prompt for read_group in again.groups] == [group.prompt]
     first, second = again.groups[0].samples
-    assert (first.draft.trajectory(), first.reward, first.refills) == (trajectory, 0.25, 3)
-    assert (second.draft.trajectory().token_ids, second.reward, second.refills) == ((), None, 0)
+    assert (first.output.trajectory(), first.reward, first.refills) == (trajectory, 0.25, 3)
+    assert (second.output.trajectory().token_ids, second.reward, second.refills) == ((), None, 0)
 
 
 @pytest.fixture

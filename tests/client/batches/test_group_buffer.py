@@ -41,7 +41,7 @@ class NumberedBuffer:
     def sample(self, number: int, version: int | None) -> None:
         """A token of this version."""
         weights = WeightTag(version, 0, "s", 0)
-        output = self.inner.groups[number].samples[0].draft
+        output = self.inner.groups[number].samples[0].output
         output.begin_run(weights, 0, "s")
         output.token_ids.append(1)
         output.logprobs.append(0.0)

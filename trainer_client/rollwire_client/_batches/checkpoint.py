@@ -181,7 +181,7 @@ def _group(message: buffer_pb2.SavedGroup, size: int) -> LiveGroup:
 
 
 def _sample_message(sample: LiveSample) -> buffer_pb2.SavedSample:
-    trajectory = sample.draft.trajectory()
+    trajectory = sample.output.trajectory()
     return buffer_pb2.SavedSample(
         request_id=trajectory.request_id,
         token_ids=trajectory.token_ids,

@@ -51,14 +51,14 @@ class LiveSample:
 
     Attributes:
         index: Its place in the group.
-        draft: What was sampled.
+        output: What was sampled.
         reward: Of the complete sample; None before that, and without a reward function.
         refills: How often it was begun anew, which changes its seed.
         rollout: Samples it.
     """
 
     index: int
-    draft: TrajectoryBuilder
+    output: TrajectoryBuilder
     reward: float | None = None
     refills: int = 0
     rollout: Rollout | None = None
@@ -67,7 +67,7 @@ class LiveSample:
         """Discards what was sampled; the next draws are others."""
         self.refills += 1
         self.rollout = None
-        self.draft = TrajectoryBuilder(self.draft.request_id, self.draft.prompt_ids)
+        self.output = TrajectoryBuilder(self.output.request_id, self.output.prompt_ids)
 
 
 class GroupState(enum.Enum):
@@ -108,14 +108,16 @@ class LiveGroup:
     session_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def snapshot(self, dropped: DropReason | None = None, error: Exception | None = None) -> Group:
-        samples = tuple(Sample(sample.draft.trajectory(), sample.reward) for sample in self.samples)
+        samples = tuple(
+            Sample(sample.output.trajectory(), sample.reward) for sample in self.samples
+        )
         return Group(self.prompt, samples, dropped, error)
 
     def lag(self, steps: TrainerSteps) -> float:
         """Steps that its oldest token is behind the trainer: minus infinity without a token, and
         infinity if weights without a version sampled one.
         """
-        lags = [steps.lag(weights) for sample in self.samples for weights in sample.draft.weights]
+        lags = [steps.lag(weights) for sample in self.samples for weights in sample.output.weights]
         return max(lags, default=-math.inf)
 
     def lower_oldest_version(self, version: int | None) -> None:
@@ -184,7 +186,7 @@ class GroupSampler:
 
     async def _complete(self, group: LiveGroup, sample: LiveSample) -> None:
         failures = 0
-        while not (trajectory := sample.draft.trajectory()).complete:
+        while not (trajectory := sample.output.trajectory()).complete:
             tokens = len(trajectory.token_ids)
             try:
                 await self._run_rollout(group, sample)
@@ -195,7 +197,7 @@ class GroupSampler:
                     await asyncio.sleep(_QUEUE_FULL_DELAY)
                     continue
                 server_failed = _server_failed(error)
-                progressed = len(sample.draft.token_ids) > tokens and not server_failed
+                progressed = len(sample.output.token_ids) > tokens and not server_failed
                 failures = 1 if progressed else failures + 1
                 if failures > self.refills:
                     raise
@@ -203,10 +205,10 @@ class GroupSampler:
                 if server_failed:  # the same draws would fail again
                     sample.restart()
             else:
-                if not sample.draft.trajectory().complete:
+                if not sample.output.trajectory().complete:
                     failures += 1
                     if failures > self.refills:
-                        raise _ended_by_others(sample.draft.trajectory())
+                        raise _ended_by_others(sample.output.trajectory())
         if sample.reward is None and self.reward is not None:
             sample.reward = await self.reward.score(group.prompt, trajectory)
 
@@ -220,7 +222,7 @@ class GroupSampler:
             prompt.token_ids,
             replace(prompt.sampling or self.sampling, seed=seed),
             options,
-            output=sample.draft,
+            output=sample.output,
         )
         await sample.rollout.run()
 
