@@ -13,8 +13,8 @@ from grpc_reflection.v1alpha import reflection
 from rollwire.v1 import rollout_pb2, weights_pb2
 
 from rollwire_server.health import Health
-from rollwire_server.rpc.call_limits import BESIDE_SEQUENCES, Reception
-from rollwire_server.rpc.message_limits import LARGEST_BYTES, OTHERS_BYTES
+from rollwire_server.rpc.interceptor import CALLS_BESIDE_SEQUENCES, CallInterceptor
+from rollwire_server.rpc.limits import LARGE_BYTES, SMALL_BYTES
 from rollwire_server.scraping import MetricsPage
 from rollwire_server.security import Authentication, server_credentials
 from rollwire_server.settings import split_listening
@@ -61,18 +61,18 @@ class Endpoints:
         self._settings = settings
         self._page: MetricsPage | None = None
         self._answers = Health()
-        most_calls = settings.max_running + settings.max_waiting + BESIDE_SEQUENCES
+        most_calls = settings.max_running + settings.max_waiting + CALLS_BESIDE_SEQUENCES
         self.api = grpc.aio.server(
-            interceptors=[Authentication(access, counters), Reception(most_calls, counters)],
-            options=_options(most_calls, LARGEST_BYTES),
+            interceptors=[Authentication(access, counters), CallInterceptor(most_calls, counters)],
+            options=_options(most_calls, LARGE_BYTES),
         )
         self.addresses = {"listen": _bind(self.api, settings.listen, server_credentials(settings))}
         health_pb2_grpc.add_HealthServicer_to_server(self._answers, self.api)
         self._health: grpc.aio.Server | None = None
         if settings.health_listen is not None:
             self._health = grpc.aio.server(
-                interceptors=[Reception(PROBES_AT_ONCE, counters)],
-                options=_options(PROBES_AT_ONCE, OTHERS_BYTES),
+                interceptors=[CallInterceptor(PROBES_AT_ONCE, counters)],
+                options=_options(PROBES_AT_ONCE, SMALL_BYTES),
             )
             health_pb2_grpc.add_HealthServicer_to_server(self._answers, self._health)
             self.addresses["health_listen"] = _bind(self._health, settings.health_listen, None)

@@ -158,7 +158,7 @@ class RolloutServer:
             api,
         )
         weights_pb2_grpc.add_WeightServiceServicer_to_server(
-            WeightService(engine, state, updates, self._counters), api
+            WeightService(engine, state, updates), api
         )
 
     async def _load(self, updates: UpdateManager) -> None:

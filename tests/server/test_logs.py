@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -18,8 +19,9 @@ import pytest
 import structlog
 from rollwire.v1 import common_pb2, rollout_pb2
 from rollwire_server import logs
+from rollwire_server.counters import ServerCounters
 from rollwire_server.logs import REFUSALS_A_SECOND
-from rollwire_server.rpc.handler import answering
+from rollwire_server.rpc.interceptor import CallInterceptor
 from support.calls import Api, Generation, Stream, connected, generate, reason_of, request
 from support.certificates import Authority
 from support.publishing import Update, no_update, random_weights
@@ -263,14 +265,28 @@ async def test_who_hangs_up_is_no_bug(capsys: pytest.CaptureFixture[str]) -> Non
     class ExecuteBatchError(Exception):
         pass
 
-    class Service:
-        @answering
-        async def call(self, error: Exception, _: Any) -> None:
+    class Context:
+        def peer(self) -> str:
+            return "ipv4:127.0.0.1:1"
+
+        async def read(self) -> bytes:
+            return b""
+
+    async def handler_of(error: Exception) -> Any:
+        async def fail(_: Any, __: Any) -> None:
             raise error
 
+        async def continuation(_: Any) -> Any:
+            return grpc.unary_unary_rpc_method_handler(fail, lambda data: data)
+
+        details = SimpleNamespace(method="/a/Call")
+        interceptor = CallInterceptor(10, ServerCounters())
+        return await interceptor.intercept_service(continuation, details)  # type: ignore[arg-type]
+
     for error, told in ((ExecuteBatchError(), False), (RuntimeError(), True)):
+        handler = await handler_of(error)
         with pytest.raises(type(error)):
-            await Service().call(error, None)
+            await handler.stream_stream(None, Context())
         assert ("a bug" in capsys.readouterr().out) is told
 
 

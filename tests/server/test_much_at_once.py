@@ -220,7 +220,7 @@ async def test_what_many_ask_for_at_once_is_done_once(monkeypatch: pytest.Monkey
             engine, state, weights, ServerCounters(), tasks, frozen=False, bucket_timeout=1,
             listen=transport.ListenOptions(),
         )  # fmt: skip
-        service = WeightService(engine, state, updates, ServerCounters())
+        service = WeightService(engine, state, updates)
         ready = asyncio.Event()
         looks = []
         digests, stage = engine.digests, engine.stage
@@ -254,8 +254,7 @@ async def test_what_many_ask_for_at_once_is_done_once(monkeypatch: pytest.Monkey
                 "tensors": [tensor(name="weight", shape=[1024])],
                 "buckets": [{"size": 4096, "spans": [{"length": 4096}]}],
             }
-            handler: Any = WeightService.UpdateWeights
-            return handler.__wrapped__(service, update(**manifest), Caller())
+            return service.UpdateWeights(update(**manifest), Caller())
 
         looking = [asyncio.create_task(verify()) for _ in range(50)]
         announcing = [asyncio.create_task(announce()) for _ in range(MOST_ANNOUNCEMENTS)]

@@ -12,8 +12,7 @@ from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
 from rollwire_server.errors import ServiceError
 from rollwire_server.logs import bind
 from rollwire_server.rpc import conversion
-from rollwire_server.rpc.call_limits import client_of
-from rollwire_server.rpc.handler import answering
+from rollwire_server.rpc.interceptor import client_of
 from rollwire_server.rpc.rollout_stream import RolloutStream
 from rollwire_server.rpc.validation import check_id, read_duration, read_request
 from rollwire_server.security import Scope
@@ -56,7 +55,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         *,
         max_streams_per_client: int,
     ) -> None:
-        self.counters = counters
+        self._counters = counters
         self._engine = engine
         self._state = state
         self._sequences = sequences
@@ -67,7 +66,6 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self._max_streams = max_streams_per_client
         self._streams: Counter[str] = Counter()  # by client address
 
-    @answering
     async def Generate(  # type: ignore[override]  # noqa: N802  writes by itself
         self, request: rollout_pb2.GenerateRequest, context: Context
     ) -> None:
@@ -98,7 +96,6 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             if error is not None:
                 raise error
 
-    @answering
     async def StreamRollouts(  # type: ignore[override]  # noqa: N802  reads and writes by itself
         self, _: Any, context: Context
     ) -> None:
@@ -113,13 +110,12 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self._streams[client] += 1
         try:
             await RolloutStream(
-                self._engine, self._state, self._sequences, self.counters, context
+                self._engine, self._state, self._sequences, self._counters, context
             ).run()
         finally:
             self._streams[client] -= 1
             self._streams += Counter()  # forgets clients that have none
 
-    @answering
     async def Abort(  # noqa: N802
         self, request: rollout_pb2.AbortRequest, context: Context
     ) -> rollout_pb2.AbortResponse:
@@ -146,7 +142,6 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         )
         return rollout_pb2.AbortResponse(aborted=aborted, not_found=not_found)
 
-    @answering
     async def Pause(  # noqa: N802
         self, request: rollout_pb2.PauseRequest, _: Context
     ) -> rollout_pb2.PauseResponse:
@@ -157,7 +152,6 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         pause_id = await self._state.pause(request.pause_id, lease)
         return rollout_pb2.PauseResponse(pause_id=pause_id, held_sequences=self._sequences.live)
 
-    @answering
     async def Resume(  # noqa: N802
         self, request: rollout_pb2.ResumeRequest, _: Context
     ) -> rollout_pb2.ResumeResponse:
@@ -173,7 +167,6 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             weights=weight_tag_to_proto(self._weights.current),
         )
 
-    @answering
     async def Sleep(  # noqa: N802
         self, request: rollout_pb2.SleepRequest, _: Context
     ) -> rollout_pb2.SleepResponse:
@@ -185,7 +178,6 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         freed = await self._sleep.sleep(SLEEPING_WEIGHTS_FROM_PROTO[request.weights])
         return rollout_pb2.SleepResponse(freed_bytes=freed)
 
-    @answering
     async def WakeUp(  # noqa: N802
         self, request: rollout_pb2.WakeUpRequest, _: Context
     ) -> rollout_pb2.WakeUpResponse:
@@ -193,7 +185,6 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         await self._sleep.wake(reload_checkpoint=request.reload_checkpoint)
         return rollout_pb2.WakeUpResponse(weights=weight_tag_to_proto(self._weights.current))
 
-    @answering
     async def GetServerInfo(  # noqa: N802
         self, _request: rollout_pb2.GetServerInfoRequest, _context: Context
     ) -> rollout_pb2.GetServerInfoResponse:

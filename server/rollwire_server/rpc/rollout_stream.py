@@ -19,7 +19,6 @@ from rollwire.v1 import rollout_pb2
 from rollwire_server.errors import ServiceError
 from rollwire_server.logs import MOST_CHARACTERS
 from rollwire_server.rpc import conversion
-from rollwire_server.rpc.message_limits import check_parsed
 from rollwire_server.rpc.validation import read_request
 from rollwire_server.sequences.sequence import ReadyQueue
 from rollwire_server.state import Rpc
@@ -145,8 +144,9 @@ class RolloutStream:
                 self._refusals_sent.clear()
                 await self._refusals_sent.wait()
 
-    def _handle(self, command: rollout_pb2.StreamRolloutsRequest) -> None:
-        check_parsed(command)
+    def _handle(self, command: rollout_pb2.StreamRolloutsRequest | ServiceError) -> None:
+        if isinstance(command, ServiceError):  # in place of what cannot be read
+            raise command
         handle = command.handle
         match command.WhichOneof("command"):
             case "start":

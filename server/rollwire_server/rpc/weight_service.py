@@ -18,7 +18,6 @@ from rollwire.v1 import weights_pb2, weights_pb2_grpc
 
 from rollwire_server.errors import ServiceError
 from rollwire_server.rpc import conversion
-from rollwire_server.rpc.handler import answering
 from rollwire_server.rpc.validation import check_id, read_duration
 from rollwire_server.state import Rpc
 from rollwire_server.weights.types import GroupMembership, PublisherId, UpdateAnnouncement
@@ -26,7 +25,6 @@ from rollwire_server.weights.types import GroupMembership, PublisherId, UpdateAn
 if TYPE_CHECKING:
     import grpc
 
-    from rollwire_server.counters import ServerCounters
     from rollwire_server.engines.base import Engine
     from rollwire_server.state import StateMachine
     from rollwire_server.weights.manager import UpdateManager
@@ -41,17 +39,13 @@ MOST_ANNOUNCEMENTS = 16  # calls at once, each with its manifest; one of them is
 class WeightService(weights_pb2_grpc.WeightServiceServicer):
     """Takes weight updates; see weights.proto."""
 
-    def __init__(
-        self, engine: Engine, state: StateMachine, updates: UpdateManager, counters: ServerCounters
-    ) -> None:
-        self.counters = counters
+    def __init__(self, engine: Engine, state: StateMachine, updates: UpdateManager) -> None:
         self._engine = engine
         self._state = state
         self._updates = updates
         self._announcements = 0
         self._one_manifest = asyncio.Lock()  # at a time: it takes a thread and much memory
 
-    @answering
     async def GetWeightSchema(  # noqa: N802
         self, _request: weights_pb2.GetWeightSchemaRequest, _context: Context
     ) -> weights_pb2.GetWeightSchemaResponse:
@@ -61,7 +55,6 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         # Beside the event loop: it may name a hundred thousand tensors.
         return await asyncio.to_thread(conversion.schema, schema)
 
-    @answering
     async def UpdateWeights(  # type: ignore[override]  # noqa: N802  writes by itself
         self, request: weights_pb2.UpdateWeightsRequest, context: Context
     ) -> None:
@@ -115,7 +108,6 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
                     )
                 )
 
-    @answering
     async def JoinTransport(  # noqa: N802
         self, request: weights_pb2.JoinTransportRequest, context: Context
     ) -> weights_pb2.JoinTransportResponse:
@@ -146,7 +138,6 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         )
         return weights_pb2.JoinTransportResponse()
 
-    @answering
     async def CommitWeights(  # noqa: N802
         self, request: weights_pb2.CommitWeightsRequest, _: Context
     ) -> weights_pb2.CommitWeightsResponse:
@@ -173,7 +164,6 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
             already_current=commit.already_current,
         )
 
-    @answering
     async def DiscardUpdate(  # noqa: N802
         self, request: weights_pb2.DiscardUpdateRequest, _: Context
     ) -> weights_pb2.DiscardUpdateResponse:
@@ -183,7 +173,6 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
             weights=weight_tag_to_proto(self._updates.weights.current)
         )
 
-    @answering
     async def GetWeightStatus(  # noqa: N802
         self, request: weights_pb2.GetWeightStatusRequest, _: Context
     ) -> weights_pb2.GetWeightStatusResponse:

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from rollwire.v1 import rollout_pb2, weights_pb2
 from rollwire_server.counters import ServerCounters
 from rollwire_server.endpoints import PROBES_AT_ONCE
-from rollwire_server.rpc import call_limits
-from rollwire_server.rpc.call_limits import AT_ONCE, Reception
-from rollwire_server.rpc.message_limits import LARGEST_BYTES, fields_of, has_at_most
+from rollwire_server.rpc import interceptor
+from rollwire_server.rpc.interceptor import CONCURRENT_MESSAGES, CallInterceptor
+from rollwire_server.rpc.limits import LARGE_BYTES, has_at_most, message_fields
 from support.calls import connected, generate, reason_of, request, until
 from support.fuzzing import messages
 from support.raw_calls import RawCalls, give_up
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SYNTHETIC = ("--engine", "synthetic")
 ROLLOUTS = "/rollwire.v1.RolloutService/"
 ELSEWHERE = "127.0.0.2"
-LARGE = bytes(LARGEST_BYTES - 100)
+LARGE = bytes(LARGE_BYTES - 100)
 
 
 @contextlib.asynccontextmanager
@@ -73,11 +73,11 @@ async def test_messages_that_do_not_come_whole_take_little_and_hinder_nobody_els
 ) -> None:
     server = start_server(*SYNTHETIC)
     before = resident_bytes(server.process.pid)
-    calls = RawCalls(ROLLOUTS + "GetServerInfo", AT_ONCE * 2, LARGE)
+    calls = RawCalls(ROLLOUTS + "GetServerInfo", CONCURRENT_MESSAGES * 2, LARGE)
     async with under_way(server, calls, ELSEWHERE, least=len(LARGE)):
-        assert calls.sent < 1.2 * AT_ONCE * len(LARGE)
+        assert calls.sent < 1.2 * CONCURRENT_MESSAGES * len(LARGE)
         grown = resident_bytes(server.process.pid) - before
-        assert grown < 1.5 * AT_ONCE * LARGEST_BYTES
+        assert grown < 1.5 * CONCURRENT_MESSAGES * LARGE_BYTES
         async with connected(server.address) as api:
             assert (await generate(api, request((1,), 3))).reason == "LENGTH"
 
@@ -89,7 +89,7 @@ async def receiving(most_calls: int) -> AsyncIterator[grpc.aio.Channel]:
     async def answer(_: Any, __: Any) -> bytes:
         return b""
 
-    server = grpc.aio.server(interceptors=[Reception(most_calls, ServerCounters())])
+    server = grpc.aio.server(interceptors=[CallInterceptor(most_calls, ServerCounters())])
     handlers = {
         "One": grpc.unary_unary_rpc_method_handler(answer, bytes),
         "Many": grpc.stream_unary_rpc_method_handler(answer, bytes),
@@ -110,7 +110,7 @@ async def test_answers_that_nobody_takes_take_little(start_server: StartServer) 
     abort = rollout_pb2.AbortRequest(sequences=keys).SerializeToString()
     calls = RawCalls(ROLLOUTS + "Abort", 100, abort, whole=True, takes=0)
     async with under_way(server, calls, ELSEWHERE, least=len(abort)):
-        assert calls.sent < 2 * AT_ONCE * len(abort)  # the others wait their turn
+        assert calls.sent < 2 * CONCURRENT_MESSAGES * len(abort)  # the others wait their turn
         async with connected(server.address) as api:
             assert (await generate(api, request((1,), 3))).reason == "LENGTH"
             assert await api.abort("unknown") == (0, ["unknown"])
@@ -119,7 +119,7 @@ async def test_answers_that_nobody_takes_take_little(start_server: StartServer) 
 async def test_a_message_that_does_not_come_is_waited_for_so_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(call_limits, "MESSAGE_SECONDS", 0.1)
+    monkeypatch.setattr(interceptor, "MESSAGE_SECONDS", 0.1)
     async with receiving(10) as channel:
         for _ in range(20):  # more than there may be at once
             with pytest.raises(grpc.aio.AioRpcError, match="did not come whole") as caught:
@@ -237,7 +237,7 @@ async def test_what_is_nothing_but_parts_is_not_parsed(
 ) -> None:
     """Others are served meanwhile."""
     name = method.rpartition("/")[2]
-    size = (LARGEST_BYTES if name == "UpdateWeights" else 4 << 20) // len(part)
+    size = (LARGE_BYTES if name == "UpdateWeights" else 4 << 20) // len(part)
     before = resident_bytes(server.process.pid)
     async with connected(server.address) as api:
         call = api.channel.stream_stream(method)(iter([part * size]), timeout=60)
@@ -245,7 +245,7 @@ async def test_what_is_nothing_but_parts_is_not_parsed(
             await call.read()
         assert reason_of(caught.value) == "BAD_REQUEST"
         assert (await generate(api, request((1,), 3))).reason == "LENGTH"
-    assert resident_bytes(server.process.pid) - before < 5 * LARGEST_BYTES
+    assert resident_bytes(server.process.pid) - before < 5 * LARGE_BYTES
 
 
 def counted(message: Message) -> int:
@@ -255,7 +255,7 @@ def counted(message: Message) -> int:
         values = list(value) if field.is_repeated else [value]
         packed = field.is_repeated and field.is_packed
         count += 1 if packed else len(values)
-        if field.message_type is not None and fields_of(field.message_type):
+        if field.message_type is not None and message_fields(field.message_type):
             count += sum(counted(inner) for inner in values)
     return count
 
@@ -266,7 +266,7 @@ ANNOUNCEMENT = weights_pb2.UpdateWeightsRequest
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(message=messages(ANNOUNCEMENT.DESCRIPTOR))
 def test_fields_are_counted_as_they_are(message: Message) -> None:
-    fields, data = fields_of(ANNOUNCEMENT.DESCRIPTOR), message.SerializeToString()
+    fields, data = message_fields(ANNOUNCEMENT.DESCRIPTOR), message.SerializeToString()
     count = counted(message)
     assert has_at_most(count, data, fields)
     assert not count or not has_at_most(count - 1, data, fields)
@@ -276,4 +276,4 @@ def test_fields_are_counted_as_they_are(message: Message) -> None:
     "data", [b"\x0a", b"\x0a\x05a", b"\x2a\x02\x0a\x05", b"\x80" * 20, b"\x0b\x0c", b"\x0d\x00"]
 )
 def test_what_cannot_be_read_has_no_number_of_fields(data: bytes) -> None:
-    assert not has_at_most(1000, data, fields_of(ANNOUNCEMENT.DESCRIPTOR))
+    assert not has_at_most(1000, data, message_fields(ANNOUNCEMENT.DESCRIPTOR))
