@@ -15,7 +15,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from rollwire_server.command import allow_files, read_settings
+from rollwire_server.command import raise_open_file_limit, read_settings
 from rollwire_server.logs import configure
 from rollwire_server.server import RolloutServer
 
@@ -54,6 +54,6 @@ async def serve(count: int, ready: Path, flags: list[str], folder: Path) -> None
 
 if __name__ == "__main__":
     configure("text", "warning")
-    allow_files()
+    raise_open_file_limit()
     with tempfile.TemporaryDirectory() as told:
         asyncio.run(serve(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:], Path(told)))

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic_settings import CliSettingsSource, SettingsError
 
 from rollwire_server.logs import configure
-from rollwire_server.settings import VARIABLES, ServerSettings
+from rollwire_server.settings import ENV_PREFIX, ServerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-MOST_FILES = 1 << 16  # connections are files
+MAX_OPEN_FILES = 1 << 16  # connections are files
 
 
 def run() -> None:
@@ -33,7 +33,7 @@ def run() -> None:
     configure(settings.log_format, settings.log_level)
     if unknown := _unknown_variables():
         log.warning("environment variables that are no settings", names=unknown)
-    allow_files()
+    raise_open_file_limit()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what gRPC's core prints is told as errors
     # torch and gRPC load after the flags are known to be right.
     from rollwire_server.server import EngineDied, RolloutServer, StartError
@@ -65,14 +65,14 @@ def _exit(why: str | None) -> NoReturn:
     os._exit(0 if why is None else 1)
 
 
-def allow_files() -> None:
+def raise_open_file_limit() -> None:
     """Lets this process have as many open files as the system allows.
 
     Most systems begin with 1,024, for the sake of programs that this is none of; with as many
     connections nobody else would be let in.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
@@ -110,7 +110,7 @@ def _problem(told: ErrorDetails, arguments: Sequence[str]) -> str:
     if not told["loc"]:
         return message
     field = str(told["loc"][0])
-    flag, variable = "--" + field.replace("_", "-"), VARIABLES + field.upper()
+    flag, variable = "--" + field.replace("_", "-"), ENV_PREFIX + field.upper()
     if told["type"] == "missing":
         return f"{flag} (or {variable}) is not given"
     given = {argument.partition("=")[0] for argument in arguments}
@@ -120,11 +120,11 @@ def _problem(told: ErrorDetails, arguments: Sequence[str]) -> str:
 
 def _unknown_variables() -> list[str]:
     """Environment variables that look like settings and are none: perhaps misspelt."""
-    known = {VARIABLES + field.upper() for field in ServerSettings.model_fields}
+    known = {ENV_PREFIX + field.upper() for field in ServerSettings.model_fields}
     return sorted(
         name
         for name in os.environ
-        if name.upper().startswith(VARIABLES) and name.upper() not in known
+        if name.upper().startswith(ENV_PREFIX) and name.upper() not in known
     )
 
 

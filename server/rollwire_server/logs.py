@@ -17,11 +17,11 @@ import structlog
 if TYPE_CHECKING:
     from structlog.typing import EventDict, Processor, WrappedLogger
 
-OWN = ("rollwire_server", "rollwire_transport")
-MOST_CHARACTERS = 256
+OWN_PACKAGES = ("rollwire_server", "rollwire_transport")
+MAX_CHARACTERS = 256
 REFUSALS_A_SECOND = 20
 
-_CALLERS_FAULTS = {"DecodeError", "ExecuteBatchError"}  # of which one has no public class
+_CALLER_FAULTS = {"DecodeError", "ExecuteBatchError"}  # of which one has no public class
 
 
 def configure(style: str, level: str) -> None:
@@ -33,7 +33,7 @@ def configure(style: str, level: str) -> None:
     """
     text = sys.stderr.isatty() if style == "auto" else style == "text"
     first: list[Processor] = [
-        Sparing(),
+        RefusalLimiter(),
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -54,8 +54,8 @@ def configure(style: str, level: str) -> None:
     )
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.captureWarnings(capture=True)
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_callers_fault)
-    for name in OWN:
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_not_caller_fault)
+    for name in OWN_PACKAGES:
         logging.getLogger(name).setLevel(level.upper())
 
 
@@ -63,13 +63,13 @@ def bind(**names: Any) -> None:
     """Adds names to all lines of the call that is being answered, and of what it sets going."""
     structlog.contextvars.bind_contextvars(
         **{
-            name: value[:MOST_CHARACTERS] if isinstance(value, str) else value
+            name: value[:MAX_CHARACTERS] if isinstance(value, str) else value
             for name, value in names.items()
         }
     )
 
 
-class Sparing:
+class RefusalLimiter:
     """Lets so many lines of refused calls through: callers make as many as they like.
 
     Those that are left out are counted as ``unsaid`` in the next one.
@@ -94,13 +94,13 @@ class Sparing:
         return event
 
 
-def is_callers_fault(error: BaseException | None) -> bool:
+def is_caller_fault(error: BaseException | None) -> bool:
     """Whether a message could not be read, or an answer found its caller gone."""
-    return type(error).__name__ in _CALLERS_FAULTS
+    return type(error).__name__ in _CALLER_FAULTS
 
 
-def _is_no_callers_fault(record: logging.LogRecord) -> bool:
-    return not is_callers_fault(record.exc_info[1] if record.exc_info else None)
+def _is_not_caller_fault(record: logging.LogRecord) -> bool:
+    return not is_caller_fault(record.exc_info[1] if record.exc_info else None)
 
 
 def _text() -> list[Processor]:

@@ -1,7 +1,8 @@
-"""What one server tells Prometheus; ``scraping`` is how."""
+"""The metrics of one server; ``metrics_server`` serves them to Prometheus."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Histogram
@@ -36,9 +37,9 @@ ENDS = [end.name.lower() for end in (*FinishReason, *ERROR_ENDS)]
 
 
 class Metrics(Collector):
-    """What a server tells; read when it is asked, so that sampling pays nothing.
+    """Collects all metrics when they are scraped, so that sampling pays nothing for them.
 
-    To be read on the server's event loop: elsewhere it would change under who reads.
+    To be collected on the server's event loop, where the values change.
     """
 
     def __init__(
@@ -74,69 +75,76 @@ class Metrics(Collector):
         self._staging.observe(commit.receive_ns / 1e9)
 
     def collect(self) -> Iterator[Metric]:
-        """As things are now."""
         counters, state = self._counters, self._state.current
-        yield _gauges(
-            "state", "1 for the state that the server is in.", "state",
+        yield _gauge(
+            "state",
+            "1 for the state that the server is in.",
             {s.value: int(s is state) for s in SERVER_STATE_TO_PROTO},
-        )  # fmt: skip
+            "state",
+        )
         yield _counter("sampled_tokens", "Tokens sampled.", counters.sampled_tokens)
-        yield _counters(
-            "ended_sequences", "Sequences by how they ended.", "reason",
+        yield _counter(
+            "ended_sequences",
+            "Sequences by how they ended.",
             dict.fromkeys(ENDS, 0) | counters.ended_sequences,
-        )  # fmt: skip
-        yield _counters(
-            "refusals", "Refused calls and sequences.", "reason",
+            "reason",
+        )
+        yield _counter(
+            "refusals",
+            "Refused calls and sequences.",
             dict.fromkeys(REFUSALS, 0) | counters.refusals,
-        )  # fmt: skip
-        yield _counters(
-            "updates", "Weight updates by outcome.", "outcome",
+            "reason",
+        )
+        yield _counter(
+            "updates",
+            "Weight updates by outcome.",
             {outcome.value: counters.updates[outcome] for outcome in UpdateOutcome},
-        )  # fmt: skip
+            "outcome",
+        )
         yield _counter("update_received_bytes", "Bytes of updates.", counters.received_bytes)
         yield _counter(
-            "update_forwarded_bytes", "Of those, passed on to other servers.",
+            "update_forwarded_bytes",
+            "Of those, passed on to other servers.",
             counters.forwarded_bytes,
-        )  # fmt: skip
+        )
         yield _counter("pauses", "Pauses that callers began.", self._state.pauses_started)
-        yield _counter("held_seconds", "Sampling held, by pauses and commits.",
-                       self._state.held_seconds)  # fmt: skip
+        yield _counter(
+            "held_seconds", "Sampling held, by pauses and commits.", self._state.held_seconds
+        )
         if state is not ServerState.STARTING:
             yield from self._engine_metrics()
+            yield from self._weight_metrics()
 
     def _engine_metrics(self) -> Iterator[Metric]:
-        engine, load, live = self._engine.describe(), self._engine.load(), self._sequences.live
-        held = self._state.held
-        running = 0 if held else min(load.running, live)
-        waiting = 0 if held else live - running
+        engine, load = self._engine.describe(), self._engine.load()
         yield InfoMetricFamily(
-            "rollwire_server", "What the server is.",
+            "rollwire_server",
+            "What the server is.",
             {"version": __version__, "engine": engine.engine, "model": engine.model},
-        )  # fmt: skip
-        yield _gauges(
-            "sequences", "Live sequences by what they do.", "state",
-            {"running": running, "waiting": waiting, "held": live if held else 0},
-        )  # fmt: skip
+        )
+        yield _gauge(
+            "sequences", "Live sequences by what they do.", self._sequences.by_activity(), "state"
+        )
         yield _gauge("kv_used_tokens", "KV-cache entries in use.", load.kv_tokens_used)
         yield _gauge("kv_capacity_tokens", "KV-cache entries there are.", load.kv_tokens_total)
-        yield from self._weight_metrics()
 
     def _weight_metrics(self) -> Iterator[Metric]:
-        updates = self._updates
-        update, weights = updates.current, updates.weights.current
-        committed_at = updates.weights.committed_at
-        yield _gauges(
-            "update_phase", "1 for how far the update under way is, if there is one.", "phase",
+        update, announced = self._updates.current, self._updates.announced_version
+        weights, committed_at = self._updates.weights.current, self._updates.weights.committed_at
+        yield _gauge(
+            "update_phase",
+            "1 for how far the update under way is, if there is one.",
             {p.value: int(update is not None and update.phase is p) for p in UPDATE_PHASE_TO_PROTO},
-        )  # fmt: skip
+            "phase",
+        )
         if weights.version is not None:
             yield _gauge("weights_version", "The trainer's step.", weights.version)
-        if updates.announced_version is not None:
+        if announced is not None:
             yield _gauge(
                 "weights_announced_version",
                 "What the trainer last said that it would send: above weights_version until it is "
                 "committed.",
-                updates.announced_version,
+                announced,
             )
         yield _gauge("weights_revision", "Commits of this process.", weights.revision)
         if committed_at is not None:
@@ -145,24 +153,25 @@ class Metrics(Collector):
             )
 
 
-def _gauge(name: str, what: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"rollwire_{name}", what, value)
+Values = float | Mapping[str, float]  # one, or one for each value of a label
 
 
-def _gauges(name: str, what: str, label: str, values: dict[str, int]) -> Metric:
-    family = GaugeMetricFamily(f"rollwire_{name}", what, labels=[label])
-    for key, value in values.items():
-        family.add_metric([key], value)
-    return family
+def _gauge(name: str, what: str, values: Values, label: str | None = None) -> Metric:
+    return _filled(
+        GaugeMetricFamily(f"rollwire_{name}", what, labels=[label] if label else None), values
+    )
 
 
-def _counter(name: str, what: str, value: float) -> Metric:
-    return CounterMetricFamily(f"rollwire_{name}", what, value)
+def _counter(name: str, what: str, values: Values, label: str | None = None) -> Metric:
+    return _filled(
+        CounterMetricFamily(f"rollwire_{name}", what, labels=[label] if label else None), values
+    )
 
 
-def _counters(name: str, what: str, label: str, values: dict[str, int]) -> Metric:
-    """Every key from the start, so that a rate is known from the first event on."""
-    family = CounterMetricFamily(f"rollwire_{name}", what, labels=[label])
-    for key, value in values.items():
-        family.add_metric([key], value)
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            family.add_metric([key], value)
+    else:
+        family.add_metric([], values)
     return family

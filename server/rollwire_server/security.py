@@ -62,7 +62,7 @@ SCOPES: dict[str, Scope] = {
 """By full method name; of health calls OPEN, of all others ROLLOUT."""
 
 
-class _File:
+class _WatchedFile:
     """A file's content, read again when it changes; the last one where it cannot be read."""
 
     def __init__(self, path: Path) -> None:
@@ -83,14 +83,14 @@ class _File:
                 for each problem: callers come often.
         """
         try:
-            return self._read_anew()
+            return self._read_if_changed()
         except OSError as error:
             known, self._problem = self._problem, str(error)
             if self._problem == known:
                 return False
             raise
 
-    def _read_anew(self) -> bool:
+    def _read_if_changed(self) -> bool:
         stat = self._path.stat()
         now = (stat.st_mtime_ns, stat.st_ino)
         if now == self._read_at:
@@ -104,7 +104,7 @@ class _File:
         return content != before
 
 
-class Access:
+class TokenAuthorizer:
     """Checks tokens.
 
     Raises:
@@ -112,13 +112,13 @@ class Access:
     """
 
     def __init__(self, settings: ServerSettings) -> None:
-        self._files: dict[Scope, _File] = {}
+        self._files: dict[Scope, _WatchedFile] = {}
         for scope, path in (
             (Scope.ROLLOUT, settings.rollout_token_file),
             (Scope.CONTROL, settings.control_token_file),
         ):
             if path is not None:
-                self._files[scope] = _File(path)
+                self._files[scope] = _WatchedFile(path)
         if Scope.ROLLOUT in self._files and Scope.CONTROL not in self._files:
             raise SecurityError(
                 "--rollout-token-file alone would leave weight updates open to all: give "
@@ -131,15 +131,15 @@ class Access:
                 "--tls-key, or listen on a loopback address"
             )
 
-    def require(self, scope: Scope, metadata: Metadata) -> None:
+    def authorize(self, scope: Scope, metadata: Metadata) -> None:
         """Raises ServiceError unless the call may do what needs ``scope``."""
         if scope is Scope.OPEN or scope not in self._files:
             return
         self._refresh()
         given = _bearer(metadata)
-        if self._is(Scope.CONTROL, given):
+        if self._matches(Scope.CONTROL, given):
             return
-        if not self._is(Scope.ROLLOUT, given):
+        if not self._matches(Scope.ROLLOUT, given):
             raise ServiceError(
                 Reason.UNAUTHENTICATED,
                 f"this call needs a {scope.value} token: send metadata "
@@ -150,7 +150,7 @@ class Access:
                 Reason.PERMISSION_DENIED, "this call needs the control token, not the rollout one"
             )
 
-    def _is(self, scope: Scope, given: bytes) -> bool:
+    def _matches(self, scope: Scope, given: bytes) -> bool:
         token = self._tokens.get(scope)
         return token is not None and hmac.compare_digest(token, given)
 
@@ -184,11 +184,11 @@ class Access:
         return tokens
 
 
-class Authentication(grpc.aio.ServerInterceptor):
+class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Refuses calls whose token is missing or wrong, before their messages are read."""
 
-    def __init__(self, access: Access, counters: ServerCounters) -> None:
-        self._access = access
+    def __init__(self, authorizer: TokenAuthorizer, counters: ServerCounters) -> None:
+        self._authorizer = authorizer
         self._counters = counters
 
     async def intercept_service(
@@ -202,16 +202,16 @@ class Authentication(grpc.aio.ServerInterceptor):
         is_health = method.startswith(f"/{health.SERVICE_NAME}/")
         scope = Scope.OPEN if is_health else SCOPES.get(method, Scope.ROLLOUT)
         try:
-            self._access.require(scope, handler_call_details.invocation_metadata or ())
+            self._authorizer.authorize(scope, handler_call_details.invocation_metadata or ())
         except ServiceError as error:
             self._counters.refusals[error.reason.name.lower()] += 1
             rpc = method.rpartition("/")[2] if handler is not None else "unknown"
             log.info("refused", rpc=rpc, reason=error.reason.name)
-            return _refusing(error) if handler is not None else handler
+            return _refusal_handler(error) if handler is not None else handler
         return handler
 
 
-def _refusing(error: ServiceError) -> Handler:
+def _refusal_handler(error: ServiceError) -> Handler:
     """A handler that only says why not, and asks for no message: gRPC then takes none in."""
 
     async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -232,7 +232,7 @@ def server_credentials(settings: ServerSettings) -> grpc.ServerCredentials | Non
             return None
         raise SecurityError("--tls-cert and --tls-key belong together, --tls-client-ca needs both")
     cert, key, client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
-    files = [_File(path) for path in (key, cert, client_ca) if path is not None]
+    files = [_WatchedFile(path) for path in (key, cert, client_ca) if path is not None]
     try:
         _check_pem(cert, key, client_ca)
     except (ssl.SSLError, ValueError) as error:

@@ -18,14 +18,14 @@ from rollwire.types import ServerState
 from rollwire.v1 import rollout_pb2_grpc, weights_pb2_grpc
 
 from rollwire_server.counters import ServerCounters
-from rollwire_server.endpoints import EndpointError, Endpoints, transfers_listen
+from rollwire_server.endpoints import EndpointError, Endpoints, transport_listen_options
 from rollwire_server.engines import create_engine
 from rollwire_server.engines.base import EngineError
 from rollwire_server.metrics import Metrics
 from rollwire_server.rpc.rollout_service import RolloutService
 from rollwire_server.rpc.server_info import ServerInfo
 from rollwire_server.rpc.weight_service import WeightService
-from rollwire_server.security import Access, SecurityError
+from rollwire_server.security import SecurityError, TokenAuthorizer
 from rollwire_server.sequences.manager import Sequences
 from rollwire_server.sleep import SleepController
 from rollwire_server.state import StateMachine
@@ -59,8 +59,8 @@ class RolloutServer:
         self._server_id = uuid.uuid4().hex
         try:
             self._engine = create_engine(settings)
-            self._access = Access(settings)
-            self._listening = transfers_listen(settings)
+            self._authorizer = TokenAuthorizer(settings)
+            self._listening = transport_listen_options(settings)
         except (EngineError, SecurityError, EndpointError) as error:
             raise StartError(str(error)) from error
         self._counters = ServerCounters()
@@ -74,7 +74,7 @@ class RolloutServer:
             engine_died=self._on_engine_died,
         )
         self._stopping = asyncio.Event()
-        self._hurry = asyncio.Event()
+        self._stop_now = asyncio.Event()
         self._failure: Exception | None = None
 
     async def run(self) -> None:
@@ -105,7 +105,7 @@ class RolloutServer:
                     tasks.create_task(self._state.run(), name="state"),
                     tasks.create_task(self._sequences.run(), name="sequences"),
                 ]
-                self._state.observe(lambda state: endpoints.ready(is_so=state.ready))
+                self._state.observe(lambda state: endpoints.set_ready(ready=state.ready))
                 try:
                     await endpoints.start(metrics)
                     await self._load(updates)
@@ -116,7 +116,7 @@ class RolloutServer:
                 except (EngineError, EndpointError, StartError) as error:
                     self._failure = self._failure or StartError(str(error))
                 finally:
-                    self._retract()
+                    self._remove_ready_file()
                     await endpoints.stop()
                     await self._engine.stop()
                     for task in background:
@@ -128,7 +128,7 @@ class RolloutServer:
 
     def _listen(self) -> Endpoints:
         try:
-            return Endpoints(self._settings, self._access, self._counters)
+            return Endpoints(self._settings, self._authorizer, self._counters)
         except (EndpointError, SecurityError) as error:
             raise StartError(str(error)) from error
 
@@ -152,7 +152,7 @@ class RolloutServer:
                 sleep,
                 info,
                 self._counters,
-                self._access,
+                self._authorizer,
                 max_streams_per_client=self._settings.max_streams_per_client,
             ),
             api,
@@ -203,7 +203,7 @@ class RolloutServer:
             except OSError as error:
                 raise StartError(f"cannot write the ready file {path}: {error.strerror}") from error
 
-    def _retract(self) -> None:
+    def _remove_ready_file(self) -> None:
         """Takes the ready file away: what it names is no more."""
         if (path := self._settings.ready_file) is not None:
             with contextlib.suppress(OSError):
@@ -217,7 +217,7 @@ class RolloutServer:
         handlers = {
             signal.SIGTERM: self._on_signal,
             signal.SIGINT: self._on_signal,
-            signal.SIGHUP: self._on_hangup,
+            signal.SIGHUP: self._on_sighup,
         }
         for number, handler in handlers.items():
             loop.add_signal_handler(number, handler)
@@ -230,13 +230,13 @@ class RolloutServer:
 
     def _on_signal(self) -> None:
         if self._stopping.is_set():
-            self._hurry.set()
+            self._stop_now.set()
             return
         self._stopping.set()
         if self._state.current is not ServerState.STARTING:  # else it goes down once it has loaded
             self._state.enter(ServerState.DRAINING, "drain")
 
-    def _on_hangup(self) -> None:
+    def _on_sighup(self) -> None:
         """A terminal was closed; or somebody asks for files to be read again, as daemons do."""
         if os.isatty(0):
             self._on_signal()
@@ -249,7 +249,7 @@ class RolloutServer:
         self._failure = EngineDied(str(error))
         self._state.enter(ServerState.DRAINING, "drain")
         self._stopping.set()
-        self._hurry.set()
+        self._stop_now.set()
 
     async def _drain(self, updates: UpdateManager) -> None:
         """Lets sequences run to their end, as long as it may take; then they go on elsewhere."""
@@ -257,7 +257,7 @@ class RolloutServer:
         self._state.enter(ServerState.DRAINING, "drain")
         dropping = updates.discard_current(Reason.DRAINING, "the server goes down")
         over = asyncio.gather(dropping, self._sequences.wait_idle())
-        hurry = asyncio.create_task(self._hurry.wait())
+        hurry = asyncio.create_task(self._stop_now.wait())
         either: list[asyncio.Future[Any]] = [over, hurry]
         try:
             await asyncio.wait(

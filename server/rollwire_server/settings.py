@@ -19,7 +19,7 @@ def _address(value: str) -> str:
     return value
 
 
-def split_listening(value: str) -> tuple[str | None, tuple[int, int] | None]:
+def parse_listen_range(value: str) -> tuple[str | None, tuple[int, int] | None]:
     """The host and the ports of "HOST:FIRST-LAST", None where they leave the choice open.
 
     Raises:
@@ -42,30 +42,30 @@ def split_listening(value: str) -> tuple[str | None, tuple[int, int] | None]:
     first, last = int(told["first"]), int(told["last"])
     if not 0 < first <= last <= 65535:
         raise ValueError(f"there are no ports {first} to {last}")
-    if last - first + 1 < LEAST_PORTS:
+    if last - first + 1 < MIN_PORTS:
         raise ValueError(
-            f"{first} to {last} are fewer than {LEAST_PORTS} ports: every transfer takes some anew"
+            f"{first} to {last} are fewer than {MIN_PORTS} ports: every transfer takes some anew"
         )
     return None if open_choice else host, (first, last)
 
 
-def _listening(value: str) -> str:
-    split_listening(value)
+def _listen_range(value: str) -> str:
+    parse_listen_range(value)
     return value
 
 
-LEAST_PORTS = 16
-VARIABLES = "ROLLWIRE_"  # what their environment variables begin with
+MIN_PORTS = 16
+ENV_PREFIX = "ROLLWIRE_"  # what their environment variables begin with
 
 Address = Annotated[str, AfterValidator(_address)]
-ListeningAddress = Annotated[str, AfterValidator(_listening)]
+ListeningAddress = Annotated[str, AfterValidator(_listen_range)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class ServerSettings(BaseSettings):
     """Serves rollouts of one model over gRPC."""
 
-    model_config = SettingsConfigDict(env_prefix=VARIABLES, extra="ignore")
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="ignore")
 
     model: str = Field(
         description="a Hugging Face checkpoint directory, builtin:tiny or builtin:tiny-moe"

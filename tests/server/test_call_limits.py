@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given, settings
 from rollwire.v1 import rollout_pb2, weights_pb2
 from rollwire_server.counters import ServerCounters
-from rollwire_server.endpoints import PROBES_AT_ONCE
+from rollwire_server.endpoints import MAX_HEALTH_CALLS
 from rollwire_server.rpc import interceptor
 from rollwire_server.rpc.interceptor import CONCURRENT_MESSAGES, CallInterceptor
 from rollwire_server.rpc.limits import LARGE_BYTES, has_at_most, message_fields
@@ -212,7 +212,7 @@ async def test_watchers_of_health_are_counted(start_server: StartServer) -> None
         grpc.aio.insecure_channel(health_of(server), options=own) as channel,
     ):
         watched = health_pb2_grpc.HealthStub(many).Watch
-        watching = [watched(every, timeout=60) for _ in range(PROBES_AT_ONCE)]
+        watching = [watched(every, timeout=60) for _ in range(MAX_HEALTH_CALLS)]
         for call in watching:
             await call.read()
         health = health_pb2_grpc.HealthStub(channel)

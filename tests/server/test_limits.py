@@ -16,7 +16,7 @@ from rollwire.reasons import Reason
 from rollwire.v1 import rollout_pb2, weights_pb2
 from rollwire_server.errors import ServiceError, float_text
 from rollwire_server.rpc import conversion
-from rollwire_server.rpc.validation import STOP_TOKENS, read_request
+from rollwire_server.rpc.validation import MAX_STOP_TOKENS, read_request
 from support.calls import Api, connected, generate, reason_of, request
 from support.engine_room import serving
 
@@ -54,7 +54,7 @@ TOO_MUCH: dict[str, tuple[Any, str]] = {
     "Generate.prompt_token_ids": (request([600] * CONTEXT), "CONTEXT_EXCEEDED"),
     "Generate.output_token_ids": (request((1,), None, prefix=[600] * CONTEXT), "CONTEXT_EXCEEDED"),
     "Generate.sampling.stop_token_ids": (
-        request(stop_token_ids=[600] * (STOP_TOKENS + 1)),
+        request(stop_token_ids=[600] * (MAX_STOP_TOKENS + 1)),
         "BAD_SAMPLING",
     ),
     "Abort.sequences": (
@@ -212,7 +212,7 @@ async def test_lengths_are_looked_at_before_tokens_are() -> None:
     for message, reason in (
         (request([beyond] * info.context_length), Reason.CONTEXT_EXCEEDED),
         (request((1,), prefix=[beyond] * info.context_length), Reason.CONTEXT_EXCEEDED),
-        (request(stop_token_ids=[beyond] * (STOP_TOKENS + 1)), Reason.BAD_SAMPLING),
+        (request(stop_token_ids=[beyond] * (MAX_STOP_TOKENS + 1)), Reason.BAD_SAMPLING),
     ):
         with pytest.raises(ServiceError) as caught:
             read_request(message, info, 1)

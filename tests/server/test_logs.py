@@ -250,13 +250,13 @@ def test_an_answer_that_finds_its_caller_gone_is_no_fault_of_the_server() -> Non
         """As gRPC's, which only its own code can raise."""
 
     def told(error: Exception) -> bool:
-        return logs._is_no_callers_fault(
+        return logs._is_not_caller_fault(
             logging.LogRecord("a", 40, "", 0, "", (), (type(error), error, None))
         )
 
     assert not told(ExecuteBatchError())
     assert told(RuntimeError())
-    assert logs._is_no_callers_fault(logging.LogRecord("a", 40, "", 0, "", (), None))
+    assert logs._is_not_caller_fault(logging.LogRecord("a", 40, "", 0, "", (), None))
 
 
 async def test_who_hangs_up_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,11 +304,11 @@ async def test_refusals_do_not_fill_the_log(start_server: StartServer) -> None:
 def test_what_is_left_out_of_the_log_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    sparing = logs.Sparing()
+    limiter = logs.RefusalLimiter()
 
     def said(event: str) -> dict[str, Any] | None:
         try:
-            return dict(sparing(None, "", {"event": event}))
+            return dict(limiter(None, "", {"event": event}))
         except structlog.DropEvent:
             return None
 

@@ -18,8 +18,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from rollwire.v1 import common_pb2
-from rollwire_server import scraping
-from rollwire_server.scraping import MOST_CONNECTIONS, MetricsPage
+from rollwire_server import metrics_server
+from rollwire_server.metrics_server import MAX_CONNECTIONS, MetricsServer
 from support.calls import Generation, connected, generate, request
 from support.publishing import Update, random_weights
 
@@ -192,11 +192,11 @@ async def test_what_callers_choose_makes_no_new_series(start_server: StartServer
 @contextlib.asynccontextmanager
 async def page() -> AsyncIterator[str]:
     """Where one of an empty registry is."""
-    metrics_page = MetricsPage(CollectorRegistry())
+    server = MetricsServer(CollectorRegistry())
     try:
-        yield await metrics_page.open("127.0.0.1:0")
+        yield await server.open("127.0.0.1:0")
     finally:
-        await metrics_page.close()
+        await server.close()
 
 
 async def said(address: str, request: bytes) -> bytes:
@@ -239,7 +239,7 @@ async def test_prometheus_gets_the_format_that_it_prefers() -> None:
 
 
 async def test_who_is_silent_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scraping, "CONNECTION_SECONDS", 0.1)
+    monkeypatch.setattr(metrics_server, "CONNECTION_SECONDS", 0.1)
     async with page() as address:
         assert await said(address, b"GET /metrics HTTP/1.1\r\nX: ") == b""
 
@@ -254,7 +254,7 @@ async def test_a_scrape_comes_through_among_many_who_are_silent(start_server: St
     before = threads_of(server.process.pid)
     writers = []
     try:
-        for _ in range(5 * MOST_CONNECTIONS):
+        for _ in range(5 * MAX_CONNECTIONS):
             _, writer = await asyncio.open_connection(host, int(port))
             writers.append(writer)
             writer.write(b"GET /metrics HTTP/1.1\r\nX: ")

@@ -17,7 +17,7 @@ from rollwire.v1 import weights_pb2
 from rollwire_server.counters import ServerCounters
 from rollwire_server.engines.base import SamplingParams, SequenceSpec
 from rollwire_server.errors import ServiceError
-from rollwire_server.rpc.weight_service import MOST_ANNOUNCEMENTS, WeightService
+from rollwire_server.rpc.weight_service import MAX_ANNOUNCEMENTS, WeightService
 from rollwire_server.sequences import registry
 from rollwire_server.sequences.request import Request
 from rollwire_server.sequences.sequence import ReadyQueue
@@ -257,7 +257,7 @@ async def test_what_many_ask_for_at_once_is_done_once(monkeypatch: pytest.Monkey
             return service.UpdateWeights(update(**manifest), Caller())
 
         looking = [asyncio.create_task(verify()) for _ in range(50)]
-        announcing = [asyncio.create_task(announce()) for _ in range(MOST_ANNOUNCEMENTS)]
+        announcing = [asyncio.create_task(announce()) for _ in range(MAX_ANNOUNCEMENTS)]
         await until_waiting(looking + announcing)
         with pytest.raises(ServiceError, match="16 announcements are under way") as caught:
             await announce()

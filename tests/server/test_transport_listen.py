@@ -12,7 +12,7 @@ import grpc
 import pytest
 import rollwire_transport as transport
 from rollwire_server.command import read_settings
-from rollwire_server.settings import split_listening
+from rollwire_server.settings import parse_listen_range
 from support.calls import connected, reason_of
 from support.namespaces import network, servers_on, unavailable
 from support.publishing import SECONDS, Update, random_weights
@@ -37,7 +37,7 @@ PORTS = range(52000, 52064)
     ],
 )
 def test_what_it_says(told: str, means: object) -> None:
-    assert split_listening(told) == means
+    assert parse_listen_range(told) == means
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_it_is_an_environment_variable_too(monkeypatch: pytest.MonkeyPatch) -> N
 def test_ports_that_cannot_be_kept() -> None:
     code, line = fails("--transport-listen", "0.0.0.0:1-16", "--log-level", "error")
     assert code == 1
-    assert "which none can be kept to" in line
+    assert "no backend can be kept to it" in line
     assert f"gloo takes ports of the system's choice, {SYSTEM[0]} to {SYSTEM[1]} here" in line
     assert "set net.ipv4.ip_local_port_range" in line
 

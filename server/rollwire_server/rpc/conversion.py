@@ -24,8 +24,8 @@ ENCODINGS = {
     weights_pb2.ENCODING_FULL: transport.Encoding.FULL,
     weights_pb2.ENCODING_DELTA: transport.Encoding.DELTA,
 }
-MOST_TENSORS = 200_000
-MOST_BUCKETS = 200_000
+MAX_TENSORS = 200_000
+MAX_BUCKETS = 200_000
 
 
 def sequence_error(error: ServiceError) -> rollout_pb2.SequenceError:
@@ -122,18 +122,18 @@ def schema(specs: Iterable[transport.TensorSpec]) -> weights_pb2.GetWeightSchema
     return weights_pb2.GetWeightSchemaResponse(tensors=[tensor_spec(spec) for spec in specs])
 
 
-def check_parts(message: weights_pb2.Manifest) -> None:
+def check_manifest_size(message: weights_pb2.Manifest) -> None:
     """Raises ServiceError for a manifest of more parts than are looked at.
 
     Each becomes an object of Python's, which takes a hundred times what it took before.
     """
     spans = 0
-    if len(message.buckets) <= MOST_BUCKETS:
+    if len(message.buckets) <= MAX_BUCKETS:
         spans = sum(len(bucket.spans) for bucket in message.buckets)
     for what, count, most in (
-        ("tensors", len(message.tensors), MOST_TENSORS),
-        ("buckets", len(message.buckets), MOST_BUCKETS),
-        ("spans", spans, MOST_TENSORS + MOST_BUCKETS),  # a bucket's end cuts one tensor
+        ("tensors", len(message.tensors), MAX_TENSORS),
+        ("buckets", len(message.buckets), MAX_BUCKETS),
+        ("spans", spans, MAX_TENSORS + MAX_BUCKETS),  # a bucket's end cuts one tensor
     ):
         if count > most:
             raise ServiceError(
@@ -145,7 +145,7 @@ def check_parts(message: weights_pb2.Manifest) -> None:
 
 
 def manifest(message: weights_pb2.Manifest) -> transport.Manifest:
-    """The manifest of a message that ``check_parts`` lets pass; ``transport.validate`` checks it.
+    """The manifest of a message that passed ``check_manifest_size``; it is not validated yet.
 
     Raises:
         ServiceError: Its encoding is not known.

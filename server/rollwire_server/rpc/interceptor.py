@@ -23,7 +23,7 @@ from rollwire.reasons import Reason
 
 from rollwire_server.engines.base import EngineError
 from rollwire_server.errors import ServiceError, abort, from_engine_error
-from rollwire_server.logs import bind, is_callers_fault
+from rollwire_server.logs import bind, is_caller_fault
 from rollwire_server.rpc.limits import LARGE_BYTES, MessageParser
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             except grpc.aio.AbortError:
                 raise
             except Exception as error:
-                if not is_callers_fault(error):
+                if not is_caller_fault(error):
                     log.exception("a bug: the call failed", rpc=name)
                 raise
 

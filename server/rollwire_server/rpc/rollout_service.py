@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rollwire_server.counters import ServerCounters
     from rollwire_server.engines.base import Engine
     from rollwire_server.rpc.server_info import ServerInfo
-    from rollwire_server.security import Access
+    from rollwire_server.security import TokenAuthorizer
     from rollwire_server.sequences.manager import Sequences
     from rollwire_server.sequences.request import Request
     from rollwire_server.sequences.sequence import Cursor
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
-SEQUENCES_AN_ABORT = 10_000
+MAX_ABORTED_SEQUENCES = 10_000
 TOKENS_A_MESSAGE = 65_536  # at most 9 bytes each: well below 1 MiB
 
 
@@ -51,7 +51,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         sleep: SleepController,
         info: ServerInfo,
         counters: ServerCounters,
-        access: Access,
+        authorizer: TokenAuthorizer,
         *,
         max_streams_per_client: int,
     ) -> None:
@@ -62,7 +62,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self._weights = weights
         self._sleep = sleep
         self._info = info
-        self._access = access
+        self._authorizer = authorizer
         self._max_streams = max_streams_per_client
         self._streams: Counter[str] = Counter()  # by client address
 
@@ -122,16 +122,17 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         """Ends sequences now."""
         self._state.check(Rpc.ABORT)
         if request.all:
-            self._access.require(Scope.CONTROL, context.invocation_metadata() or ())
+            self._authorizer.authorize(Scope.CONTROL, context.invocation_metadata() or ())
             if request.sequences:
                 raise ServiceError(
                     Reason.BAD_REQUEST, "`all` and `sequences` exclude each other", field="all"
                 )
             return rollout_pb2.AbortResponse(aborted=await self._sequences.abort_all())
-        if len(request.sequences) > SEQUENCES_AN_ABORT:
+        if len(request.sequences) > MAX_ABORTED_SEQUENCES:
             raise ServiceError(
                 Reason.BAD_REQUEST,
-                f"{len(request.sequences)} sequences in one call, the most is {SEQUENCES_AN_ABORT}",
+                f"{len(request.sequences)} sequences in one call, the most is "
+                f"{MAX_ABORTED_SEQUENCES}",
                 field="sequences",
             )
         for key in request.sequences:
@@ -190,4 +191,4 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_pb2.GetServerInfoResponse:
         """What this server is, holds and is doing."""
         self._state.check(Rpc.GET_SERVER_INFO)
-        return self._info.read()
+        return self._info.response()

@@ -17,7 +17,7 @@ from rollwire.reasons import Reason
 from rollwire.v1 import rollout_pb2
 
 from rollwire_server.errors import ServiceError
-from rollwire_server.logs import MOST_CHARACTERS
+from rollwire_server.logs import MAX_CHARACTERS
 from rollwire_server.rpc import conversion
 from rollwire_server.rpc.validation import read_request
 from rollwire_server.sequences.sequence import ReadyQueue
@@ -178,7 +178,7 @@ class RolloutStream:
             self._counters.refusals[error.reason.name.lower()] += 1
             log.debug(
                 "refused",
-                request_id=message.request_id[:MOST_CHARACTERS],
+                request_id=message.request_id[:MAX_CHARACTERS],
                 attempt=message.attempt,
                 reason=error.reason.name,
                 message=error.message,

@@ -1,4 +1,4 @@
-"""GetServerInfo: what a server is, holds and is doing."""
+"""GetServerInfo: what a server is, which weights it serves, and what it is doing."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ class ServerInfo:
         backends = transport.available_backends(updates.listen)
         self._transports = [name for name, backend in backends.items() if backend.ok]
 
-    def read(self) -> rollout_pb2.GetServerInfoResponse:
-        """As it is now."""
+    def response(self) -> rollout_pb2.GetServerInfoResponse:
         state = self._state.current
         response = rollout_pb2.GetServerInfoResponse(
             server_id=self._server_id,
@@ -59,8 +58,8 @@ class ServerInfo:
         return response
 
     def _describe_engine(self, response: rollout_pb2.GetServerInfoResponse) -> None:
-        engine, load, live = self._engine.describe(), self._engine.load(), self._sequences.live
-        running = min(load.running, live)
+        engine, load = self._engine.describe(), self._engine.load()
+        activity = self._sequences.by_activity()
         response.weights.CopyFrom(weight_tag_to_proto(self._updates.weights.current))
         if (highest := self._updates.weights.highest_version) is not None:
             response.highest_version = highest
@@ -73,11 +72,9 @@ class ServerInfo:
         response.logprob_bases.extend(sorted(bases))
         response.deterministic = engine.deterministic
         response.max_running_sequences = engine.max_running_sequences
-        if self._state.held:
-            response.held_sequences = live
-        else:
-            response.running_sequences = running
-            response.waiting_sequences = live - running
+        response.running_sequences = activity["running"]
+        response.waiting_sequences = activity["waiting"]
+        response.held_sequences = activity["held"]
         response.sampled_tokens = self._counters.sampled_tokens
         response.kv_tokens_used = load.kv_tokens_used
         response.kv_tokens_total = load.kv_tokens_total

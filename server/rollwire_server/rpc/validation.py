@@ -37,13 +37,13 @@ SAMPLING_DEFAULTS = {
     "min_new_tokens": 0,
     "ignore_eos": False,
 }
-LONGEST_SECONDS = 315_576_000_000  # of google.protobuf.Duration
-ID_CHARACTERS = 256
-STOP_TOKENS = 1024
+MAX_DURATION_SECONDS = 315_576_000_000  # of google.protobuf.Duration
+MAX_ID_CHARACTERS = 256
+MAX_STOP_TOKENS = 1024
 TOKEN_BYTES = 5  # the most that an id takes
 OTHER_BYTES = 1 << 16  # names, stop tokens, sampling
-LEAST_TEMPERATURE = 1e-6  # below, logits / temperature may not be finite
-LEAST_ON_THE_WIRE = struct.unpack("f", struct.pack("f", LEAST_TEMPERATURE))[0]  # a little less
+MIN_TEMPERATURE = 1e-6  # below, logits / temperature may not be finite
+MIN_TEMPERATURE_FLOAT32 = struct.unpack("f", struct.pack("f", MIN_TEMPERATURE))[0]  # a little less
 
 
 def read_request(message: rollout_pb2.GenerateRequest, info: EngineInfo, key: int) -> Request:
@@ -107,7 +107,7 @@ def read_duration(message: object, field: str) -> float | None:
     seconds = duration.seconds + duration.nanos / 1e9
     if seconds < 0:
         raise ServiceError(Reason.BAD_REQUEST, f"{field} is negative: {seconds:g} s", field=field)
-    if seconds > LONGEST_SECONDS:
+    if seconds > MAX_DURATION_SECONDS:
         raise ServiceError(
             Reason.BAD_REQUEST, f"{field} is {seconds:g} s, more than 10,000 years", field=field
         )
@@ -116,10 +116,10 @@ def read_duration(message: object, field: str) -> float | None:
 
 def check_id(field: str, value: str) -> None:
     """Raises ServiceError for a name that is too long to be repeated in an answer."""
-    if len(value) > ID_CHARACTERS:
+    if len(value) > MAX_ID_CHARACTERS:
         raise ServiceError(
             Reason.BAD_REQUEST,
-            f"{field} has {len(value)} characters, more than {ID_CHARACTERS}",
+            f"{field} has {len(value)} characters, more than {MAX_ID_CHARACTERS}",
             field=field,
         )
 
@@ -149,8 +149,8 @@ def _check_lengths(message: rollout_pb2.GenerateRequest, info: EngineInfo) -> in
             f"{info.context_length} holds",
             field="output_token_ids",
         )
-    if len(message.sampling.stop_token_ids) > STOP_TOKENS:
-        raise _bad_sampling("stop_token_ids", f"are more than {STOP_TOKENS}")
+    if len(message.sampling.stop_token_ids) > MAX_STOP_TOKENS:
+        raise _bad_sampling("stop_token_ids", f"are more than {MAX_STOP_TOKENS}")
     most = TOKEN_BYTES * info.context_length + OTHER_BYTES
     if (size := message.ByteSize()) > most:  # of fields that nobody here knows
         raise ServiceError(
@@ -210,10 +210,10 @@ def _read_sampling(
     _check_tokens("sampling.stop_token_ids", message.stop_token_ids, info)
     temperature = message.temperature if message.HasField("temperature") else 1.0
     if temperature != 0:
-        if not (math.isfinite(temperature) and temperature >= LEAST_ON_THE_WIRE):
-            problem = f"is {float_text(temperature)}, neither 0 nor at least {LEAST_TEMPERATURE:g}"
+        if not (math.isfinite(temperature) and temperature >= MIN_TEMPERATURE_FLOAT32):
+            problem = f"is {float_text(temperature)}, neither 0 nor at least {MIN_TEMPERATURE:g}"
             raise _bad_sampling("temperature", problem)
-        temperature = max(temperature, LEAST_TEMPERATURE)
+        temperature = max(temperature, MIN_TEMPERATURE)
     top_p = message.top_p if message.HasField("top_p") else 1.0
     if not 0 < top_p <= 1:
         raise _bad_sampling("top_p", f"is {float_text(top_p)}, not above 0 and at most 1")

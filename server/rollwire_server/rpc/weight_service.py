@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 JOIN_SECONDS = 30.0  # where the caller sets no deadline
 STAGE_LEASE_SECONDS = 60.0
-MOST_ANNOUNCEMENTS = 16  # calls at once, each with its manifest; one of them is under way
+MAX_ANNOUNCEMENTS = 16  # calls at once, each with its manifest; one of them is under way
 
 
 class WeightService(weights_pb2_grpc.WeightServiceServicer):
@@ -63,8 +63,8 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         publisher, update_id = _publisher(request.publisher), _update_id(request.update_id)
         version = _version(request)
         self._updates.check_can_announce(publisher)
-        conversion.check_parts(request.manifest)
-        if self._announcements >= MOST_ANNOUNCEMENTS:
+        conversion.check_manifest_size(request.manifest)
+        if self._announcements >= MAX_ANNOUNCEMENTS:
             raise ServiceError(
                 Reason.UPDATE_IN_PROGRESS,
                 f"{self._announcements} announcements are under way on this server: try again",

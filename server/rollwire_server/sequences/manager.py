@@ -82,6 +82,14 @@ class Sequences:
         """The number of sequences that have not ended: sampling, waiting or held."""
         return len(self._sampling) + len(self._awaiting_version)
 
+    def by_activity(self) -> dict[str, int]:
+        """The number of live sequences that are running, waiting and held."""
+        live = self.live
+        if self._state.held:
+            return {"running": 0, "waiting": 0, "held": live}
+        running = min(self._engine.load().running, live)
+        return {"running": running, "waiting": live - running, "held": 0}
+
     # For the gRPC services.
 
     def next_key(self) -> int:

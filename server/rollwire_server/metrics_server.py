@@ -16,13 +16,13 @@ from prometheus_client.exposition import choose_encoder
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-MOST_CONNECTIONS = 64
+MAX_CONNECTIONS = 64
 CONNECTION_SECONDS = 5.0
 REQUEST_BYTES = 16 << 10
 PATHS = {"/metrics", "/"}
 
 
-class MetricsPage:
+class MetricsServer:
     """Answers scrapes from ``open`` to ``close``.
 
     Args:
@@ -59,7 +59,7 @@ class MetricsPage:
         await asyncio.gather(*self._answering, return_exceptions=True)
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._answering) >= MOST_CONNECTIONS:
+        if len(self._answering) >= MAX_CONNECTIONS:
             oldest = next(iter(self._answering))
             oldest.cancel()
             del self._answering[oldest]
