@@ -1,4 +1,4 @@
-"""What ``rollwire-server`` does: read the flags, serve, exit."""
+"""The ``rollwire-server`` command: reads the flags, serves, exits."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def run() -> None:
     if unknown := _unknown_variables():
         log.warning("environment variables that are no settings", names=unknown)
     raise_open_file_limit()
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what gRPC's core prints is told as errors
-    # torch and gRPC load after the flags are known to be right.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its core prints what it also raises
+    # Import torch and gRPC only once the flags are known to be right.
     from rollwire_server.server import EngineDied, RolloutServer, StartError
 
     async def serve() -> None:
@@ -50,10 +50,10 @@ def run() -> None:
 
 
 def _exit(why: str | None) -> NoReturn:
-    """Ends the process; the last line of its log says why.
+    """Ends the process; the last line on standard error says why.
 
-    With SGLang the interpreter is not taken down: its bindings tell of leaks then, in some thirty
-    lines below the one that counts.
+    With SGLang the interpreter is not finalized: SGLang's bindings would then report leaks in some
+    thirty lines below the one that matters.
     """
     if "sglang" not in sys.modules:
         sys.exit(why)
@@ -66,22 +66,20 @@ def _exit(why: str | None) -> NoReturn:
 
 
 def raise_open_file_limit() -> None:
-    """Lets this process have as many open files as the system allows.
-
-    Most systems begin with 1,024, for the sake of programs that this is none of; with as many
-    connections nobody else would be let in.
+    """Allows as many open files as the system does. The usual soft limit, 1,024, would also be a
+    limit on connections.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def read_settings(arguments: list[str]) -> ServerSettings:
     """The settings from flags and environment; exits with one line when they are wrong."""
     source: CliSettingsSource[ServerSettings] = CliSettingsSource(
         ServerSettings,
-        root_parser=_Parser(prog="rollwire-server", description=ServerSettings.__doc__),
+        root_parser=_ArgumentParser(prog="rollwire-server", description=ServerSettings.__doc__),
         cli_parse_args=arguments,
         cli_kebab_case=True,
         cli_implicit_flags=True,
@@ -90,36 +88,36 @@ def read_settings(arguments: list[str]) -> ServerSettings:
     try:
         return ServerSettings(_cli_settings_source=source)  # type: ignore[call-arg]
     except ValidationError as error:
-        problems = "; ".join(_problem(told, arguments) for told in error.errors())
+        problems = "; ".join(_problem(details, arguments) for details in error.errors())
     except SettingsError as error:
         problems = str(error)
     print(f"rollwire-server: {problems} (--help lists the flags)", file=sys.stderr)  # noqa: T201
     sys.exit(2)
 
 
-class _Parser(argparse.ArgumentParser):
-    """One clear line for a wrong flag, without the list of all of them."""
+class _ArgumentParser(argparse.ArgumentParser):
+    """Reports a wrong flag in one line, without the list of all flags."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
 
 
-def _problem(told: ErrorDetails, arguments: Sequence[str]) -> str:
-    """One wrong setting, by the name under which it was given."""
-    message = told["msg"].removeprefix("Value error, ")
-    if not told["loc"]:
+def _problem(details: ErrorDetails, arguments: Sequence[str]) -> str:
+    """What is wrong with one setting, by the name under which it was given."""
+    message = details["msg"].removeprefix("Value error, ")
+    if not details["loc"]:
         return message
-    field = str(told["loc"][0])
+    field = str(details["loc"][0])
     flag, variable = "--" + field.replace("_", "-"), ENV_PREFIX + field.upper()
-    if told["type"] == "missing":
+    if details["type"] == "missing":
         return f"{flag} (or {variable}) is not given"
     given = {argument.partition("=")[0] for argument in arguments}
     by_flag = flag in given or flag.replace("--", "--no-", 1) in given
-    return f"{flag if by_flag else variable} is {told['input']!r}: {message}"
+    return f"{flag if by_flag else variable} is {details['input']!r}: {message}"
 
 
 def _unknown_variables() -> list[str]:
-    """Environment variables that look like settings and are none: perhaps misspelt."""
+    """Environment variables that look like settings and are none, perhaps misspelt."""
     known = {ENV_PREFIX + field.upper() for field in ServerSettings.model_fields}
     return sorted(
         name

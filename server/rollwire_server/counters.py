@@ -1,4 +1,4 @@
-"""What one server has counted since it started; metrics tell it."""
+"""What one server has counted since it started, for its metrics and GetServerInfo."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ServerCounters:
-    """Sums that only rise.
+    """Counters that only rise. (Plain numbers, because prometheus_client's own counters take a lock
+    at each step and add a ``_created`` series each.)
 
     Attributes:
         sampled_tokens: By the engine's steps.
-        ended_sequences: By finish or error reason, lower case.
-        refusals: Calls and sequences that were refused, by reason, lower case.
-        updates: By what came of them.
+        ended_sequences: By finish or error reason in lower case.
+        refusals: Calls and sequences that were refused, by reason in lower case.
+        updates: By outcome.
         received_bytes: Of verified buckets.
-        forwarded_bytes: Of buckets, passed on to other servers.
+        forwarded_bytes: Of buckets that were passed on to other servers.
         on_commit: Called with each commit that put weights in place.
     """
 

@@ -1,8 +1,9 @@
 """How the server logs: structured, one event a line, on standard error.
 
-Lines about a sequence name its request_id and attempt, lines about an update its update_id and
-version: where whoever logs does not know them, by what was ``bind``ed for the call that is being
-answered. Tokens, keys and epochs are in none; so tracebacks come without the values of variables.
+Lines about a sequence have its request_id and attempt, lines about an update its update_id and
+version. Where the code that logs does not know them, they come from what was bound (``bind``) for
+the current call. No line has tokens, keys or epochs, so tracebacks come without values of
+variables.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _CALLER_FAULTS = {"DecodeError", "ExecuteBatchError"}  # of which one has no pub
 
 
 def configure(style: str, level: str) -> None:
-    """Sets logging up for the whole process, that of libraries included.
+    """Sets logging up for the whole process, libraries included.
 
     Args:
         style: "text", "json", or "auto" (text on a terminal).
-        level: The least severe level that is written; of other people's libraries, warnings.
+        level: The least severe level that is written; other libraries write warnings and errors.
     """
     text = sys.stderr.isatty() if style == "auto" else style == "text"
     first: list[Processor] = [
@@ -60,7 +61,7 @@ def configure(style: str, level: str) -> None:
 
 
 def bind(**names: Any) -> None:
-    """Adds names to all lines of the call that is being answered, and of what it sets going."""
+    """Adds names to all lines of the current call, and of the tasks that it starts."""
     structlog.contextvars.bind_contextvars(
         **{
             name: value[:MAX_CHARACTERS] if isinstance(value, str) else value
@@ -70,32 +71,31 @@ def bind(**names: Any) -> None:
 
 
 class RefusalLimiter:
-    """Lets so many lines of refused calls through: callers make as many as they like.
+    """Limits the lines about refused calls, which callers can make in any number.
 
-    Those that are left out are counted as ``unsaid`` in the next one.
+    The next line that is written has the number of those left out, as ``unsaid``.
     """
 
     def __init__(self) -> None:
         self._since = 0.0
-        self._said = self._unsaid = 0
+        self._written = self._left_out = 0
 
     def __call__(self, _: WrappedLogger, __: str, event: EventDict) -> EventDict:
-        """Raises structlog.DropEvent for a line that is one too many."""
         if event["event"] != "refused":
             return event
         if (now := time.monotonic()) - self._since >= 1:
-            self._since, self._said = now, 0
-        if self._said >= REFUSALS_A_SECOND:
-            self._unsaid += 1
+            self._since, self._written = now, 0
+        if self._written >= REFUSALS_A_SECOND:
+            self._left_out += 1
             raise structlog.DropEvent
-        self._said += 1
-        if self._unsaid:
-            event["unsaid"], self._unsaid = self._unsaid, 0
+        self._written += 1
+        if self._left_out:
+            event["unsaid"], self._left_out = self._left_out, 0
         return event
 
 
 def is_caller_fault(error: BaseException | None) -> bool:
-    """Whether a message could not be read, or an answer found its caller gone."""
+    """Whether a message could not be read, or the caller was gone when its answer came."""
     return type(error).__name__ in _CALLER_FAULTS
 
 
@@ -111,7 +111,7 @@ def _text() -> list[Processor]:
 
 
 def _escape(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
-    """Lets nothing through that a caller chose and a terminal would obey."""
+    """Escapes control characters, which a caller may have chosen, for the terminal."""
     for name, value in event.items():
         if isinstance(value, str) and not value.isprintable():
             event[name] = "".join(c if c.isprintable() else repr(c)[1:-1] for c in value)

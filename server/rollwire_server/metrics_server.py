@@ -1,7 +1,8 @@
-"""The page of metrics over HTTP: as much of it as Prometheus speaks, on the event loop.
+"""Serves metrics over HTTP on the event loop, as much of HTTP as Prometheus speaks.
 
-Whoever reaches the port may be slow, silent or many: a connection lasts seconds, and where there
-are too many the oldest goes, so that a scrape comes through.
+Clients may be slow, silent or many: a connection lasts a few seconds, and the oldest is closed when
+there are too many, so that a scrape comes through. (prometheus_client's own server starts a thread
+for each connection.)
 """
 
 from __future__ import annotations
@@ -23,22 +24,18 @@ PATHS = {"/metrics", "/"}
 
 
 class MetricsServer:
-    """Answers scrapes from ``open`` to ``close``.
-
-    Args:
-        registry: Of what it tells; read on the event loop.
-    """
+    """Answers scrapes from ``open`` to ``close``, and collects the registry on the event loop."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._server: asyncio.Server | None = None
-        self._answering: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self._connections: dict[asyncio.Task[None], None] = {}  # oldest first
 
     async def open(self, address: str) -> str:
-        """Listens on HOST:PORT; returns the address, its port chosen.
+        """Listens on HOST:PORT; returns the address with the port that was chosen.
 
         Raises:
-            OSError: It cannot be listened on.
+            OSError: The address cannot be listened on.
         """
         host, _, port = address.rpartition(":")
         name = host.removeprefix("[").removesuffix("]")
@@ -46,35 +43,34 @@ class MetricsServer:
         both = family is socket.AF_INET6 and bound[0] == "::" and socket.has_dualstack_ipv6()
         listener = socket.create_server(bound[:2], family=family, dualstack_ipv6=both)
         self._server = await asyncio.start_server(
-            self._connected, sock=listener, limit=REQUEST_BYTES
+            self._on_connection, sock=listener, limit=REQUEST_BYTES
         )
         return f"{host}:{listener.getsockname()[1]}"
 
     async def close(self) -> None:
-        """Hangs up."""
         if self._server is not None:
             self._server.close()
-        for task in list(self._answering):
+        for task in list(self._connections):
             task.cancel()
-        await asyncio.gather(*self._answering, return_exceptions=True)
+        await asyncio.gather(*self._connections, return_exceptions=True)
 
-    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._answering) >= MAX_CONNECTIONS:
-            oldest = next(iter(self._answering))
+    def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._connections) >= MAX_CONNECTIONS:
+            oldest = next(iter(self._connections))
             oldest.cancel()
-            del self._answering[oldest]
+            del self._connections[oldest]
         task = asyncio.create_task(self._answer(reader, writer), name="answer a scrape")
-        self._answering[task] = None
-        task.add_done_callback(lambda over: self._answering.pop(over, None))
+        self._connections[task] = None
+        task.add_done_callback(lambda done: self._connections.pop(done, None))
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            writer.transport.set_write_buffer_limits(0)  # drained: the system has all of it
+            writer.transport.set_write_buffer_limits(0)  # ``drain`` waits until all is sent
             async with asyncio.timeout(CONNECTION_SECONDS):
                 writer.write(self._response(await reader.readuntil(b"\r\n\r\n")))
                 await writer.drain()
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # who does not ask, or does not listen, gets no answer
+            pass  # a client that does not ask or does not read gets no answer
         finally:
             writer.transport.abort()
 

@@ -1,7 +1,7 @@
-"""Who may call: TLS with certificates that are read again when they change, and bearer tokens.
+"""Who may call: TLS with certificates that are reloaded when they change, and bearer tokens.
 
-Two scopes: *rollout* (Generate, StreamRollouts, Abort by id, GetServerInfo, reflection) and
-*control* (all else), whose token opens rollout calls too. Health is for everybody.
+There are two scopes: *rollout* (Generate, StreamRollouts, Abort by id, GetServerInfo, reflection)
+and *control* (all else). The control token opens rollout calls too. Health is open to everybody.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ log = structlog.get_logger()
 
 
 class SecurityError(Exception):
-    """The settings would leave a door open, or name a file that is none; for a person."""
+    """The settings are insecure, or name files that cannot be used; for whoever starts it."""
 
 
 class Scope(enum.Enum):
-    """What a token is for."""
+    """What a call needs a token for."""
 
     OPEN = "open"
     ROLLOUT = "rollout"
@@ -59,11 +59,11 @@ SCOPES: dict[str, Scope] = {
     for service in (_ROLLOUT_SERVICE, _WEIGHT_SERVICE)
     for method in service.methods
 }
-"""By full method name; of health calls OPEN, of all others ROLLOUT."""
+"""By full method name. Health calls are OPEN, any other is ROLLOUT."""
 
 
 class _WatchedFile:
-    """A file's content, read again when it changes; the last one where it cannot be read."""
+    """A file's content, reloaded when it changes; the last one while it cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -76,11 +76,11 @@ class _WatchedFile:
             raise SecurityError(f"cannot read {path}: {error.strerror}") from error
 
     def refresh(self) -> bool:
-        """Whether the content has changed.
+        """Reloads the file if it changed; returns whether the content is another one.
 
         Raises:
-            OSError: It cannot be read, or is empty, as one is that is just being written. Once
-                for each problem: callers come often.
+            OSError: It cannot be read, or is empty, as a file is that is just being written. Raised
+                once for each problem, since calls come often.
         """
         try:
             return self._read_if_changed()
@@ -105,10 +105,10 @@ class _WatchedFile:
 
 
 class TokenAuthorizer:
-    """Checks tokens.
+    """Checks the tokens of calls.
 
     Raises:
-        SecurityError: Tokens would travel in the clear, or open less than they seem to.
+        SecurityError: Tokens would travel in the clear, or protect less than they seem to.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -132,7 +132,7 @@ class TokenAuthorizer:
             )
 
     def authorize(self, scope: Scope, metadata: Metadata) -> None:
-        """Raises ServiceError unless the call may do what needs ``scope``."""
+        """Raises ServiceError unless the call's token is good for ``scope``."""
         if scope is Scope.OPEN or scope not in self._files:
             return
         self._refresh()
@@ -155,7 +155,7 @@ class TokenAuthorizer:
         return token is not None and hmac.compare_digest(token, given)
 
     def _refresh(self) -> None:
-        """Takes the tokens that the files hold now; the last ones count where those cannot be."""
+        """Reloads the tokens; the last ones count while the files cannot be used."""
         changed = []
         for scope, file in self._files.items():
             try:
@@ -174,7 +174,7 @@ class TokenAuthorizer:
             log.info("tokens read again", scopes=changed)
 
     def _read_tokens(self) -> dict[Scope, bytes]:
-        """Raises SecurityError if one opens what the other is for."""
+        """Raises SecurityError when both scopes have the same token."""
         tokens = {scope: file.content.strip() for scope, file in self._files.items()}
         if len(set(tokens.values())) < len(tokens):
             raise SecurityError(
@@ -196,7 +196,6 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """See ``grpc.aio.ServerInterceptor``."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         is_health = method.startswith(f"/{health.SERVICE_NAME}/")
@@ -212,7 +211,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _refusal_handler(error: ServiceError) -> Handler:
-    """A handler that only says why not, and asks for no message: gRPC then takes none in."""
+    """A handler that only refuses. It reads no message, so gRPC buffers none."""
 
     async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await abort(context, error)
@@ -222,10 +221,10 @@ def _refusal_handler(error: ServiceError) -> Handler:
 
 
 def server_credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
-    """TLS as the settings ask for it; None without.
+    """The TLS credentials of the settings; None without TLS.
 
     Raises:
-        SecurityError: A file cannot be read, or flags are missing that belong together.
+        SecurityError: A file cannot be read, or a flag is missing that belongs to another.
     """
     if settings.tls_cert is None or settings.tls_key is None:
         if settings.tls_cert is settings.tls_key is settings.tls_client_ca:
@@ -249,9 +248,9 @@ def server_credentials(settings: ServerSettings) -> grpc.ServerCredentials | Non
     def changed() -> grpc.ServerCertificateConfiguration | None:
         """Called by gRPC at every handshake."""
         try:
-            if not any([file.refresh() for file in files]):  # each of them is read  # noqa: C419
+            if not any([file.refresh() for file in files]):  # refresh every file  # noqa: C419
                 return None
-            _check_pem(cert, key, client_ca)  # a file may be new while another is not yet
+            _check_pem(cert, key, client_ca)  # one file may be replaced before the other
         except (OSError, ValueError) as error:
             log.warning("TLS files cannot be used: the last ones count", error=str(error))
             return None
@@ -266,7 +265,7 @@ def server_credentials(settings: ServerSettings) -> grpc.ServerCredentials | Non
 
 
 def _check_pem(cert: Path, key: Path, client_ca: Path | None) -> None:
-    """Raises ssl.SSLError or ValueError when files are none, or do not belong together."""
+    """Raises ssl.SSLError or ValueError when the files are invalid or do not belong together."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key, password=lambda: "")  # never asks on a terminal
     if client_ca is not None:

@@ -43,7 +43,7 @@ log = structlog.get_logger()
 
 
 class StartError(Exception):
-    """The server cannot start; the message is for a person."""
+    """The server cannot start; the message is for whoever starts it."""
 
 
 class EngineDied(Exception):  # noqa: N818  what happened, for an orchestrator to restart
@@ -51,10 +51,9 @@ class EngineDied(Exception):  # noqa: N818  what happened, for an orchestrator t
 
 
 class RolloutServer:
-    """A server from its first to its last moment: ``await RolloutServer(settings).run()``."""
+    """One server: ``await RolloutServer(settings).run()``. Raises StartError for wrong settings."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        """Raises StartError when the engine's settings are wrong."""
         self._settings = settings
         self._server_id = uuid.uuid4().hex
         try:
@@ -110,7 +109,7 @@ class RolloutServer:
                     await endpoints.start(metrics)
                     await self._load(updates)
                     if not self._stopping.is_set():
-                        self._announce(endpoints.addresses)
+                        self._report_ready(endpoints.addresses)
                     await self._stopping.wait()
                     await self._drain(updates)
                 except (EngineError, EndpointError, StartError) as error:
@@ -162,22 +161,22 @@ class RolloutServer:
         )
 
     async def _load(self, updates: UpdateManager) -> None:
-        """Loads the model; calls are answered meanwhile, with STARTING where they need it."""
+        """Loads the model. Calls that need it are answered with STARTING meanwhile."""
         log.info("loading", model=self._settings.model)
         weights = await self._engine.start(self._server_id, self._sequences)
         await updates.weights.loaded(weights)
         device = self._engine.describe().device
         await asyncio.to_thread(transport.warm_up, device, self._listening)
-        if self._stopping.is_set():  # a signal came, or the engine died: it never serves
+        if self._stopping.is_set():  # after a signal, or the engine's death, it never serves
             return
         gc.collect()
-        gc.freeze()  # else a full collection walks over all of torch: a quarter of a second
+        gc.freeze()  # else a full collection walks over all of torch, for a quarter of a second
         self._state.attach(self._engine)
-        awaiting = self._settings.await_weights
-        after = ServerState.AWAITING_WEIGHTS if awaiting else ServerState.SERVING
-        self._state.enter(after, "loaded")
+        await_weights = self._settings.await_weights
+        state = ServerState.AWAITING_WEIGHTS if await_weights else ServerState.SERVING
+        self._state.enter(state, "loaded")
 
-    def _announce(self, addresses: dict[str, str]) -> None:
+    def _report_ready(self, addresses: dict[str, str]) -> None:
         engine = self._engine.describe()
         backends = transport.available_backends(self._listening)
         log.info(
@@ -196,15 +195,14 @@ class RolloutServer:
                 log.info("transport not offered", backend=name, why=backend.reason)
         if (path := self._settings.ready_file) is not None:
             ready = {**addresses, "server_id": self._server_id, "pid": os.getpid()}
-            written = path.with_name(path.name + ".partial")
+            partial = path.with_name(path.name + ".partial")
             try:
-                written.write_text(json.dumps(ready) + "\n")
-                written.replace(path)  # whoever waits for the file never reads half of it
+                partial.write_text(json.dumps(ready) + "\n")
+                partial.replace(path)  # whoever waits for the file never reads half of it
             except OSError as error:
                 raise StartError(f"cannot write the ready file {path}: {error.strerror}") from error
 
     def _remove_ready_file(self) -> None:
-        """Takes the ready file away: what it names is no more."""
         if (path := self._settings.ready_file) is not None:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -233,18 +231,18 @@ class RolloutServer:
             self._stop_now.set()
             return
         self._stopping.set()
-        if self._state.current is not ServerState.STARTING:  # else it goes down once it has loaded
+        if self._state.current is not ServerState.STARTING:  # else it stops once it has loaded
             self._state.enter(ServerState.DRAINING, "drain")
 
     def _on_sighup(self) -> None:
-        """A terminal was closed; or somebody asks for files to be read again, as daemons do."""
+        """Stops when a terminal was closed. A daemon is asked to read its files again."""
         if os.isatty(0):
             self._on_signal()
         else:
             log.info("SIGHUP: files of TLS and tokens are read again whenever they change")
 
     def _on_engine_died(self, error: BaseException) -> None:
-        explained = isinstance(error, EngineError)  # all else is a bug
+        explained = isinstance(error, EngineError)  # anything else is a bug
         log.error("the engine died", error=str(error), exc_info=None if explained else error)
         self._failure = EngineDied(str(error))
         self._state.enter(ServerState.DRAINING, "drain")
@@ -252,22 +250,23 @@ class RolloutServer:
         self._stop_now.set()
 
     async def _drain(self, updates: UpdateManager) -> None:
-        """Lets sequences run to their end, as long as it may take; then they go on elsewhere."""
+        """Lets sequences run to their end for the drain limit; the rest go on elsewhere."""
         log.info("draining", live=self._sequences.live, seconds=self._settings.drain_seconds)
         self._state.enter(ServerState.DRAINING, "drain")
-        dropping = updates.discard_current(Reason.DRAINING, "the server goes down")
-        over = asyncio.gather(dropping, self._sequences.wait_idle())
-        hurry = asyncio.create_task(self._stop_now.wait())
-        either: list[asyncio.Future[Any]] = [over, hurry]
+        discarding = updates.discard_current(Reason.DRAINING, "the server goes down")
+        waits: list[asyncio.Future[Any]] = [
+            asyncio.gather(discarding, self._sequences.wait_idle()),
+            asyncio.create_task(self._stop_now.wait()),
+        ]
         try:
             await asyncio.wait(
-                either,
+                waits,
                 timeout=self._settings.drain_seconds,
                 return_when=asyncio.FIRST_COMPLETED,
             )
         finally:
-            for one in either:
-                one.cancel()
-            await asyncio.gather(*either, return_exceptions=True)
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
         interrupted = await self._sequences.interrupt_all("the server goes down")
         log.info("drained", interrupted=interrupted)

@@ -20,26 +20,26 @@ def _address(value: str) -> str:
 
 
 def parse_listen_range(value: str) -> tuple[str | None, tuple[int, int] | None]:
-    """The host and the ports of "HOST:FIRST-LAST", None where they leave the choice open.
+    """The host and the ports of "HOST:FIRST-LAST"; None for each that leaves the choice open.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The text is something else.
     """
-    told = re.fullmatch(r"(?P<host>.+):(?:0|(?P<first>[0-9]{1,5})-(?P<last>[0-9]{1,5}))", value)
-    if told is None:
+    match = re.fullmatch(r"(?P<host>.+):(?:0|(?P<first>[0-9]{1,5})-(?P<last>[0-9]{1,5}))", value)
+    if match is None:
         raise ValueError(
             "must be HOST:FIRST-LAST, for example 0.0.0.0:52000-52999, or HOST:0 for any port"
         )
-    host = told["host"].removeprefix("[").removesuffix("]")
+    host = match["host"].removeprefix("[").removesuffix("]")
     try:
         open_choice = ipaddress.ip_address(host).is_unspecified
     except ValueError as error:
         raise ValueError(
             f"{host} is no IP address: name one of this machine, or 0.0.0.0 to leave it open"
         ) from error
-    if told["first"] is None:
+    if match["first"] is None:
         return None if open_choice else host, None
-    first, last = int(told["first"]), int(told["last"])
+    first, last = int(match["first"]), int(match["last"])
     if not 0 < first <= last <= 65535:
         raise ValueError(f"there are no ports {first} to {last}")
     if last - first + 1 < MIN_PORTS:

@@ -12,7 +12,7 @@ from rollwire.v1 import rollout_pb2
 from rollwire_server.engines.base import EngineInfo, SamplingParams, SequenceSpec
 from rollwire_server.errors import ServiceError
 from rollwire_server.rpc.validation import read_request
-from rollwire_server.sequences.manager import check_pick_up
+from rollwire_server.sequences.registry import check_pick_up
 from rollwire_server.sequences.request import NOT_COMPARED, Request
 from rollwire_server.sequences.sequence import ReadyQueue, Sequence
 from support.calls import request

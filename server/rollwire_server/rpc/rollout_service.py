@@ -40,7 +40,7 @@ TOKENS_A_MESSAGE = 65_536  # at most 9 bytes each: well below 1 MiB
 
 
 class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
-    """Serves sequences; see rollout.proto."""
+    """See rollout.proto."""
 
     def __init__(
         self,
@@ -69,11 +69,10 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     async def Generate(  # type: ignore[override]  # noqa: N802  writes by itself
         self, request: rollout_pb2.GenerateRequest, context: Context
     ) -> None:
-        """One sequence."""
-        self._state.check_started(Rpc.GENERATE)  # see Sequences.start
+        self._state.check_started(Rpc.GENERATE)  # ``Sequences.start`` checks the rest
         queue = ReadyQueue()
         checked = read_request(request, self._engine.describe(), self._sequences.next_key())
-        bind(request_id=checked.request_id)  # which may be the server's own
+        bind(request_id=checked.request_id)  # the server chose it where the caller did not
         cursor = self._sequences.start(checked, queue)
         try:
             while not cursor.done:
@@ -99,7 +98,6 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     async def StreamRollouts(  # type: ignore[override]  # noqa: N802  reads and writes by itself
         self, _: Any, context: Context
     ) -> None:
-        """Many sequences."""
         client = client_of(context)
         if self._streams[client] >= self._max_streams:
             raise ServiceError(
@@ -114,12 +112,11 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             ).run()
         finally:
             self._streams[client] -= 1
-            self._streams += Counter()  # forgets clients that have none
+            self._streams += Counter()  # drops clients that have none
 
     async def Abort(  # noqa: N802
         self, request: rollout_pb2.AbortRequest, context: Context
     ) -> rollout_pb2.AbortResponse:
-        """Ends sequences now."""
         self._state.check(Rpc.ABORT)
         if request.all:
             self._authorizer.authorize(Scope.CONTROL, context.invocation_metadata() or ())
@@ -146,7 +143,6 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     async def Pause(  # noqa: N802
         self, request: rollout_pb2.PauseRequest, _: Context
     ) -> rollout_pb2.PauseResponse:
-        """Holds every sequence."""
         self._state.check(Rpc.PAUSE)
         check_id("pause_id", request.pause_id)
         lease = read_duration(request, "lease")
@@ -156,7 +152,6 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     async def Resume(  # noqa: N802
         self, request: rollout_pb2.ResumeRequest, _: Context
     ) -> rollout_pb2.ResumeResponse:
-        """Lifts one pause, or all."""
         self._state.check(Rpc.RESUME)
         check_id("pause_id", request.pause_id)
         was_held = self._state.held
@@ -171,7 +166,6 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     async def Sleep(  # noqa: N802
         self, request: rollout_pb2.SleepRequest, _: Context
     ) -> rollout_pb2.SleepResponse:
-        """Frees device memory."""
         if request.weights not in SLEEPING_WEIGHTS_FROM_PROTO:
             raise ServiceError(
                 Reason.BAD_REQUEST, f"weights {request.weights} is not known", field="weights"
@@ -182,13 +176,11 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     async def WakeUp(  # noqa: N802
         self, request: rollout_pb2.WakeUpRequest, _: Context
     ) -> rollout_pb2.WakeUpResponse:
-        """Takes the memory back."""
         await self._sleep.wake(reload_checkpoint=request.reload_checkpoint)
         return rollout_pb2.WakeUpResponse(weights=weight_tag_to_proto(self._weights.current))
 
     async def GetServerInfo(  # noqa: N802
         self, _request: rollout_pb2.GetServerInfoRequest, _context: Context
     ) -> rollout_pb2.GetServerInfoResponse:
-        """What this server is, holds and is doing."""
         self._state.check(Rpc.GET_SERVER_INFO)
         return self._info.response()

@@ -1,6 +1,6 @@
-"""Checks a GenerateRequest and turns it into what the server works with.
+"""Validates a GenerateRequest and makes a ``Request`` of it.
 
-Everything that the engine or the server could stumble over is refused here, with the field's name.
+Everything that the engine or the server could fail at is refused here, by the field's name.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MIN_TEMPERATURE_FLOAT32 = struct.unpack("f", struct.pack("f", MIN_TEMPERATURE))[
 
 
 def read_request(message: rollout_pb2.GenerateRequest, info: EngineInfo, key: int) -> Request:
-    """The request, checked, with every default filled; raises ServiceError.
+    """The validated request with every default filled in; raises ServiceError.
 
     Args:
         message: As it came.
@@ -98,8 +98,8 @@ def read_request(message: rollout_pb2.GenerateRequest, info: EngineInfo, key: in
 
 
 def read_duration(message: object, field: str) -> float | None:
-    """Seconds of a Duration field, None where it is absent; raises ServiceError when negative, or
-    longer than a Duration may be.
+    """Seconds of a Duration field, None where it is absent; raises ServiceError when they are
+    negative, or more than a Duration may have.
     """
     if not message.HasField(field):  # type: ignore[attr-defined]
         return None

@@ -33,32 +33,30 @@ if TYPE_CHECKING:
 
 JOIN_SECONDS = 30.0  # where the caller sets no deadline
 STAGE_LEASE_SECONDS = 60.0
-MAX_ANNOUNCEMENTS = 16  # calls at once, each with its manifest; one of them is under way
+MAX_ANNOUNCEMENTS = 16  # UpdateWeights calls at once, each with its manifest in memory
 
 
 class WeightService(weights_pb2_grpc.WeightServiceServicer):
-    """Takes weight updates; see weights.proto."""
+    """See weights.proto."""
 
     def __init__(self, engine: Engine, state: StateMachine, updates: UpdateManager) -> None:
         self._engine = engine
         self._state = state
         self._updates = updates
         self._announcements = 0
-        self._one_manifest = asyncio.Lock()  # at a time: it takes a thread and much memory
+        self._converting = asyncio.Lock()  # one manifest at a time: it takes much memory
 
     async def GetWeightSchema(  # noqa: N802
         self, _request: weights_pb2.GetWeightSchemaRequest, _context: Context
     ) -> weights_pb2.GetWeightSchemaResponse:
-        """The tensors that this server wants."""
         self._state.check(Rpc.GET_WEIGHT_SCHEMA)
         schema = self._engine.schema()
-        # Beside the event loop: it may name a hundred thousand tensors.
+        # In a thread: the schema may have a hundred thousand tensors.
         return await asyncio.to_thread(conversion.schema, schema)
 
     async def UpdateWeights(  # type: ignore[override]  # noqa: N802  writes by itself
         self, request: weights_pb2.UpdateWeightsRequest, context: Context
     ) -> None:
-        """Announces an update and reports on it until it is staged."""
         lease = read_duration(request, "stage_lease")
         publisher, update_id = _publisher(request.publisher), _update_id(request.update_id)
         version = _version(request)
@@ -84,7 +82,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         lease: float | None,
         context: Context,
     ) -> None:
-        async with self._one_manifest:
+        async with self._converting:
             manifest = await asyncio.to_thread(conversion.manifest, request.manifest)
         announcement = UpdateAnnouncement(
             publisher=publisher,
@@ -111,7 +109,6 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
     async def JoinTransport(  # noqa: N802
         self, request: weights_pb2.JoinTransportRequest, context: Context
     ) -> weights_pb2.JoinTransportResponse:
-        """Joins the transport group of an announced update."""
         if len(request.ranks) != 1:
             raise ServiceError(
                 Reason.BAD_REQUEST,
@@ -141,7 +138,6 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
     async def CommitWeights(  # noqa: N802
         self, request: weights_pb2.CommitWeightsRequest, _: Context
     ) -> weights_pb2.CommitWeightsResponse:
-        """Makes a staged update the weights that serve."""
         if request.kv_policy not in KV_POLICY_FROM_PROTO:
             raise ServiceError(
                 Reason.BAD_REQUEST, f"KV policy {request.kv_policy} is not known", field="kv_policy"
@@ -167,7 +163,6 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
     async def DiscardUpdate(  # noqa: N802
         self, request: weights_pb2.DiscardUpdateRequest, _: Context
     ) -> weights_pb2.DiscardUpdateResponse:
-        """Drops an announced or staged update."""
         await self._updates.discard(_publisher(request.publisher), _update_id(request.update_id))
         return weights_pb2.DiscardUpdateResponse(
             weights=weight_tag_to_proto(self._updates.weights.current)
@@ -176,7 +171,6 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
     async def GetWeightStatus(  # noqa: N802
         self, request: weights_pb2.GetWeightStatusRequest, _: Context
     ) -> weights_pb2.GetWeightStatusResponse:
-        """What is committed and what is under way."""
         self._state.check(Rpc.GET_WEIGHT_STATUS)
         intact = await self._updates.verify() if request.verify else None
         updates = self._updates

@@ -16,8 +16,7 @@ from rollwire.types import FinishReason, version_text
 
 from rollwire_server.engines.base import EndReason, EngineError
 from rollwire_server.errors import ServiceError
-from rollwire_server.sequences.registry import SequenceRegistry
-from rollwire_server.sequences.request import check_same_request
+from rollwire_server.sequences.registry import SequenceRegistry, check_pick_up
 from rollwire_server.sequences.sequence import Cursor, Sequence
 from rollwire_server.state import Rpc
 
@@ -395,28 +394,6 @@ class Sequences:
                 f"{len(sequence.tokens)} output tokens were sampled",
             )
         self._end(sequence, error)
-
-
-def check_pick_up(sequence: Sequence, request: Request) -> int:
-    """After how many output tokens ``request`` picks ``sequence`` up.
-
-    Raises ServiceError when it asks for something else, or when its prefix is not what was sampled.
-    """
-    check_same_request(sequence.request, request)
-    given, sampled = request.spec.prefix, sequence.tokens
-    if len(given) > len(sampled) or list(given) != list(sampled[: len(given)]):
-        raise ServiceError(
-            Reason.PREFIX_MISMATCH,
-            f"the given {len(given)} output tokens are not the first of the {len(sampled)} that "
-            f"attempt {request.attempt} of {request.request_id} has: start a new attempt",
-        )
-    if len(given) < sequence.prefix_length:
-        raise ServiceError(
-            Reason.PREFIX_MISMATCH,
-            f"this attempt began after {sequence.prefix_length} output tokens and cannot send "
-            f"again what came before: pick it up from there, not from {len(given)}",
-        )
-    return len(given)
 
 
 def _notify(sequence: Sequence) -> None:
