@@ -27,11 +27,6 @@ KNOWN_CIRCLES: list[set[str]] = []
 # Class names that stand more than once, and why.
 SAME_NAMES: dict[str, str] = {
     "Receiver": "not renamed yet",
-    "Request": "not renamed yet",
-    "Segment": "not renamed yet",
-    "Sequence": "not renamed yet",
-    "Sequences": "not renamed yet",
-    "ServerInfo": "not renamed yet",
     "SourceError": "not renamed yet",
 }
 

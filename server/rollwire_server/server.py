@@ -23,7 +23,7 @@ from rollwire_server.engines import create_engine
 from rollwire_server.engines.base import EngineError
 from rollwire_server.metrics import Metrics
 from rollwire_server.rpc.rollout_service import RolloutService
-from rollwire_server.rpc.server_info import ServerInfo
+from rollwire_server.rpc.server_info import ServerInfoBuilder
 from rollwire_server.rpc.weight_service import WeightService
 from rollwire_server.security import SecurityError, TokenAuthorizer
 from rollwire_server.sequences.manager import Sequences
@@ -141,7 +141,7 @@ class RolloutServer:
     ) -> None:
         engine, state, sequences = self._engine, self._state, self._sequences
         sleep = SleepController(engine, state, sequences, updates, tasks)
-        info = ServerInfo(self._server_id, engine, state, sequences, updates, self._counters)
+        info = ServerInfoBuilder(self._server_id, engine, state, sequences, updates, self._counters)
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(
             RolloutService(
                 engine,

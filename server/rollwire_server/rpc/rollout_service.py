@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from rollwire_server.counters import ServerCounters
     from rollwire_server.engines.base import Engine
-    from rollwire_server.rpc.server_info import ServerInfo
+    from rollwire_server.rpc.server_info import ServerInfoBuilder
     from rollwire_server.security import TokenAuthorizer
     from rollwire_server.sequences.manager import Sequences
     from rollwire_server.sequences.request import Request
@@ -49,7 +49,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         sequences: Sequences,
         weights: WeightState,
         sleep: SleepController,
-        info: ServerInfo,
+        info: ServerInfoBuilder,
         counters: ServerCounters,
         authorizer: TokenAuthorizer,
         *,
@@ -183,4 +183,4 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self, _request: rollout_pb2.GetServerInfoRequest, _context: Context
     ) -> rollout_pb2.GetServerInfoResponse:
         self._state.check(Rpc.GET_SERVER_INFO)
-        return self._info.response()
+        return self._info.build()

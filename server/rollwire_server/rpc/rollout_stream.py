@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rollwire_server.counters import ServerCounters
     from rollwire_server.engines.base import Engine
     from rollwire_server.sequences.manager import Sequences
-    from rollwire_server.sequences.sequence import Cursor, Segment, SequenceOutput
+    from rollwire_server.sequences.sequence import Cursor, SequenceOutput, TokenSegment
     from rollwire_server.state import StateMachine
 
 log = structlog.get_logger()
@@ -61,7 +61,7 @@ class Columns:
         self.events: list[rollout_pb2.SequenceEvent] = []
         self.size = 0  # in bytes, at most
 
-    def add_token(self, cursor: Cursor, segment: Segment) -> None:
+    def add_token(self, cursor: Cursor, segment: TokenSegment) -> None:
         """Adds a row for the token that a cursor has just taken."""
         sequence, at = cursor.sequence, cursor.position - 1
         self.handles.append(cursor.handle)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from rollwire_server.weights.manager import UpdateManager
 
 
-class ServerInfo:
-    """Answers GetServerInfo, also while the engine loads."""
+class ServerInfoBuilder:
+    """Builds the response of GetServerInfo, also while the engine loads."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class ServerInfo:
         backends = transport.available_backends(updates.listen)
         self._transports = [name for name, backend in backends.items() if backend.ok]
 
-    def response(self) -> rollout_pb2.GetServerInfoResponse:
+    def build(self) -> rollout_pb2.GetServerInfoResponse:
         state = self._state.current
         response = rollout_pb2.GetServerInfoResponse(
             server_id=self._server_id,

@@ -36,7 +36,7 @@ TopTokens = tuple[list[int], list[float]]  # ids and log-probabilities, likelies
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class TokenSegment:
     """Consecutive output tokens, from ``start`` on, that were sampled under the same weights."""
 
     start: int
@@ -74,7 +74,7 @@ class Sequence:
     tokens: array[int] = field(init=False)
     prefix_length: int = field(init=False)
     logprobs: array[float] = field(default_factory=lambda: array("f"))
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[TokenSegment] = field(default_factory=list)
     tops: list[TopTokens] = field(default_factory=list)
     extras: list[Extra] = field(default_factory=list)
     cached_prompt_tokens: int = 0
@@ -92,7 +92,7 @@ class Sequence:
         """
         last = self.segments[-1] if self.segments else None
         if last is None or last.weights is not weights or last.oldest_kv_revision != oldest:
-            self.segments.append(Segment(len(self.tokens), weights, oldest))
+            self.segments.append(TokenSegment(len(self.tokens), weights, oldest))
         self.tokens.append(token)
         self.logprobs.append(logprob)
 
@@ -166,7 +166,7 @@ class SequenceOutput:
     offset: int
     token_ids: Ints[int]
     logprobs: Ints[float]
-    segment: Segment | None
+    segment: TokenSegment | None
     weights: WeightTag | None
     tops: list[TopTokens]
     extras: list[Extra]
@@ -226,7 +226,7 @@ class Cursor:
             or sequence.end is not None
         )
 
-    def next_token(self) -> Segment | None:
+    def next_token(self) -> TokenSegment | None:
         """Takes the next token if that is all there is, and returns its segment; else None.
 
         The usual case of a stream that keeps up, made cheap; ``next_output`` does all cases.
@@ -279,7 +279,7 @@ class Cursor:
             end=end,
         )
 
-    def _next_segment(self) -> Segment:
+    def _next_segment(self) -> TokenSegment:
         """The segment of the token at the position, which is there."""
         segments = self.sequence.segments
         while (
