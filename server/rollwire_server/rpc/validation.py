@@ -115,7 +115,7 @@ def read_duration(message: object, field: str) -> float | None:
 
 
 def check_id(field: str, value: str) -> None:
-    """Raises ServiceError for a name that is too long to be repeated in an answer."""
+    """Raises ServiceError for an id that is too long to be repeated in an answer."""
     if len(value) > MAX_ID_CHARACTERS:
         raise ServiceError(
             Reason.BAD_REQUEST,
@@ -130,7 +130,7 @@ def _check_ids(message: rollout_pb2.GenerateRequest) -> None:
 
 
 def _check_lengths(message: rollout_pb2.GenerateRequest, info: EngineInfo) -> int:
-    """The prompt's length. Whatever looks at each token comes after this."""
+    """Returns the prompt's length. Comes before all that looks at each token."""
     prompt, given = len(message.prompt_token_ids), len(message.output_token_ids)
     if not prompt:
         raise ServiceError(
@@ -151,10 +151,11 @@ def _check_lengths(message: rollout_pb2.GenerateRequest, info: EngineInfo) -> in
         )
     if len(message.sampling.stop_token_ids) > MAX_STOP_TOKENS:
         raise _bad_sampling("stop_token_ids", f"are more than {MAX_STOP_TOKENS}")
-    most = TOKEN_BYTES * info.context_length + OTHER_BYTES
-    if (size := message.ByteSize()) > most:  # of fields that nobody here knows
+    limit = TOKEN_BYTES * info.context_length + OTHER_BYTES
+    if (size := message.ByteSize()) > limit:  # of fields that this server does not know
         raise ServiceError(
-            Reason.BAD_REQUEST, f"the request has {size} bytes, the most that makes sense is {most}"
+            Reason.BAD_REQUEST,
+            f"the request has {size} bytes, the most that makes sense is {limit}",
         )
     return prompt
 
@@ -219,16 +220,16 @@ def _read_sampling(
         raise _bad_sampling("top_p", f"is {float_text(top_p)}, not above 0 and at most 1")
     if not 0 <= message.min_p <= 1:
         raise _bad_sampling("min_p", f"is {float_text(message.min_p)}, not from 0 to 1")
-    most = min(message.max_new_tokens, room) if message.HasField("max_new_tokens") else room
-    if most == 0:
+    limit = min(message.max_new_tokens, room) if message.HasField("max_new_tokens") else room
+    if limit == 0:
         raise _bad_sampling("max_new_tokens", "is 0: nothing would be sampled")
-    if message.min_new_tokens > most:
-        raise _bad_sampling("min_new_tokens", f"is {message.min_new_tokens}, the most is {most}")
+    if message.min_new_tokens > limit:
+        raise _bad_sampling("min_new_tokens", f"is {message.min_new_tokens}, the most is {limit}")
     stop = frozenset(message.stop_token_ids)
     if message.min_new_tokens and len(stop.union(info.eos_token_ids)) >= info.vocab_size:
         raise _bad_sampling("min_new_tokens", "leaves nothing to sample: every token is a stop")
     return SamplingParams(
-        max_new_tokens=most,
+        max_new_tokens=limit,
         temperature=temperature,
         top_p=top_p,
         top_k=message.top_k if message.top_k < info.vocab_size else 0,  # engines may use int32
