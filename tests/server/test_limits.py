@@ -263,5 +263,5 @@ def test_a_part_of_a_manifest_that_is_too_much_is_not_looked_at() -> None:
     many = weights_pb2.Manifest(
         tensors=[weights_pb2.TensorSpec(name="t", dtype="float32", shape=[2] * 1000)]
     )
-    (spec,) = conversion.manifest(many).tensors
+    (spec,) = conversion.manifest_from_proto(many).tensors
     assert len(spec.shape) == 65

@@ -1,4 +1,4 @@
-"""Turns what the server works with into messages of the API, and manifests back."""
+"""Converts outputs of sequences and the weight schema to messages, and manifests from them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ MAX_TENSORS = 200_000
 MAX_BUCKETS = 200_000
 
 
-def sequence_error(error: ServiceError) -> rollout_pb2.SequenceError:
-    """A sequence's error as a message."""
+def error_to_proto(error: ServiceError) -> rollout_pb2.SequenceError:
     retry_after = error.reason.retry_after
     return rollout_pb2.SequenceError(
         code=error.reason.code.value[0],
@@ -41,8 +40,7 @@ def sequence_error(error: ServiceError) -> rollout_pb2.SequenceError:
     )
 
 
-def top_logprobs(tops: list[TopTokens]) -> rollout_pb2.TopLogprobs | None:
-    """Those of an output, or None where none were asked for."""
+def top_logprobs_to_proto(tops: list[TopTokens]) -> rollout_pb2.TopLogprobs | None:
     if not tops:
         return None
     message = rollout_pb2.TopLogprobs(k=len(tops[0][0]))
@@ -52,8 +50,7 @@ def top_logprobs(tops: list[TopTokens]) -> rollout_pb2.TopLogprobs | None:
     return message
 
 
-def prompt_logprobs(extras: Iterable[Extra]) -> list[rollout_pb2.PromptLogprobs]:
-    """Those among the extras of an output."""
+def prompt_logprobs_to_proto(extras: Iterable[Extra]) -> list[rollout_pb2.PromptLogprobs]:
     return [
         rollout_pb2.PromptLogprobs(
             start_position=part.start_position,
@@ -65,8 +62,7 @@ def prompt_logprobs(extras: Iterable[Extra]) -> list[rollout_pb2.PromptLogprobs]
     ]
 
 
-def routed_experts(extras: Iterable[Extra]) -> list[rollout_pb2.RoutedExperts]:
-    """Those among the extras of an output."""
+def routed_experts_to_proto(extras: Iterable[Extra]) -> list[rollout_pb2.RoutedExperts]:
     return [
         rollout_pb2.RoutedExperts(
             start_position=rows.start_position,
@@ -86,9 +82,9 @@ def routed_experts(extras: Iterable[Extra]) -> list[rollout_pb2.RoutedExperts]:
 def generate_response(
     output: SequenceOutput, request_id: str, attempt: int, weights: WeightTag
 ) -> rollout_pb2.GenerateResponse:
-    """An output as a message of Generate; with ``weights`` where nothing was computed."""
+    """A message of Generate; it has ``weights`` where the output has none of its own."""
     weights = output.weights or weights
-    prompt = prompt_logprobs(output.extras)
+    prompt = prompt_logprobs_to_proto(output.extras)
     if output.segment is not None:
         oldest = output.segment.oldest_kv_revision
     else:
@@ -101,50 +97,48 @@ def generate_response(
         logprobs=output.logprobs,
         weights=weight_tag_to_proto(weights),
         oldest_kv_revision=oldest,
-        top_logprobs=top_logprobs(output.tops),
+        top_logprobs=top_logprobs_to_proto(output.tops),
         prompt_logprobs=prompt,
-        routed_experts=routed_experts(output.extras),
+        routed_experts=routed_experts_to_proto(output.extras),
     )
     if output.end is not None and not isinstance(output.end, ServiceError):
         message.finish.CopyFrom(finish_to_proto(output.end))
     return message
 
 
-def tensor_spec(spec: transport.TensorSpec) -> weights_pb2.TensorSpec:
-    """A tensor of the schema as a message."""
-    return weights_pb2.TensorSpec(
-        name=spec.name, dtype=spec.dtype, shape=spec.shape, alias_of=spec.alias_of or ""
+def schema_to_proto(specs: Iterable[transport.TensorSpec]) -> weights_pb2.GetWeightSchemaResponse:
+    return weights_pb2.GetWeightSchemaResponse(
+        tensors=[
+            weights_pb2.TensorSpec(
+                name=spec.name, dtype=spec.dtype, shape=spec.shape, alias_of=spec.alias_of or ""
+            )
+            for spec in specs
+        ]
     )
 
 
-def schema(specs: Iterable[transport.TensorSpec]) -> weights_pb2.GetWeightSchemaResponse:
-    """The tensors that a server wants, as a message."""
-    return weights_pb2.GetWeightSchemaResponse(tensors=[tensor_spec(spec) for spec in specs])
-
-
 def check_manifest_size(message: weights_pb2.Manifest) -> None:
-    """Raises ServiceError for a manifest of more parts than are looked at.
-
-    Each becomes an object of Python's, which takes a hundred times what it took before.
+    """Raises ServiceError for a manifest of too many parts, before each of them becomes a Python
+    object, which takes a hundred times the memory.
     """
     spans = 0
     if len(message.buckets) <= MAX_BUCKETS:
         spans = sum(len(bucket.spans) for bucket in message.buckets)
-    for what, count, most in (
+    for what, count, limit in (
         ("tensors", len(message.tensors), MAX_TENSORS),
         ("buckets", len(message.buckets), MAX_BUCKETS),
         ("spans", spans, MAX_TENSORS + MAX_BUCKETS),  # a bucket's end cuts one tensor
     ):
-        if count > most:
+        if count > limit:
             raise ServiceError(
                 Reason.MANIFEST_MISMATCH,
-                f"the manifest has {count} {what}, more than {most}: use larger buckets, or send "
+                f"the manifest has {count} {what}, more than {limit}: use larger buckets, or send "
                 "tensors that belong together as one",
                 field="manifest",
             )
 
 
-def manifest(message: weights_pb2.Manifest) -> transport.Manifest:
+def manifest_from_proto(message: weights_pb2.Manifest) -> transport.Manifest:
     """The manifest of a message that passed ``check_manifest_size``; it is not validated yet.
 
     Raises:

@@ -184,7 +184,7 @@ class RolloutStream:
                 message=error.message,
             )
             self._refusals.append(
-                rollout_pb2.SequenceEvent(handle=handle, error=conversion.sequence_error(error))
+                rollout_pb2.SequenceEvent(handle=handle, error=conversion.error_to_proto(error))
             )
             self._queue.wake()
 
@@ -262,8 +262,8 @@ def _event(handle: int, output: SequenceOutput) -> rollout_pb2.SequenceEvent:
     return rollout_pb2.SequenceEvent(
         handle=handle,
         finish=None if end is None or isinstance(end, ServiceError) else finish_to_proto(end),
-        error=conversion.sequence_error(end) if isinstance(end, ServiceError) else None,
-        top_logprobs=conversion.top_logprobs(output.tops),
-        prompt_logprobs=conversion.prompt_logprobs(output.extras),
-        routed_experts=conversion.routed_experts(output.extras),
+        error=conversion.error_to_proto(end) if isinstance(end, ServiceError) else None,
+        top_logprobs=conversion.top_logprobs_to_proto(output.tops),
+        prompt_logprobs=conversion.prompt_logprobs_to_proto(output.extras),
+        routed_experts=conversion.routed_experts_to_proto(output.extras),
     )

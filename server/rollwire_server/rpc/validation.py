@@ -67,12 +67,12 @@ def read_request(message: rollout_pb2.GenerateRequest, info: EngineInfo, key: in
             field="output_token_ids",
         )
     _check_extras(message, info, sampling)
-    least = message.min_weight_version if message.HasField("min_weight_version") else None
-    most = message.max_weight_version if message.HasField("max_weight_version") else None
-    if least is not None and most is not None and least > most:
+    minimum = message.min_weight_version if message.HasField("min_weight_version") else None
+    maximum = message.max_weight_version if message.HasField("max_weight_version") else None
+    if minimum is not None and maximum is not None and minimum > maximum:
         raise ServiceError(
             Reason.BAD_REQUEST,
-            f"no weights are at least version {least} and at most version {most}",
+            f"no weights are at least version {minimum} and at most version {maximum}",
             field="min_weight_version",
         )
     return Request(
@@ -89,8 +89,8 @@ def read_request(message: rollout_pb2.GenerateRequest, info: EngineInfo, key: in
             routed_experts=message.routed_experts,
         ),
         seed=sampling.seed if message.sampling.HasField("seed") else None,
-        min_weight_version=least,
-        max_weight_version=most,
+        min_weight_version=minimum,
+        max_weight_version=maximum,
         detach_grace=read_duration(message, "detach_grace") or 0.0,
         delivery_interval=read_duration(message, "delivery_interval") or 0.0,
         timeout=read_duration(message, "timeout"),

@@ -52,7 +52,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         self._state.check(Rpc.GET_WEIGHT_SCHEMA)
         schema = self._engine.schema()
         # In a thread: the schema may have a hundred thousand tensors.
-        return await asyncio.to_thread(conversion.schema, schema)
+        return await asyncio.to_thread(conversion.schema_to_proto, schema)
 
     async def UpdateWeights(  # type: ignore[override]  # noqa: N802  writes by itself
         self, request: weights_pb2.UpdateWeightsRequest, context: Context
@@ -83,7 +83,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         context: Context,
     ) -> None:
         async with self._converting:
-            manifest = await asyncio.to_thread(conversion.manifest, request.manifest)
+            manifest = await asyncio.to_thread(conversion.manifest_from_proto, request.manifest)
         announcement = UpdateAnnouncement(
             publisher=publisher,
             update_id=update_id,
