@@ -272,6 +272,9 @@ async def test_who_hangs_up_is_no_bug(capsys: pytest.CaptureFixture[str]) -> Non
         async def read(self) -> bytes:
             return b""
 
+        async def write(self, message: Any) -> None:
+            raise AssertionError("there is no answer")
+
     async def handler_of(error: Exception) -> Any:
         async def fail(_: Any, __: Any) -> None:
             raise error
