@@ -259,7 +259,7 @@ async def test_a_scrape_comes_through_among_many_who_are_silent(start_server: St
             writers.append(writer)
             writer.write(b"GET /metrics HTTP/1.1\r\nX: ")
         assert (await scrape(server))["rollwire_state", ("serving",)] == 1
-        assert threads_of(server.process.pid) < before + MOST_CONNECTIONS  # none for each
+        assert threads_of(server.process.pid) < before + MAX_CONNECTIONS  # none for each
     finally:
         for writer in writers:
             writer.close()
