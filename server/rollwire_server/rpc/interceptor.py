@@ -27,7 +27,7 @@ from rollwire_server.logs import bind, is_caller_fault
 from rollwire_server.rpc.limits import LARGE_BYTES, MessageParser
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
 
     from google.protobuf.message import Message
 
@@ -83,7 +83,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             client = client_of(context)
             with self._counted(client, service, name):
                 if handler.request_streaming:
-                    await respond(stream, context)
+                    await respond(_raise_errors(stream), context)
                     return
                 turn = self._turn(f"{client} {method}") if one_response else None
                 async with turn or contextlib.nullcontext():
@@ -174,6 +174,14 @@ def _responder(handler: Handler) -> Respond:
         return write_each
     # A coroutine of a method with a stream of responses writes them itself.
     return behavior if handler.response_streaming else write_one
+
+
+async def _raise_errors(stream: AsyncIterable[Any]) -> AsyncIterator[Any]:
+    """The messages of a stream; raises the ServiceError in place of one that cannot be read."""
+    async for message in stream:
+        if isinstance(message, ServiceError):
+            raise message
+        yield message
 
 
 def _logged_fields(request: Message) -> dict[str, Any]:
