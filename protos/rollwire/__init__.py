@@ -1,1 +1,1 @@
-"""The rollwire API: generated protobuf and gRPC code, one subpackage a version."""
+"""The rollwire API: generated code in ``v1``; types, reasons and deadlines that both ends share."""
