@@ -26,7 +26,6 @@ KNOWN_CIRCLES: list[set[str]] = []
 
 # Class names that stand more than once, and why.
 SAME_NAMES: dict[str, str] = {
-    "Receiver": "not renamed yet",
     "SourceError": "not renamed yet",
 }
 
