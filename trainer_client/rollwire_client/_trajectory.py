@@ -1,4 +1,4 @@
-"""What a sequence became: its tokens, and which weights sampled each of them."""
+"""The tokens of a sequence, and the weights that sampled each: while it is sampled, and after."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Chunk:
         offset: Output tokens before these.
         token_ids: May be empty in the last chunk.
         logprobs: One for each token.
-        weights: What sampled them.
+        weights: The weights that sampled them.
         oldest_kv_revision: The lowest revision that computed a key or value which these tokens
             attended to. Below ``weights.revision`` only after a commit with ``KvPolicy.KEEP``.
-        finish: In the last chunk of a sequence, and only there.
-        routing: If it was asked for: the rows that follow those of the chunks before, none twice.
-            With ``RoutingReplay.LAST_PASS`` they begin again where they were computed again, and
-            replace what came before from there on.
+        finish: How the sequence ended, in its last chunk; None in the others.
+        routing: If it was asked for: the rows after those of the chunks before, each once. With
+            ``RoutingReplay.LAST_PASS``, rows that were computed again come again, and replace
+            those from there on.
     """
 
     offset: int
@@ -49,9 +49,9 @@ class Segment:
     """Output tokens ``start`` to ``end`` (exclusive), all sampled under the same weights.
 
     Attributes:
-        start: Index of the first one in the output.
-        end: Index after the last one.
-        weights: What sampled them.
+        start: Index of the first token in the output.
+        end: Index after the last token.
+        weights: The weights that sampled them.
         oldest_kv_revision: The lowest revision that computed a key or value which any of them
             attended to.
     """
@@ -64,8 +64,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryTensors:
-    """A trajectory or conversation as a loss takes it; every tensor but the last has the shape
-    [tokens], which is [prompt + output] of a trajectory.
+    """A trajectory or conversation as a loss takes it. Every tensor but the last has the shape
+    [tokens]; the tokens of a trajectory are its prompt and output.
 
     Attributes:
         token_ids: int64; what was given and what was sampled, in order.
@@ -93,7 +93,7 @@ class Trajectory:
         prompt_ids: The prompt.
         token_ids: The output.
         logprobs: One for each output token.
-        segments: The output in runs of equal WeightTag; they touch, and cover it.
+        segments: The output as consecutive runs of equal WeightTag.
         finish: How it ended; None where an error ended it (see ``RollwireError.trajectory``).
         servers: Addresses of the servers that sampled it, in order.
         routing: If it was asked for: the experts of its tokens, by position.
