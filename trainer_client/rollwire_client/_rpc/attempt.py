@@ -38,6 +38,7 @@ class Attempt:
 
     __slots__ = (
         "_abort",
+        "_finish_weights",
         "_output",
         "_read",
         "_server",
@@ -47,7 +48,6 @@ class Attempt:
         "ended",
         "error",
         "finish",
-        "finish_weights",
         "handle",
         "next_offset",
     )
@@ -66,7 +66,7 @@ class Attempt:
         self.awaits_tokens = False
         self.ended = False
         self.finish: Finish | None = None
-        self.finish_weights: WeightTag | None = None  # until the reader has the finish
+        self._finish_weights: WeightTag | None = None  # until the reader has the finish
         self.error: RollwireError | None = None
         self._output: TrajectoryBuilder | None = output
         self._server = server
@@ -82,7 +82,7 @@ class Attempt:
         """
         while not self.ended and self._read == self.next_offset:
             await self._wait(awaits_tokens=True)
-        weights = self.finish_weights
+        weights = self._finish_weights
         if self._read < self.next_offset and self._output is not None:
             chunk = self._output.chunk(self._read)
             self._read += len(chunk.token_ids)
@@ -92,7 +92,7 @@ class Attempt:
             self._raise_error()
             return None
         if self.finish is not None and self._read == self.next_offset:
-            self.finish_weights = None
+            self._finish_weights = None
             return replace(chunk, finish=self.finish)
         return chunk
 
@@ -183,7 +183,7 @@ class Attempt:
                 )
             )
             return
-        self.finish, self.finish_weights = finish, weights
+        self.finish, self._finish_weights = finish, weights
         self.ended = True
         self.wake()
 
