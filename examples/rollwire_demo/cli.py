@@ -43,17 +43,17 @@ def demo(
         typer.Option(
             min=0,
             max=2**31,
-            help="Of model, task and draws; which version samples which token is up to timing.",
+            help="Of model, task and draws. Which version samples which token depends on timing.",
         ),
     ] = 0,
-    servers: Annotated[int, typer.Option(min=1, max=16, help="How many.")] = 2,
-    steps: Annotated[int, typer.Option(min=1, max=2000, help="At most.")] = 400,
-    minutes: Annotated[float, typer.Option(min=0, help="At most.")] = 10.0,
+    servers: Annotated[int, typer.Option(min=1, max=16, help="Rollout servers.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, max=2000, help="Most steps of the trainer.")] = 400,
+    minutes: Annotated[float, typer.Option(min=0, help="Most minutes of training.")] = 10.0,
     output: Annotated[
         Path, typer.Option(file_okay=False, help="Folder for the plot and the servers' logs.")
     ] = Path("demo-output"),
     *,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show the result alone.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show only the result.")] = False,
 ) -> int:
     """Servers, a trainer and a policy that learns, on this machine.
 

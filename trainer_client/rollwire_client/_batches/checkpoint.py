@@ -1,7 +1,7 @@
 """A batcher's buffer in a file: groups that are under way, counters, and the trainer's steps.
 
-The file names its format and its digest, so that another file, a later format and damage are told
-apart. Nothing in it is executed.
+The file names its format and its digest, so that another file, a later format and damage can be
+told apart. Nothing in it is executed.
 """
 
 from __future__ import annotations

@@ -8,7 +8,9 @@ import sys
 
 def main() -> None:
     """Runs the command of this process and exits with its code."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors are told by this command, in one line
+    os.environ.setdefault(
+        "GRPC_VERBOSITY", "NONE"
+    )  # this command prints errors itself, in one line
     try:
         from rollwire_client._cli.app import run
     except ImportError as error:

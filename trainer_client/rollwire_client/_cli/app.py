@@ -43,7 +43,7 @@ def run(arguments: list[str]) -> int:
         return 1
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read the output has gone
+    except BrokenPipeError:  # the reader of the output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -59,18 +59,22 @@ def _file(name: str, what: str) -> Any:
 def main(
     context: typer.Context,
     token: Annotated[Path | None, _file("--token-file", "Bearer token for the servers.")] = None,
-    ca: Annotated[Path | None, _file("--tls-ca", "Who signs servers (PEM): TLS.")] = None,
-    certificate: Annotated[
-        Path | None, _file("--tls-cert", "This side's certificate (PEM): mutual TLS.")
+    ca: Annotated[
+        Path | None, _file("--tls-ca", "Certificate authority of the servers (PEM); turns TLS on.")
     ] = None,
-    key: Annotated[Path | None, _file("--tls-key", "Its private key (PEM).")] = None,
+    certificate: Annotated[
+        Path | None, _file("--tls-cert", "Client certificate (PEM), for mutual TLS.")
+    ] = None,
+    key: Annotated[
+        Path | None, _file("--tls-key", "Private key of the client certificate (PEM).")
+    ] = None,
     server_name: Annotated[
         str | None,
         typer.Option(
             "--tls-server-name",
             metavar="NAME",
             envvar="ROLLWIRE_TLS_SERVER_NAME",
-            help="What servers' certificates say, if not the address's host: TLS.",
+            help="Host name in the servers' certificates, if not the address's; turns TLS on.",
         ),
     ] = None,
     *,

@@ -32,19 +32,30 @@ async def generate(
     context: typer.Context,
     server: Annotated[
         str,
-        typer.Option(parser=options.parse_address, metavar="HOST:PORT", help="Who samples."),
+        typer.Option(parser=options.parse_address, metavar="HOST:PORT", help="The server."),
     ],
     prompt_ids: Annotated[Any, options.token_ids("Token ids of the prompt.")],
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Sample so many at most; fewer if the context is full.")
+        int, typer.Option(min=1, help="Most tokens to sample; fewer if the context is full.")
     ] = 32,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Of the probability, keep this much.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Keep the likeliest k; 0: all.")] = 0,
-    min_p: Annotated[float, typer.Option(help="Least probability, of the likeliest's.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="Sample the same every time.")] = None,
+    top_p: Annotated[
+        float,
+        typer.Option(help="Sample from the likeliest tokens that together have this probability."),
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="Sample from the k likeliest tokens; 0: from all.")
+    ] = 0,
+    min_p: Annotated[
+        float, typer.Option(help="Least probability of a token, as a share of the likeliest one's.")
+    ] = 0.0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Makes the same draws every time.")
+    ] = None,
     *,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after it.")] = False,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")
+    ] = False,
     timeout: Annotated[float, options.seconds("Seconds to wait until the server is up.")] = 60.0,
     as_json: options.Json = False,
 ) -> int:

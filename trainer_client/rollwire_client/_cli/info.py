@@ -1,4 +1,4 @@
-"""``rollwire info``: what servers are, hold and are doing."""
+"""``rollwire info``: the model, state, weights and load of servers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def info(
     timeout: options.AnswerTimeout = 5.0,
     as_json: options.Json = False,
 ) -> int:
-    """Show what servers are, hold and are doing."""
+    """Show the model, state, weights and load of servers."""
     answers = await asyncio.gather(*(_ask(server, context.obj, timeout) for server in servers))
     infos = [answer for answer in answers if isinstance(answer, ServerInfo)]
     if as_json:

@@ -55,19 +55,23 @@ async def publish(
         typer.Option(min=0, max=2**63 - 1, help="The trainer's step. Default: an untagged update."),
     ] = None,
     kv_policy: Annotated[
-        KvPolicy, typer.Option(help="What becomes of sequences' keys and values.")
+        KvPolicy, typer.Option(help="What to do with the keys and values of running sequences.")
     ] = KvPolicy.RECOMPUTE,
     backend: Annotated[
-        str | None, typer.Option(help="Of the transport. Default: the first that all can use.")
+        str | None,
+        typer.Option(help="Transport backend. Default: the first that all servers can use."),
     ] = None,
     *,
     allow_version_rollback: Annotated[
-        bool, typer.Option("--allow-version-rollback", help="Even below what the servers hold.")
+        bool,
+        typer.Option(
+            "--allow-version-rollback", help="Allow a version below what the servers have."
+        ),
     ] = False,
     timeout: Annotated[float, options.seconds("Seconds to wait until a server is up.")] = 10.0,
     as_json: options.Json = False,
 ) -> int:
-    """Make a checkpoint the policy of a fleet; 1 if a server does not serve it then."""
+    """Make a checkpoint the policy of a fleet; exits with 1 if a server does not serve it then."""
     addresses, timeouts = options.fleet_addresses(servers), Timeouts(start=timeout)
     with checkpoint_tensors(checkpoint) as tensors:
         async with Fleet(addresses, timeouts=timeouts, credentials=context.obj) as fleet:

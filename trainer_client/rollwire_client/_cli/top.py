@@ -32,11 +32,11 @@ async def top(
     context: typer.Context,
     servers: options.FleetServers,
     *,
-    interval: Annotated[float, options.seconds("Seconds between two looks.")] = 1.0,
+    interval: Annotated[float, options.seconds("Seconds between two polls.")] = 1.0,
     timeout: options.AnswerTimeout = 5.0,
     as_json: options.Json = False,
 ) -> int:
-    """Watch a fleet, live; off a terminal, and as JSON, look once."""
+    """Watch a fleet live; off a terminal and as JSON, show it once."""
     addresses = options.fleet_addresses(servers)
     timeouts = Timeouts(start=0, call=timeout, probe=timeout, close=0)
     recent = RecentAnswers()

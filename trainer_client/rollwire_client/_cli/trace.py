@@ -44,12 +44,16 @@ _SEQUENCES = 0  # the group of the command's own sequences; servers are numbered
 async def trace(
     context: typer.Context,
     servers: options.FleetServers,
-    output: Annotated[Path, typer.Option(dir_okay=False, help="The file.")] = Path("trace.json"),
-    seconds: Annotated[float, options.seconds("Watch so long.")] = 10.0,
-    interval: Annotated[float, options.seconds("Seconds between two looks.", 0.01)] = 0.05,
-    sequences: Annotated[int, typer.Option(min=0, help="Sample so many at a time, to show.")] = 4,
-    prompt_ids: Annotated[Any, options.token_ids("Token ids of their prompt.")] = "1,2,3",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of each.")] = 256,
+    output: Annotated[Path, typer.Option(dir_okay=False, help="File to write.")] = Path(
+        "trace.json"
+    ),
+    seconds: Annotated[float, options.seconds("Seconds to watch.")] = 10.0,
+    interval: Annotated[float, options.seconds("Seconds between two polls.", 0.01)] = 0.05,
+    sequences: Annotated[
+        int, typer.Option(min=0, help="Sequences to sample at a time, to show them.")
+    ] = 4,
+    prompt_ids: Annotated[Any, options.token_ids("Token ids of the sequences' prompt.")] = "1,2,3",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 256,
     timeout: options.AnswerTimeout = 5.0,
 ) -> int:
     """Watch a fleet and write a timeline for Perfetto: states, updates, sequences by version."""
