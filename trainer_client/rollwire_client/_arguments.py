@@ -40,7 +40,6 @@ def seconds(name: str, value: object, *, minimum: float = 0.0) -> float:
 
 
 def all_seconds(timeouts: DataclassInstance) -> None:
-    """Checks a dataclass whose fields are all times."""
     for field in dataclasses.fields(timeouts):
         seconds(f"{type(timeouts).__name__}.{field.name}", getattr(timeouts, field.name))
 

@@ -129,7 +129,6 @@ class RoutingBuilder:
         self._taken = 0  # rows that chunks have
 
     def load(self, routing: Routing) -> None:
-        """Takes over what an earlier rollout of the same sequence has."""
         self._shape = _shape(routing)
         self._rows.load(routing)
         self.begin_attempt(self._rows.end - self.prompt_length + 1)
@@ -243,7 +242,6 @@ class _RowStore:
         self._runs: list[tuple[int, WeightTag, int]] = []  # where each ends, oldest revision
 
     def append(self, rows: Rows) -> None:
-        """Adds those that it does not have."""
         if rows.end <= self.end:
             return
         self._row_bytes = len(rows.experts) // rows.count
@@ -255,7 +253,6 @@ class _RowStore:
         self._runs.append((rows.end, rows.weights, oldest))
 
     def load(self, routing: Routing) -> None:
-        """Adds those that it does not have."""
         size = len(routing.experts) // max(routing.num_rows, 1)
         for s in routing.segments:
             experts = routing.experts[s.start * size : s.end * size]
@@ -263,7 +260,6 @@ class _RowStore:
             self.append(Rows(s.start, s.end - s.start, shape, experts, s.weights, oldest))
 
     def cut(self, end: int) -> None:
-        """Drops the rows from ``end`` on."""
         if end >= self.end:
             return
         self._runs = [(s.end, s.weights, s.oldest_kv_revision) for s in self.segments(0, end)]
@@ -271,7 +267,6 @@ class _RowStore:
         self.end = end
 
     def copy(self, end: int) -> _RowStore:
-        """A copy of the rows before ``end``."""
         made = _RowStore()
         made.end = min(end, self.end)
         made._row_bytes = self._row_bytes
@@ -280,7 +275,6 @@ class _RowStore:
         return made
 
     def segments(self, start: int, end: int) -> list[RoutingSegment]:
-        """Rows ``start`` to ``end`` in runs of equal weights."""
         found, at = [], 0
         for stop, weights, oldest in self._runs:
             if at < end and stop > start:

@@ -148,11 +148,6 @@ def tensors(
     mask: Sequence[bool],
     routing: Routing | None,
 ) -> TrajectoryTensors:
-    """What a loss takes, on the CPU; each argument but the last has an entry for every token.
-
-    Raises:
-        MissingDependencyError: torch is not installed.
-    """
     try:
         import torch
     except ImportError as error:
@@ -217,7 +212,6 @@ class TrajectoryBuilder:
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> TrajectoryBuilder:
-        """A builder that has what the trajectory has."""
         routing = trajectory.routing
         replay = routing.replay if routing is not None else None
         made = cls(trajectory.request_id, trajectory.prompt_ids, replay)
@@ -239,7 +233,6 @@ class TrajectoryBuilder:
             self.routing.load(known)
 
     def begin_attempt(self) -> None:
-        """What comes from now on is of another attempt."""
         if self.routing is not None:
             self.routing.begin_attempt(len(self.token_ids))
 
@@ -269,7 +262,6 @@ class TrajectoryBuilder:
         return replace(chunk, routing=self.routing.take(self._ends()))
 
     def cut(self, end: int) -> None:
-        """Drops the tokens from ``end`` on."""
         if end >= len(self.token_ids):
             return
         del self.token_ids[end:], self.logprobs[end:]
@@ -279,7 +271,6 @@ class TrajectoryBuilder:
 
     @property
     def weights(self) -> list[WeightTag]:
-        """What sampled it, in order."""
         return [weights for _, weights, _ in self._runs]
 
     @property

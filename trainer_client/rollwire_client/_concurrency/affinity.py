@@ -45,7 +45,6 @@ class LoopAffinity:
         return os.getpid() != self._process
 
     def check(self) -> None:
-        """Raises NotOpenHereError in a forked child, and in another event loop."""
         self.check_process()
         loop = _running_loop()
         if loop is self._loop or loop is None or self._loop is None:
@@ -57,7 +56,6 @@ class LoopAffinity:
         )
 
     def check_process(self) -> None:
-        """Raises NotOpenHereError in a forked child."""
         if self.forked:
             raise NotOpenHereError(
                 f"this {self._name} was opened in process {self._process}, of which process "

@@ -39,7 +39,6 @@ class Call(Generic[T]):
         self._work = work
 
     def run(self) -> None:
-        """Makes the call, in the other thread."""
         try:
             result = self._work()
         except BaseException as error:

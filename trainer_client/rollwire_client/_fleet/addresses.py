@@ -57,11 +57,6 @@ class AddressSource:
 
 
 def address_source(addresses: Addresses) -> AddressSource:
-    """What a fleet was given, as the library uses it.
-
-    Raises:
-        TypeError, ValueError: It is neither a list of addresses, nor a DNS name, nor a function.
-    """
     if callable(addresses):
         return _from_function(addresses)
     if isinstance(addresses, str):

@@ -75,7 +75,6 @@ class Policy:
             self._on_change()
 
     def committed(self, weights: WeightTag) -> None:
-        """A server has committed these weights, as it was told to."""
         pending, self._pending = self._pending, None
         if pending is None:  # another server was first
             return

@@ -328,7 +328,6 @@ class Rollout:
         )
 
     def _is_behind(self, server: ServerHandle) -> bool:
-        """Whether the server's weights are, as far as is known, older than the request takes."""
         return server.version is None or server.version < self._request.min_weight_version
 
     @property

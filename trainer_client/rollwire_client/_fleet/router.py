@@ -39,7 +39,6 @@ class Router:
     """
 
     def __init__(self, policy: Policy, check_open: Callable[[], None]) -> None:
-        """``check_open`` raises once the fleet is closed."""
         self.servers: tuple[ServerHandle, ...] = ()
         self.wait_log = WaitLog()
         self._policy = policy
@@ -48,7 +47,6 @@ class Router:
         self._sessions: OrderedDict[str, tuple[ServerHandle, str]] = OrderedDict()
 
     def notify(self) -> None:
-        """Something has changed for sequences that wait."""
         self._change.set()
         self._change = asyncio.Event()
 

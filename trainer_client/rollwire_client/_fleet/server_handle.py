@@ -121,17 +121,14 @@ class ServerHandle:
         return self.info.state is ServerState.PAUSED or (draining and bool(self.info.pauses))
 
     def pause_text(self) -> str:
-        """Who paused it, for a message."""
         pauses = self.info.pauses if self.info is not None else ()
         return "is paused" + (f" by {', '.join(map(str, pauses))}" if pauses else "")
 
     @property
     def outstanding_tokens(self) -> int:
-        """Tokens that its sequences may still bring."""
         return self.client.outstanding_tokens + self._starting_tokens
 
     def is_newer_than(self, version: int) -> bool:
-        """Whether its weights are known to be newer than ``version``."""
         if self._refused is not None:
             weights, refused = self._refused
             if refused >= version and weights == self._weights:
@@ -183,7 +180,6 @@ class ServerHandle:
             self._starting_tokens -= tokens
 
     def end(self, attempt: Attempt | None) -> None:
-        """Ends an attempt that was started, or could not be."""
         if attempt is not None:
             attempt.close()
         self.attempts -= 1
@@ -203,7 +199,6 @@ class ServerHandle:
         self._refused = (self._weights, max_version)
 
     def committed(self, weights: WeightTag) -> None:
-        """The server has committed these weights."""
         if self.info is not None and self.info.server_id == weights.server_id:
             self.info = replace(self.info, weights=weights)
         else:
@@ -217,7 +212,6 @@ class ServerHandle:
             self._probe_now.set()
 
     def rejoin(self) -> None:
-        """Its address is in the fleet's list again."""
         self._set_status(ServerStatus.JOINING, self._not_ready("has not answered yet"))
         self._probe_now.set()
 

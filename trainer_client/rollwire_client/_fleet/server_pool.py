@@ -231,7 +231,6 @@ class ServerPool:
         await asyncio.gather(*(server.client.close() for server in self._all.values()))
 
     async def _await_a_server(self) -> None:
-        """Returns once a server has loaded its model."""
         clock = asyncio.get_running_loop().time
         give_up = clock() + self._timeouts.start
         warned = False
@@ -276,7 +275,6 @@ class ServerPool:
             before = problem
 
     async def _resolve(self) -> str | None:
-        """Takes over the list of addresses as it is now; returns why if it cannot."""
         if self._source.fixed and self._all:
             return None
         try:
@@ -323,7 +321,6 @@ class ServerPool:
         _spawn(server.run(functools.partial(self._probe_delay, server)), self._own_tasks)
 
     def _probe_delay(self, server: ServerHandle) -> float:
-        """Seconds until a server is probed again."""
         ready = server.problem is None
         alike = sum((other.problem is None) is ready for other in self.servers)
         times = alike / (_READY_PROBES if ready else _OTHER_PROBES)
@@ -334,11 +331,9 @@ class ServerPool:
 
     @property
     def forked(self) -> bool:
-        """Whether it was opened in another process, of which this one is a fork."""
         return self._affinity is not None and self._affinity.forked
 
     def check_process(self) -> None:
-        """Raises NotOpenHereError in a forked child of the process in which the fleet is open."""
         if self._affinity is not None:
             self._affinity.check_process()
 

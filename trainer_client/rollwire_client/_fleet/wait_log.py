@@ -91,7 +91,6 @@ class WaitLog:
         self._waits[key] = _Wait(reason, asyncio.get_running_loop().time(), give_up, describe)
 
     def end(self, key: object) -> None:
-        """It does not wait any more, if it did."""
         if (wait := self._waits.get(key)) is None:
             return
         if wait.reason is WaitReason.QUEUE:  # perhaps: the queue that it tries may be full again
@@ -100,7 +99,6 @@ class WaitLog:
             del self._waits[key]
 
     def log(self) -> None:
-        """Writes what has changed; called every ``LOG_INTERVAL``."""
         now = asyncio.get_running_loop().time()
         for key in [key for key, wait in self._waits.items() if now - wait.ended > _LINGER]:
             del self._waits[key]

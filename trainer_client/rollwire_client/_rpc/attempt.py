@@ -113,7 +113,6 @@ class Attempt:
                 await self.wait_end()
 
     def close(self) -> None:
-        """Ends it on the server if it has not ended yet."""
         if not self.ended:
             self._abort(self)
 
@@ -188,13 +187,11 @@ class Attempt:
         self.wake()
 
     def fail(self, error: RollwireError) -> None:
-        """No more comes from the server."""
         self.error = error
         self.ended = True
         self.wake()
 
     def wake(self) -> None:
-        """Lets the reader go on, if it waits."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

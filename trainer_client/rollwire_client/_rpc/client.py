@@ -316,7 +316,6 @@ class RolloutClient:
             return self._stream
 
     async def _require_server(self, server_id: str) -> None:
-        """Raises ServerUnreachableError unless this very process answers at the address."""
         info = await self.info(timeout=self.timeouts.probe)
         if info.server_id != server_id:
             raise ServerUnreachableError(

@@ -54,7 +54,6 @@ def rows_from_proto(message: rollout_pb2.RoutedExperts, weights: WeightTag) -> R
 
 
 def server_info_from_proto(message: rollout_pb2.GetServerInfoResponse, address: str) -> ServerInfo:
-    """What the server at ``address`` says of itself."""
     return ServerInfo(
         address=address,
         server_id=message.server_id,
@@ -92,7 +91,6 @@ def _active_pause(message: rollout_pb2.ActivePause) -> ActivePause:
 
 
 def manifest_to_proto(layout: Manifest) -> weights_pb2.Manifest:
-    """The layout of a full update."""
     return weights_pb2.Manifest(
         tensors=[
             weights_pb2.TensorSpec(
@@ -122,7 +120,6 @@ def manifest_to_proto(layout: Manifest) -> weights_pb2.Manifest:
 
 
 def schema_from_proto(message: weights_pb2.GetWeightSchemaResponse) -> tuple[TensorSpec, ...]:
-    """The tensors that a server wants, in its order."""
     from rollwire_transport import TensorSpec
 
     return tuple(

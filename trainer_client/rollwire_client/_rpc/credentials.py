@@ -148,12 +148,6 @@ class WatchedFiles:
 
 
 class TlsFiles(WatchedFiles):
-    """Those of TLS.
-
-    Raises:
-        CredentialsError: They cannot be used.
-    """
-
     def __init__(self, credentials: Credentials) -> None:
         files = (credentials.ca, credentials.certificate, credentials.key)
         ca, certificate, key = (None if file is None else Path(file) for file in files)
@@ -172,9 +166,6 @@ class TlsFiles(WatchedFiles):
 
 
 def _check_tls(ca: Path | None, certificate: Path | None, key: Path | None) -> None:
-    """Raises OSError or ValueError unless the files are PEM, and key and certificate belong
-    together.
-    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.set_ciphers("DEFAULT:@SECLEVEL=0")  # what is strong enough, gRPC decides
     try:

@@ -79,12 +79,6 @@ _EXPECTED = {
 def generate_request(
     prompt_ids: Sequence[int], sampling: Sampling, options: RolloutOptions
 ) -> rollout_pb2.GenerateRequest:
-    """The first attempt at a sequence.
-
-    Raises:
-        TypeError: There is no such option, or ``sampling`` is no ``Sampling``.
-        InvalidRequestError: A value does not fit its field, such as a negative token id.
-    """
     _check_names(options)
     if not isinstance(sampling, Sampling):
         raise TypeError(f"sampling is {reprlib.repr(sampling)}, not a Sampling(…)")
@@ -114,7 +108,6 @@ def deliver_rarely(request: rollout_pb2.GenerateRequest) -> None:
 
 
 def sampling_to_proto(sampling: Sampling) -> rollout_pb2.SamplingParams:
-    """Raises InvalidRequestError where a value does not fit its field."""
     made = rollout_pb2.SamplingParams()
     for field in _SAMPLING_FIELDS:
         fill = set_repeated if field == "stop_token_ids" else set_field
@@ -123,18 +116,12 @@ def sampling_to_proto(sampling: Sampling) -> rollout_pb2.SamplingParams:
 
 
 def checked_token_ids(values: Sequence[int]) -> tuple[int, ...]:
-    """The token ids of a prompt as plain integers.
-
-    Raises:
-        InvalidRequestError: They are no token ids.
-    """
     checked = rollout_pb2.GenerateRequest()
     set_repeated(checked, "prompt_token_ids", values)
     return tuple(checked.prompt_token_ids)
 
 
 def set_field(message: Message, field: str, value: Any, *, prefix: str = "") -> None:
-    """Sets a field, which errors name after ``prefix``; None leaves it out."""
     if value is None:
         return
     try:
@@ -161,7 +148,6 @@ def set_repeated(message: Message, field: str, values: Any, *, prefix: str = "")
 
 
 def set_version(message: Message, field: str, value: int | None) -> None:
-    """Sets a weight version; None leaves it out."""
     try:
         checked = arguments.checked_version(field, value)
     except (TypeError, ValueError) as error:
@@ -170,7 +156,6 @@ def set_version(message: Message, field: str, value: int | None) -> None:
 
 
 def set_duration(message: Message, field: str, seconds: float | None) -> None:
-    """Sets a duration in seconds; None leaves it out."""
     if seconds is None:
         return
     try:

@@ -137,7 +137,6 @@ _CLOSED = (
 
 
 def error_from_call(error: grpc.aio.AioRpcError, server: str) -> RollwireError:
-    """The error of a call to ``server`` that ended with ``error``."""
     message = error.details() or error.code().name
     details = decode_details(error.trailing_metadata() or ())
     fields = "".join(
@@ -147,7 +146,6 @@ def error_from_call(error: grpc.aio.AioRpcError, server: str) -> RollwireError:
 
 
 def error_from_sequence(error: rollout_pb2.SequenceError, server: str) -> RollwireError:
-    """The error of a sequence that ended on ``server`` with ``error``."""
     details = ErrorDetails(reason=error.reason, metadata=dict(error.metadata))
     if error.HasField("retry_delay"):
         details.retry_after = error.retry_delay.ToTimedelta().total_seconds()
