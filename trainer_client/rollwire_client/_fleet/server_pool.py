@@ -123,12 +123,9 @@ class ServerPool:
         output: TrajectoryBuilder | None = None,
         after: WeightTag | None = None,
     ) -> Rollout:
-        """A rollout that has not begun.
+        """A rollout that has not begun, with arguments as ``Fleet.stream`` has them.
 
         Args:
-            prompt_ids: As ``Fleet.stream`` takes them.
-            sampling: In the same way.
-            options: In the same way.
             output: What was sampled of the prompt before; the rollout goes on from there.
             after: What sampled the last token of the prompt, in a conversation.
         """
