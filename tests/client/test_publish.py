@@ -33,9 +33,16 @@ from rollwire_client import (
 )
 from rollwire_client._publishing.publish import Publish
 from rollwire_client._publishing.publish_target import PublishTarget
-from rollwire_transport import SharedDevice, TransportError, TransportTimeout
+from rollwire_transport import (
+    Link,
+    Rendezvous,
+    SharedDevice,
+    TransportError,
+    TransportTimeout,
+)
 from rollwire_transport import _links as links
-from rollwire_transport._links import control_channel
+from rollwire_transport._links.base import DEVICE_ID_BYTES, GroupMember
+from rollwire_transport._links.gloo import GlooBackend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -222,13 +229,11 @@ def one_failed(report: PublishReport, servers: list[PublishableServer], seed: in
 def tell_late(monkeypatch: pytest.MonkeyPatch, kind: type[TransportError]) -> None:
     """The trainer's end of a group says that it failed, in this way, after a server's answer."""
     answered = threading.Event()
-    gather, join = control_channel.Gathering.gather, PublishTarget.join
+    form_group, join = Rendezvous.form_group, PublishTarget.join
 
-    def gathers(
-        self: control_channel.Gathering, card: bytes, timeout: float
-    ) -> control_channel.Lines:
+    def forms_group(self: Rendezvous, timeout: float) -> Link:
         try:
-            return gather(self, card, timeout)
+            return form_group(self, timeout)
         except kind:
             answered.wait(20)
             raise
@@ -240,7 +245,7 @@ def tell_late(monkeypatch: pytest.MonkeyPatch, kind: type[TransportError]) -> No
         finally:
             asyncio.get_running_loop().call_later(0.1, answered.set)
 
-    monkeypatch.setattr(control_channel.Gathering, "gather", gathers)
+    monkeypatch.setattr(Rendezvous, "form_group", forms_group)
     monkeypatch.setattr(PublishTarget, "join", joins)
 
 
@@ -339,11 +344,12 @@ async def test_a_backend_that_cannot_share_a_gpu_is_nobodys_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Gloo stands in for one that cannot, beside gloo as it is."""
-    spec = importlib.util.find_spec("rollwire_transport._links.gloo")
-    sharing = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sharing)
-    sharing.card_of_rank = lambda rank: bytes(control_channel.CARD_BYTES)
-    monkeypatch.setitem(links._BACKENDS, "nccl", sharing)
+
+    class OneEach(GlooBackend):
+        def device_id(self, member: GroupMember) -> bytes:
+            return bytes(DEVICE_ID_BYTES)
+
+    monkeypatch.setitem(links._BACKENDS, "nccl", OneEach())
     monkeypatch.setattr(Publish, "_common_backends", lambda _: ["nccl", "gloo"])
     tell_late(monkeypatch, SharedDevice)
     async with publishing(2) as (servers, _, publisher):

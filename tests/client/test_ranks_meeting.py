@@ -15,7 +15,7 @@ from rollwire_client import PublishError
 from rollwire_client._publishing.sharded import rendezvous
 from rollwire_client._publishing.sharded.connection import Message
 from rollwire_client._publishing.sharded.participant import Participant
-from rollwire_transport._links import addresses
+from rollwire_transport._links.rendezvous import parse_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +50,7 @@ class Trainer:
     def stranger(self) -> socket.socket:
         """A connection of somebody who found the address."""
         _, _, rendezvous = self._broadcast(-1, "").partition(" ")
-        return socket.create_connection(addresses.split(rendezvous), timeout=20)
+        return socket.create_connection(parse_address(rendezvous), timeout=20)
 
 
 async def test_all_ranks_meet_whoever_else_comes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,9 +107,9 @@ def test_who_is_found_by_an_interface_is_not_kept_to_an_address() -> None:
         transport.ListenOptions("127.0.0.1"),
         transport.ListenOptions(ports=(1, 65535)),
     )
-    assert "NCCL_SOCKET_IFNAME" in bound.needs_no_host("nccl", "NCCL_SOCKET_IFNAME")
-    assert not anywhere.needs_no_host("ucx", "UCX_NET_DEVICES")
-    assert not anywhere.needs_system_ports("nccl")
+    assert "NCCL_SOCKET_IFNAME" in bound.fixed_host_problem("nccl", "NCCL_SOCKET_IFNAME")
+    assert not anywhere.fixed_host_problem("ucx", "UCX_NET_DEVICES")
+    assert not anywhere.ephemeral_ports_problem("nccl")
     refused = transport.available_backends(transport.ListenOptions(ports=(1, 16)))["gloo"]
     assert not refused.ok
     with pytest.raises(transport.TransportError, match="gloo cannot be used: gloo takes ports"):

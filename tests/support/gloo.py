@@ -35,7 +35,7 @@ def group(epoch: str = "epoch", receivers: int = 1) -> Iterator[list[Link]]:
     try:
         with ThreadPoolExecutor(receivers) as pool:
             joining = [
-                pool.submit(join_meeting, rendezvous, epoch, rank, receivers + 1)
+                pool.submit(join_at, rendezvous, epoch, rank, receivers + 1)
                 for rank in range(1, receivers + 1)
             ]
             links.append(rendezvous.form_group(TIMEOUT))
@@ -47,7 +47,7 @@ def group(epoch: str = "epoch", receivers: int = 1) -> Iterator[list[Link]]:
         rendezvous.close()
 
 
-def join_meeting(
+def join_at(
     rendezvous: Rendezvous, epoch: str, rank: int, world_size: int, timeout: float = TIMEOUT
 ) -> Link:
     return join_group(

@@ -9,10 +9,12 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from rollwire_transport import (
     Link,
+    ListenOptions,
     Receiver,
     Sender,
     TransportError,
@@ -23,11 +25,13 @@ from rollwire_transport import (
     open_rendezvous,
     plan,
 )
-from rollwire_transport._links.control_channel import TICKET_BYTES, Gathering, call, card_of_rank
-from support.gloo import TIMEOUT, group, in_thread, join_meeting, transfer
+from rollwire_transport._links.base import Backend, GroupMember
+from rollwire_transport._links.rendezvous import Rendezvous, join
+from support.gloo import TIMEOUT, group, in_thread, join_at, transfer
 from support.tensors import content, room_for, weights
 
 if TYPE_CHECKING:
+    from rollwire_transport._links.control_channel import ControlChannel
     from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -70,10 +74,10 @@ def test_no_default_group_is_made() -> None:
 def test_a_member_that_never_joins_is_named_in_bounded_time() -> None:
     rendezvous = open_rendezvous("gloo", epoch="epoch", world_size=3)
     start = time.monotonic()
-    with in_thread(lambda: join_meeting(rendezvous, "epoch", 1, 3)) as joining:
+    with in_thread(lambda: join_at(rendezvous, "epoch", 1, 3)) as joining:
         with pytest.raises(TransportTimeout, match="rank 2 did not join") as caught:
             rendezvous.form_group(1.5)
-        with pytest.raises(TransportError, match="closed before all had joined"):
+        with pytest.raises(TransportError, match="rank 0 hung up before the group was formed"):
             joining.result()
     rendezvous.close()
     assert caught.value.peer == "rank 2"
@@ -84,11 +88,11 @@ def test_a_meeting_can_be_closed_while_it_waits() -> None:
     rendezvous = open_rendezvous("gloo", epoch="epoch", world_size=3)
     with (
         in_thread(lambda: rendezvous.form_group(TIMEOUT)) as forming,
-        in_thread(lambda: join_meeting(rendezvous, "epoch", 1, 3)) as joining,
+        in_thread(lambda: join_at(rendezvous, "epoch", 1, 3)) as joining,
     ):
         threading.Timer(0.1, rendezvous.close).start()
         for waiting in (forming, joining):
-            with pytest.raises(TransportError, match="closed") as caught:
+            with pytest.raises(TransportError, match=r"closed|rank 0 hung up") as caught:
                 waiting.result()
             assert not isinstance(caught.value, TransportTimeout)
 
@@ -97,9 +101,9 @@ def test_only_members_who_know_the_epoch_get_in() -> None:
     rendezvous = open_rendezvous("gloo", epoch="secret", world_size=2)
     with in_thread(lambda: rendezvous.form_group(TIMEOUT)) as forming:
         with pytest.raises(TransportError, match="no group of this epoch") as caught:
-            join_meeting(rendezvous, "guess", 1, 2)
+            join_at(rendezvous, "guess", 1, 2)
         assert caught.value.peer == "rank 0"
-        server = join_meeting(rendezvous, "secret", 1, 2)
+        server = join_at(rendezvous, "secret", 1, 2)
     for end in (forming.result(), server, rendezvous):
         end.close()
 
@@ -111,34 +115,49 @@ def test_a_rank_that_is_taken_and_another_size_are_refused() -> None:
         ThreadPoolExecutor(2) as pool,
     ):
         with pytest.raises(TransportError, match="3 members, this one was told of 2"):
-            join_meeting(rendezvous, "epoch", 1, 2)
-        twice = [pool.submit(join_meeting, rendezvous, "epoch", 1, 3) for _ in range(2)]
+            join_at(rendezvous, "epoch", 1, 2)
+        twice = [pool.submit(join_at, rendezvous, "epoch", 1, 3) for _ in range(2)]
         (refused,), (joining,) = wait(twice, TIMEOUT, FIRST_COMPLETED)
         with pytest.raises(TransportError, match="rank 1 has joined this group already"):
             refused.result()
-        other = join_meeting(rendezvous, "epoch", 2, 3)
+        other = join_at(rendezvous, "epoch", 2, 3)
     for end in (forming.result(), joining.result(), other, rendezvous):
         end.close()
+
+
+class Frozen(Backend):
+    """A member that has joined and does nothing from then on."""
+
+    name = "frozen"
+    cpu_preference = gpu_preference = 9
+
+    def unavailable_reason(self, listen: ListenOptions) -> str:
+        return ""
+
+    def connect(self, member, channel, token, deadline, cancelled) -> ControlChannel:
+        return channel
+
+
+def member(rank: int) -> GroupMember:
+    return GroupMember("epoch", rank, 2, torch.device("cpu"))
 
 
 def test_a_member_that_freezes_once_all_have_come_is_named_in_bounded_time() -> None:
     rendezvous = open_rendezvous("gloo", epoch="epoch", world_size=2)
     start = time.monotonic()
     with in_thread(lambda: rendezvous.form_group(1.5)) as forming:
-        lines, _ = call(
-            "epoch", 1, 2, rendezvous.address, card_of_rank(1), TIMEOUT, threading.Event()
-        )
+        frozen = join(Frozen(), member(1), rendezvous.address, TIMEOUT, threading.Event())
         with pytest.raises(TransportTimeout, match="rank 1 joined but cannot be reached") as caught:
             forming.result()
     assert caught.value.peer == "rank 1"
     assert time.monotonic() - start < TIMEOUT / 2
-    lines.close()
+    frozen.close()
     rendezvous.close()
 
 
-@pytest.mark.parametrize("how", ["deadline", "closed"])
+@pytest.mark.parametrize("how", ["deadline", "cancelled"])
 def test_a_trainer_that_freezes_once_all_have_come_is_given_up(how: str) -> None:
-    gathering, closed = Gathering("epoch", 2, "127.0.0.1", 0), threading.Event()
+    rendezvous, cancelled = Rendezvous(Frozen(), member(0), "127.0.0.1", 0), threading.Event()
     start = time.monotonic()
     with in_thread(
         lambda: join_group(
@@ -146,21 +165,20 @@ def test_a_trainer_that_freezes_once_all_have_come_is_given_up(how: str) -> None
             epoch="epoch",
             rank=1,
             world_size=2,
-            rendezvous=gathering.address,
+            rendezvous=rendezvous.address,
             timeout=1.5 if how == "deadline" else TIMEOUT,
-            closed=closed,
+            cancelled=cancelled,
         )
     ) as joining:
-        lines = gathering.gather(card_of_rank(0), TIMEOUT)
-        lines.start(bytes(TICKET_BYTES))
-        if how == "closed":
-            closed.set()
+        frozen = rendezvous.form_group(TIMEOUT)
+        if how == "cancelled":
+            cancelled.set()
         with pytest.raises(TransportError) as caught:
             joining.result()
     assert isinstance(caught.value, TransportTimeout) == (how == "deadline")
     assert time.monotonic() - start < TIMEOUT / 2
-    lines.close()
-    gathering.close()
+    frozen.close()
+    rendezvous.close()
 
 
 def test_a_rendezvous_where_nobody_is_fails_at_once() -> None:
@@ -209,7 +227,7 @@ def test_it_works_over_ipv6() -> None:
     except OSError:
         pytest.skip("this machine has no IPv6")
     assert rendezvous.address.startswith("[::1]:")
-    with in_thread(lambda: join_meeting(rendezvous, "epoch", 1, 2)) as joining:
+    with in_thread(lambda: join_at(rendezvous, "epoch", 1, 2)) as joining:
         link = rendezvous.form_group(TIMEOUT)
         server = joining.result()
     assert isinstance(server, Link)

@@ -6,8 +6,6 @@ import contextlib
 import gc
 import random
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -27,14 +25,13 @@ from rollwire_transport import (
     open_rendezvous,
     plan,
 )
-from rollwire_transport._links.gloo_store import Line
 from support.gloo import (
     MANIFEST,
     TIMEOUT,
     WEIGHTS,
     group,
     in_thread,
-    join_meeting,
+    join_at,
     receiver,
     transfer,
 )
@@ -201,7 +198,7 @@ def test_when_a_member_dies_the_others_go_on_without_it(
     sender, survivors = Sender(MANIFEST), [receiver(), receiver()]
     try:
         with ThreadPoolExecutor(2) as pool:
-            joining = [pool.submit(join_meeting, rendezvous, "first", rank, 4) for rank in (1, 3)]
+            joining = [pool.submit(join_at, rendezvous, "first", rank, 4) for rank in (1, 3)]
             trainer = rendezvous.form_group(TIMEOUT)
             servers = [future.result() for future in joining]
             receiving = [
@@ -248,7 +245,7 @@ def threads_and_descriptors() -> tuple[int, int]:
     return sum(1 for _ in threads.iterdir()), sum(1 for _ in descriptors.iterdir())
 
 
-def await_hands() -> None:
+def await_worker_threads() -> None:
     """Returns once gloo has let go of all messages."""
     until = time.monotonic() + 2 * TIMEOUT
     while any(thread.name == "rollwire-gloo" for thread in threading.enumerate()):
@@ -281,7 +278,7 @@ def test_nothing_is_left_behind() -> None:
         rendezvous.close()
 
     def left() -> tuple[int, int]:
-        await_hands()
+        await_worker_threads()
         gc.collect()
         return threads_and_descriptors()
 
@@ -292,13 +289,3 @@ def test_nothing_is_left_behind() -> None:
             action()
         # One of each time would be three. What other tests left may go meanwhile.
         assert all(now < was + 3 for now, was in zip(left(), before, strict=True)), action
-
-
-def test_a_size_that_is_told_is_not_believed() -> None:
-    """Whoever answers at a rendezvous cannot have the other end read gigabytes."""
-    own, stranger = socket.socketpair()
-    with own, stranger:
-        stranger.sendall(struct.pack("<HI", 1, (1 << 32) - 1) + b"k")
-        line = Line(own, time.monotonic() + TIMEOUT, threading.Event())
-        with pytest.raises(TransportError, match="no member: it tells of 4294967295 bytes"):
-            line.get("k")

@@ -92,12 +92,12 @@ WRONG: dict[str, tuple[Callable[[], list[Any]], str]] = {
     ),
     "too few": (list, "the source ended before it"),
     "no pair": (lambda: [("a",)], "the source gave a tuple, not a name and a tensor"),
-    "an array": (lambda: [("a", np.zeros(64, np.uint8))], "a: a ndarray is no tensor"),
-    "nothing": (lambda: [("a", None)], "a: a NoneType is no tensor"),
+    "an array": (lambda: [("a", np.zeros(64, np.uint8))], "a: a ndarray is not a torch tensor"),
+    "nothing": (lambda: [("a", None)], "a: a NoneType is not a torch tensor"),
     "sparse": (lambda: [("a", torch.zeros(64).to_sparse())], "a: a torch.sparse_coo tensor"),
     "no data": (
         lambda: [("a", torch.zeros(64, dtype=torch.uint8, device="meta"))],
-        "the source gave a on the meta device, which holds nothing",
+        "the source gave a on the meta device, which holds no data",
     ),
 }
 
@@ -189,7 +189,7 @@ def test_a_sender_tells_what_it_waits_for() -> None:
         for item in tensors.items():
             assert sender.packing is not None
             asked.append(sender.packing.tensor)
-            begun.append(sender.packing.since)
+            begun.append(sender.packing.started_at)
             yield item
 
     sender.send(MemoryLink(), source, bucket_timeout=1)
@@ -203,18 +203,18 @@ def test_the_time_that_a_link_takes_is_not_the_source_s() -> None:
     sender = Sender(plan(describe_all(tensors), bucket_bytes=64))
     begun: list[float] = []
     waited_since: list[float] = []
-    enter = sender._ledger.enter
+    enter = sender._update_digest.add_bucket
 
     def source() -> Iterator[tuple[str, Tensor]]:
         for item in tensors.items():
-            begun.append(sender.packing.since)
+            begun.append(sender.packing.started_at)
             yield item
 
     def note(index: int, sums: Sequence[int]) -> None:
-        waited_since.append(sender.packing.since)
+        waited_since.append(sender.packing.started_at)
         enter(index, sums)
 
-    sender._ledger.enter = note
+    sender._update_digest.add_bucket = note
     sender.send(MemoryLink(), source, bucket_timeout=1)
     assert begun[2] <= waited_since[0] <= begun[3]  # three are under way
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollwire_transport import describe_all, padded_nbytes, plan
-from rollwire_transport._slots import Slots, in_place_view
+from rollwire_transport._bucket_layout import in_place_view
+from rollwire_transport._receiver import SlotPool
 from rollwire_transport._tensors import as_bytes
 from support.tensors import room_for, room_in_one, weights
 
@@ -84,9 +85,9 @@ def test_buckets_take_turns_and_only_those_without_a_home_share_buffers() -> Non
     manifest = plan([*describe_all({"a": torch.zeros(640, dtype=torch.uint8)})], bucket_bytes=64)
     memory = torch.zeros(640, dtype=torch.uint8)
     homes = [memory[64 * i :][:64] if i % 2 else None for i in range(10)]
-    slots = Slots(manifest.buckets, 0, homes, CPU, CPU)
+    slots = SlotPool(manifest.buckets, 0, homes, CPU, CPU)
     seen, buffers = [], set()
-    under_way = [slot for _ in range(9) if (slot := slots.take()) is not None]
+    under_way = [slot for _ in range(9) if (slot := slots.acquire()) is not None]
     assert 2 <= len(under_way) < 9
     while under_way:
         slot = under_way.pop(0)
@@ -94,8 +95,8 @@ def test_buckets_take_turns_and_only_those_without_a_home_share_buffers() -> Non
         assert slot.in_place == bool(slot.index % 2)
         if not slot.in_place:
             buffers.add(slot.payload.data_ptr())
-        slots.give_back(slot)
-        if (following := slots.take()) is not None:
+        slots.release(slot)
+        if (following := slots.acquire()) is not None:
             under_way.append(following)
     assert seen == list(range(10))
     assert len(buffers) < 5
@@ -104,7 +105,7 @@ def test_buckets_take_turns_and_only_those_without_a_home_share_buffers() -> Non
 def test_headers_may_come_elsewhere_than_what_they_are_of() -> None:
     manifest = three()
     elsewhere = torch.device("meta")
-    slots = Slots(manifest.buckets, 0, [None] * len(manifest.buckets), CPU, elsewhere)
-    slot = slots.take()
+    slots = SlotPool(manifest.buckets, 0, [None] * len(manifest.buckets), CPU, elsewhere)
+    slot = slots.acquire()
     assert slot is not None
     assert (slot.header.device, slot.payload.device) == (elsewhere, CPU)

@@ -18,12 +18,12 @@ from rollwire_transport import (
     Sender,
     TensorSpec,
     TransportError,
+    _bucket_digest,
     describe_all,
     plan,
     sum_digests,
     tensor_digest,
 )
-from rollwire_transport import _ledger as ledger
 from rollwire_transport import _receiver as receiver_module
 from support.memory_link import MemoryLink
 from support.tensors import content, random_tensor, room_for, room_in_one, weights
@@ -46,7 +46,7 @@ def room(request: pytest.FixtureRequest) -> Iterator[Room]:
     """What makes destinations; with the last one, buckets are verified many at a time."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "as on a GPU":
-            patch.setattr(receiver_module, "_patient", lambda _: True)
+            patch.setattr(receiver_module, "_digests_in_batches", lambda _: True)
         yield room_for if request.param == "apart" else room_in_one
 
 
@@ -151,7 +151,7 @@ def test_digests_are_there_when_a_transfer_ends(monkeypatch: pytest.MonkeyPatch)
     link, receiver = MemoryLink(), Receiver(manifest, room_for(manifest))
     sender = send(manifest, tensors, link)
     receive(receiver, link)
-    monkeypatch.delattr(ledger, "digest_of_sum")  # of many tensors they take long
+    monkeypatch.delattr(_bucket_digest, "digest_of_sum")  # of many tensors they take long
     assert sender.digests == receiver.digests
     assert sender.digest == receiver.digest
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from rollwire_transport import (
     Link,
+    ListenOptions,
     Sender,
     TransportError,
     TransportTimeout,
@@ -24,7 +25,6 @@ from rollwire_transport import (
     plan,
 )
 from rollwire_transport._links import ucx
-from rollwire_transport._links.listener import ANYWHERE
 from support import chain_member
 from support.chain_member import Answer, Order
 from support.tensors import random_tensor
@@ -227,9 +227,9 @@ def test_whoever_does_not_join_is_named_in_bounded_time() -> None:
 
 
 def test_what_is_prepared_leaves_no_thread_or_file() -> None:
-    ucx.prepare(torch.device("cpu"), ANYWHERE)  # what is made once and kept
+    ucx.BACKEND.warm_up(torch.device("cpu"), ListenOptions())  # what is made once and kept
     files, threads = open_files(), threading.active_count()
-    ucx.prepare(torch.device("cpu"), ANYWHERE)
+    ucx.BACKEND.warm_up(torch.device("cpu"), ListenOptions())
     assert (open_files(), threading.active_count()) == (files, threads)
 
 

@@ -3,16 +3,18 @@
 It knows tensors and links, neither gRPC nor engines. Everything blocks, with deadlines, and is
 meant to be called from worker threads.
 
-The trainer ``plan``s a ``Manifest`` of what it ``describe``s, opens a meeting, and a ``Sender``
-sends over the link that it forms. A server ``validate``s the manifest, ``compare``s it with its
-schema, ``join``s, and a ``Receiver`` puts what comes into its tensors. When a group fails, the
-members that are left form another and go on from the lowest bucket that one of them misses.
+The trainer ``plan``s a ``Manifest`` of the tensors that it ``describe``s and opens a
+``Rendezvous``; a ``Sender`` sends over the ``Link`` that it forms. A server ``validate``s the
+manifest, ``compare``s it with its schema and ``join_group``s; a ``Receiver`` puts what arrives into
+its tensors. When a group fails, the remaining members form another one and go on from the lowest
+bucket that one of them misses.
 """
 
 from rollwire_transport._bucket_layout import packed_nbytes, packed_views, padded_nbytes, plan
 from rollwire_transport._digest import sum_digests, tensor_digest, tensor_digests
 from rollwire_transport._errors import (
     DigestMismatch,
+    ManifestError,
     SharedDevice,
     SourceError,
     TransportError,
@@ -27,14 +29,15 @@ from rollwire_transport._links import (
     available_backends,
     join_group,
     open_rendezvous,
+    warm_up,
 )
 from rollwire_transport._manifest import Bucket, Encoding, Manifest, Span, TensorSpec
 from rollwire_transport._receiver import Receiver
 from rollwire_transport._sender import PackingStatus, Sender
-from rollwire_transport._side_stream import on_side_stream
-from rollwire_transport._tensors import close_source, describe, describe_all, materialize
-from rollwire_transport._validation import MAX_DIMENSIONS, ManifestError, compare, validate
-from rollwire_transport._warmup import warm_up
+from rollwire_transport._source import close_source, materialize
+from rollwire_transport._streams import on_side_stream
+from rollwire_transport._tensors import describe, describe_all
+from rollwire_transport._validation import MAX_DIMENSIONS, compare, validate
 
 __all__ = [
     "MAX_DIMENSIONS",

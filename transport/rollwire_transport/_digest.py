@@ -1,6 +1,6 @@
-"""The digests that tell whether bytes arrived as they were sent.
+"""Digests, which tell whether bytes arrived as they were sent.
 
-They find accidents, not attackers: whoever can change the bytes can change the digest with them.
+They detect accidents, not attackers: who can change the bytes can change the digest too.
 All arithmetic is on unsigned 64-bit integers, modulo 2^64; ``>>`` shifts zeros in.
 
 ``mix`` is the output function of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom
@@ -16,9 +16,9 @@ G = 0x9E3779B97F4A7C15 the sum over words i of a span is::
 
     S = Σ mix(w_i + i · G)
 
-The index i counts from the tensor's begin, so the sums of a tensor's spans add up to the sum of
-the tensor. A change within one word always changes S, as mix is a bijection; one of several words
-goes unnoticed with a chance of about 2^-64.
+The index i counts from the start of the tensor, so the sums of a tensor's spans add up to its sum.
+A change within one word always changes S, as mix is a bijection; one of several words is missed
+with a probability of about 2^-64.
 
 **Digest of a tensor.** ``mix(S + salt)``, where salt is the 8 bytes, little-endian, of BLAKE2b with
 digest size 8 and personalization "rollwire" (padded with zeros to 16 bytes) over: the name's
@@ -63,13 +63,13 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
-# Words that are mixed at a time: on a CPU so that they and two scratch rows stay in the second
-# level cache, elsewhere so that a launch is long against what it costs to start it.
+# Words that are mixed at a time: on a CPU few enough that they and two scratch rows stay in the L2
+# cache, elsewhere enough that a launch takes far longer than its start.
 _CPU_TILE = 1 << 16
 _DEVICE_TILE = 1 << 22
 
-# Words below which another thread of a CPU is not worth its start.
-_CPU_SHARE = 1 << 19
+# Fewer words than this are not worth another CPU thread.
+_CPU_MIN_SHARE = 1 << 19
 
 
 def mix(value: int) -> int:
@@ -87,12 +87,13 @@ def tensor_digest(spec: TensorSpec, tensor: Tensor) -> int:
         ValueError: The tensor is not what the spec says.
     """
     _check(spec, tensor)
-    return digest_of_sum(spec, int(tensor_sums([tensor])))
+    return digest_of_sum(spec, int(compile_sums([tensor])()))
 
 
 def tensor_digests(specs: Iterable[TensorSpec], tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The digest of each tensor that has a spec, aliases left out: those of a GPU are computed by
-    one launch, and waited for once.
+    """The digest of each tensor that has a spec, without aliases.
+
+    Those of one GPU are computed by one launch, and waited for once.
 
     Raises:
         ValueError: A tensor is not what its spec says.
@@ -104,34 +105,30 @@ def tensor_digests(specs: Iterable[TensorSpec], tensors: Mapping[str, Tensor]) -
             by_device.setdefault(tensors[spec.name].device, []).append(spec)
     digests = {}
     for there in by_device.values():
-        totals = tensor_sums([tensors[spec.name] for spec in there]).tolist()
+        totals = compile_sums([tensors[spec.name] for spec in there])().tolist()
         for spec, total in zip(there, totals, strict=True):
             digests[spec.name] = digest_of_sum(spec, total)
     return digests
 
 
-def tensor_sums(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of each tensor, int64 on their device, without waiting for it: ``digest_of_sum``
-    makes digests of them later. All are dense and on one device.
-    """
-    return compile_sums(tensors)()
-
-
 def compile_sums(tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
-    """What gives the sums of tensors, as ``tensor_sums``, of what is in them when it is called.
+    """A function that sums each tensor's content at the time of the call.
 
-    They stay where they are; on a GPU each call is one launch then, however many they are.
+    It returns int64 sums on the tensors' device without waiting for it; ``digest_of_sum`` makes
+    digests of them. The tensors are dense, on one device, and stay where they are. On a GPU each
+    call is one launch, however many they are.
     """
-    gpu = triton_kernels(tensors[0].device.type)
-    if gpu is None or not all(t.is_contiguous() and t.data_ptr() % 8 == 0 for t in tensors):
+    triton = triton_kernels(tensors[0].device.type)
+    if triton is None or not all(t.is_contiguous() and t.data_ptr() % 8 == 0 for t in tensors):
         return lambda: torch.stack([_tensor_sum(tensor) for tensor in tensors])
     held = [as_bytes(tensor) for tensor in tensors]
-    runs = [gpu.Run(t.data_ptr() - held[0].data_ptr(), t.numel(), 0) for t in held]
-    sets = gpu.Sets([runs], [0], held[0].device)
+    base = held[0]
+    ranges = [triton.ByteRange(t.data_ptr() - base.data_ptr(), t.numel(), 0) for t in held]
+    grouped_sums = triton.GroupedSums([ranges], [0], base.device)
 
     def sums() -> Tensor:
-        out = torch.zeros(4 + len(held), dtype=torch.int64, device=held[0].device)
-        sets.sum(0, held[0], out, digest=False)
+        out = torch.zeros(4 + len(held), dtype=torch.int64, device=base.device)
+        grouped_sums.sum(0, base, out, digest=False)
         return out[4:]
 
     return sums
@@ -163,16 +160,18 @@ def bucket_digest(index: int, sums: Sequence[int]) -> int:
 
 @functools.cache
 def triton_kernels(device_type: str) -> ModuleType | None:
-    """The module with those for a kind of device, if there are any."""
+    """The module ``_digest_triton`` if it can be used on a kind of device, else None."""
     if device_type != "cuda":
         return None
     try:  # Triton comes with torch for CUDA, but wants a C compiler
         from rollwire_transport import _digest_triton as digest_triton
 
         some = torch.zeros(40, dtype=torch.uint8, device=device_type)
-        sets = digest_triton.Sets([[digest_triton.Run(0, 8, 0)]], [0], some.device)
+        grouped_sums = digest_triton.GroupedSums(
+            [[digest_triton.ByteRange(0, 8, 0)]], [0], some.device
+        )
         for digest in (False, True):  # compiles
-            sets.sum(0, some, some.view(torch.int64), digest=digest)
+            grouped_sums.sum(0, some, some.view(torch.int64), digest=digest)
     except Exception as error:  # whatever it is, torch alone does it too
         logger.warning("digests are slower without Triton: %s: %s", type(error).__name__, error)
         return None
@@ -226,7 +225,7 @@ _CPU_KEYS = np.arange(_CPU_TILE, dtype=np.uint64) * np.uint64(_GOLDEN)
 def _sum_words_cpu(words: Tensor, first: int) -> Tensor:
     """As ``_sum_words``, by numpy: it shifts unsigned words, where torch must shift and mask."""
     source: NDArray[np.uint64] = words.numpy().view(np.uint64)
-    parts = min(torch.get_num_threads(), len(source) // _CPU_SHARE)
+    parts = min(torch.get_num_threads(), len(source) // _CPU_MIN_SHARE)
     if parts < 2:
         total = _sum_part(source, first)
     else:

@@ -1,8 +1,8 @@
-"""The sums of runs of bytes, and the digests of buckets (see ``digest``), in one pass over a GPU's
-memory and one launch.
+"""Sums of byte ranges and digests of buckets (see ``_digest``) by one launch that reads the memory
+once.
 
-torch alone writes and reads each word anew at every step of the mixing, some fifteen times, and
-starts each of these steps for each run.
+torch alone reads and writes each word at every step of the mixing, some fifteen times, and launches
+each of these steps for each range.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-# A program's share: enough words to be worth its start, few enough to keep every SM busy with the
-# smallest bucket.
+# A program's share: enough words to be worth its start, few enough that the smallest bucket keeps
+# every SM busy.
 _BLOCK, _ROUNDS, _WARPS = 1024, 16, 4
 _CHUNK_BYTES = _BLOCK * _ROUNDS * 8
 
-_META, _ROW = 5, 4  # words of a set's entry and of a run's
+_META, _ROW = 5, 4  # words of a group's entry and of a range's
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ByteRange:
     """Bytes that are summed.
 
     Attributes:
-        offset: Where they begin, in bytes from the base; a multiple of 8 as an address.
-        length: How many they are. Those that fill up the last word's 8 bytes are read, too.
+        offset: Their start, in bytes from the base; as an address a multiple of 8.
+        length: Their number. The last word's 8 bytes are all read.
         first: The index of their first word in its tensor.
     """
 
@@ -44,42 +44,44 @@ class Run:
     first: int
 
 
-class Sets:
-    """Sets of runs on one GPU. Of one set, one sum at a time.
+class GroupedSums:
+    """Computes sums of groups of byte ranges on one GPU; one launch of a group at a time.
 
     Args:
-        sets: One or more runs each.
-        indices: Those of the buckets whose runs they are, for their digests.
+        groups: One or more ranges each.
+        indices: For each group the index of its bucket, on which its digest depends.
         device: The GPU.
     """
 
     def __init__(
-        self, sets: Sequence[Sequence[Run]], indices: Sequence[int], device: torch.device
+        self, groups: Sequence[Sequence[ByteRange]], indices: Sequence[int], device: torch.device
     ) -> None:
         self._device = device
-        counts = np.array([len(runs) for runs in sets])
+        counts = np.array([len(ranges) for ranges in groups])
         begins = np.cumsum(counts) - counts
-        rows = np.array([(r.offset, r.length, r.first, 0) for s in sets for r in s], dtype=np.int64)
+        rows = np.array(
+            [(r.offset, r.length, r.first, 0) for group in groups for r in group], dtype=np.int64
+        )
         chunks = -(-rows[:, 1] // _CHUNK_BYTES)
-        before = np.cumsum(chunks) - chunks  # chunks of all runs before this one
+        before = np.cumsum(chunks) - chunks  # chunks of all ranges before this one
         rows[:, 3] = before - np.repeat(before[begins], counts)
         owners = np.repeat(np.arange(len(rows)) - np.repeat(begins, counts), chunks)
-        rows_at = len(sets) * _META + begins * _ROW
-        owners_at = len(sets) * _META + rows.size + before[begins]
+        rows_at = len(groups) * _META + begins * _ROW
+        owners_at = len(groups) * _META + rows.size + before[begins]
         metas = [np.array(indices) + 1, counts, rows_at, owners_at, np.zeros_like(counts)]
         table = np.concatenate([np.column_stack(metas).ravel(), rows.ravel(), owners])
         self._table = torch.from_numpy(table.astype(np.int64)).to(device)
         self._programs = np.add.reduceat(chunks, begins).tolist()
 
     def sum(self, number: int, base: Tensor, out: Tensor, *, digest: bool) -> None:
-        """Adds the sum of each run of a set to ``out``, without waiting for it.
+        """Adds the sum of each range of a group to ``out``, without waiting for the device.
 
         Args:
-            number: Which set.
+            number: The group.
             base: uint8; offsets count from its address.
-            out: int64, shape (4 + runs,), contiguous: the sums from the fifth word on; the fourth
-                is the digest of the bucket.
-            digest: Whether that is wanted.
+            out: int64, shape (4 + ranges,), contiguous: the sums begin at the fifth word, the
+                fourth is the digest of the bucket.
+            digest: Whether to compute that too.
         """
         if not (programs := self._programs[number]):
             return
@@ -97,9 +99,9 @@ def _mix(x):  # type: ignore[no-untyped-def]
     return x ^ (x >> 31)
 
 
-# The table: for each set the bucket's index + 1, the number of runs, where its rows and the owners
-# of its chunks are, and how many programs are done; for each run its offset, length, first index,
-# and first chunk in its set; for each chunk its run in its set.
+# The table: for each group the bucket's index + 1, the number of ranges, where its rows and the
+# owners of its chunks are, and how many programs are done; for each range its offset, length, first
+# index, and first chunk in its group; for each chunk its range in its group.
 @triton.jit(do_not_specialize=["at"])  # type: ignore[untyped-decorator]
 def _sum_chunks(  # type: ignore[no-untyped-def]
     base, table, at, out, digest: tl.constexpr, block: tl.constexpr, rounds: tl.constexpr
@@ -108,7 +110,7 @@ def _sum_chunks(  # type: ignore[no-untyped-def]
     chunk = tl.program_id(0).to(tl.int64)
     run = tl.load(table + tl.load(meta + 3) + chunk)
     row = table + tl.load(meta + 2) + 4 * run
-    before = (chunk - tl.load(row + 3)) * (block * rounds)  # of the run's words
+    before = (chunk - tl.load(row + 3)) * (block * rounds)  # of the range's words
     left = tl.load(row + 1) - 8 * before
     words = (base + tl.load(row) + 8 * before).to(tl.pointer_type(tl.int64))
     lanes = tl.arange(0, block)

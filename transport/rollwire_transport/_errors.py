@@ -1,19 +1,26 @@
-"""What can go wrong between two ends of a transfer.
+"""What can go wrong in a transfer.
 
 TransportError
-├── TransportTimeout   a deadline ran out
-├── SharedDevice       two members are on one GPU, and the backend wants one for each
-└── DigestMismatch     the bytes that came are not those that were sent
+├── TransportTimeout   a deadline passed
+├── SharedDevice       two members are on one GPU, and the backend needs one for each
+└── DigestMismatch     the bytes that arrived are not those that were sent
 
-A layout that cannot be used is a ``ManifestError`` (see ``checks``): found before any byte moves.
-A source that fails at giving a tensor is a ``SourceError``, and no member's fault.
+A layout that cannot be used is a ManifestError, found before any byte moves. A source that fails to
+give a tensor is a SourceError, and no member's fault.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_PROBLEMS_SHOWN = 20
+
 
 class TransportError(Exception):
-    """The group is unusable; what was received and verified so far is kept.
+    """The group cannot be used any more; what was received and verified so far is kept.
 
     Attributes:
         peer: The member that failed, as "rank 2", where it is known.
@@ -29,15 +36,30 @@ class TransportTimeout(TransportError):  # noqa: N818 - named for what happened
 
 
 class SharedDevice(TransportError):  # noqa: N818 - named for what happened
-    """Two members are on one GPU, which the backend cannot serve; another one may."""
+    """Two members are on one GPU, which the backend does not support; another backend may."""
 
 
 class DigestMismatch(TransportError):  # noqa: N818 - named for what happened
-    """A bucket's bytes do not have the digest that its header tells."""
+    """A bucket's bytes do not have the digest in its header."""
+
+
+class ManifestError(ValueError):
+    """A manifest that cannot be used.
+
+    Attributes:
+        problems: All of them, one a line; the message shows the first ones.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        shown = self.problems[:_PROBLEMS_SHOWN]
+        if more := len(self.problems) - len(shown):
+            shown.append(f"and {more} more")
+        super().__init__("; ".join(shown))
 
 
 class SourceError(Exception):
-    """The source failed when it was asked for a tensor; what it raised is the cause.
+    """The source raised when it was asked for a tensor; what it raised is the cause.
 
     Attributes:
         tensor: Its name.

@@ -1,4 +1,4 @@
-"""The layout of a weight update as plain data: which tensors, in which buckets, where in them."""
+"""The layout of a weight update as plain data: its tensors, and where each lies in which bucket."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Encoding(enum.Enum):
-    """How the bytes of a span are told."""
+    """What the bytes of a span are."""
 
     FULL = "full"
     DELTA = "delta"
@@ -15,13 +15,13 @@ class Encoding(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor, as a checkpoint has it.
+    """One tensor of a checkpoint.
 
     Attributes:
         name: As in the checkpoint.
-        dtype: As torch names it: "bfloat16", "float8_e4m3fn", …
+        dtype: torch's name for it: "bfloat16", "float8_e4m3fn", …
         shape: Its dimensions; () is a scalar.
-        alias_of: The tensor whose memory this one shares (tied embeddings), which alone is sent.
+        alias_of: The tensor whose memory this one shares (tied embeddings). Only that one is sent.
     """
 
     name: str
@@ -32,9 +32,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of one tensor's bytes inside a bucket; ``tensor`` is an index into
-    ``Manifest.tensors``.
-    """
+    """A run of one tensor's bytes in a bucket; ``tensor`` is an index into ``Manifest.tensors``."""
 
     tensor: int
     tensor_offset: int
@@ -44,7 +42,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What travels as one message: ``size`` bytes (of a delta: at most)."""
+    """What is sent as one message: ``size`` bytes (for a delta: at most)."""
 
     size: int
     spans: tuple[Span, ...]
@@ -56,11 +54,11 @@ class Manifest:
     """The layout of an update.
 
     Attributes:
-        tensors: What is sent, then its aliases.
-        buckets: In the order they travel.
+        tensors: Those that are sent, then their aliases.
+        buckets: In the order in which they are sent.
         encoding: Full bytes, or what changed.
-        partial: Tensors that are not named stay as they are.
-        base_digest: Of a delta: what the receiver must hold.
+        partial: Tensors that are not named keep their values.
+        base_digest: For a delta: the digest of the weights that the receiver must hold.
     """
 
     tensors: tuple[TensorSpec, ...]

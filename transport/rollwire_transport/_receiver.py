@@ -10,27 +10,35 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from rollwire_transport._bucket_header import HEADER, MAGIC, Sealer, check_header
-from rollwire_transport._errors import TransportError, TransportTimeout
-from rollwire_transport._host_copy import HostCopy
-from rollwire_transport._ledger import Ledger
-from rollwire_transport._slots import Slots, in_place_view
+from rollwire_transport._bucket_digest import (
+    HEADER_WORDS,
+    MAGIC,
+    BucketDigester,
+    HostCopy,
+    UpdateDigest,
+    check_header,
+)
+from rollwire_transport._bucket_layout import in_place_view
+from rollwire_transport._errors import ManifestError, TransportError, TransportTimeout
 from rollwire_transport._tensors import as_bytes, describe
-from rollwire_transport._thread_switching import fast_thread_switching
-from rollwire_transport._validation import ManifestError, validate
+from rollwire_transport._threads import fast_thread_switching
+from rollwire_transport._validation import validate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rollwire_transport._links.base import Link, Transfer
-    from rollwire_transport._manifest import Manifest
-    from rollwire_transport._slots import Slot
+    from torch import Tensor
 
-# A GPU goes from one process to another for each thing that this one asks of it, and another that
-# samples on it waits. So buckets that need no unpacking are verified many at a time.
-_SEAL_SECONDS = 0.1
+    from rollwire_transport._links.base import Link, Transfer
+    from rollwire_transport._manifest import Bucket, Manifest
+
+# One bucket is unpacked and the one before it verified, while two are being received.
+_SLOTS = 4
+
+# On a GPU, each request of this process interrupts another one that samples there. So buckets that
+# need no unpacking are verified many at a time.
+_DIGEST_SECONDS = 0.1
 
 
 class Receiver:
@@ -52,14 +60,14 @@ class Receiver:
     def __init__(self, manifest: Manifest, destination: Mapping[str, Tensor]) -> None:
         validate(manifest)
         self._manifest = manifest
-        self._ledger = Ledger(manifest)
-        self._targets = _targets(manifest, destination)
+        self._update_digest = UpdateDigest(manifest)
+        self._targets = _bytes_by_index(manifest, destination)
         self._next_bucket = 0
         self._received_bytes = 0
 
     @property
     def next_bucket(self) -> int:
-        """All buckets before this one are here, verified."""
+        """All buckets before this one are received and verified."""
         return self._next_bucket
 
     @property
@@ -69,18 +77,18 @@ class Receiver:
 
     @property
     def complete(self) -> bool:
-        """Whether every bucket is here, verified."""
+        """Whether every bucket is received and verified."""
         return self._next_bucket == len(self._manifest.buckets)
 
     @property
     def digests(self) -> dict[str, int]:
-        """The digest of each tensor, aliases left out, once complete."""
-        return self._ledger.digests()
+        """The digest of each tensor, without aliases, once complete."""
+        return self._update_digest.tensors()
 
     @property
     def digest(self) -> int:
         """The digest of the whole update, once complete."""
-        return self._ledger.digest()
+        return self._update_digest.total()
 
     def receive(self, link: Link, *, first_bucket: int, bucket_timeout: float) -> None:
         """Receives the buckets from ``first_bucket`` on; returns when all are here.
@@ -88,7 +96,7 @@ class Receiver:
         Whatever fails, the link is aborted before this raises, so that the others learn of it.
 
         Args:
-            link: A fresh link of a rank above 0.
+            link: A new link of a rank above 0.
             first_bucket: Where the sender begins; buckets that are here already are verified and
                 unpacked again.
             bucket_timeout: Seconds to wait for one bucket.
@@ -98,21 +106,22 @@ class Receiver:
             TransportError: The sender, or a relay before this end, failed.
         """
         try:
-            with fast_thread_switching(), link.lane():
-                self._receive(link, first_bucket, bucket_timeout)
+            with fast_thread_switching(), link.stream_context():
+                self._receive_buckets(link, first_bucket, bucket_timeout)
             link.finish(bucket_timeout)
-            self._ledger.settle()
+            self._update_digest.precompute()
         except BaseException as error:
             link.abort()
-            # Whoever keeps the error does not keep the destination with it.
+            # Whoever keeps the error must not keep the destination with it.
             traceback.clear_frames(error.__traceback__)
             raise
 
     def release(self) -> None:
-        """Lets go of the destination, into which nothing can be received any more."""
+        """Drops the destination; nothing can be received after this."""
         self._targets = {}
 
-    def _receive(self, link: Link, first_bucket: int, bucket_timeout: float) -> None:
+    def _receive_buckets(self, link: Link, first_bucket: int, bucket_timeout: float) -> None:
+        """A bucket's stages: in flight, arrived, digested on its device, verified here."""
         if not 0 <= first_bucket <= self._next_bucket:
             raise TransportError(
                 f"the sender begins at bucket {first_bucket}, but here {self._next_bucket} is the "
@@ -120,65 +129,67 @@ class Receiver:
                 link.upstream,
             )
         buckets = self._manifest.buckets
-        sealer = Sealer(buckets[first_bucket:], first_bucket, link.device)
-        homes = self._homes(first_bucket, link.device)
-        slots = Slots(buckets, first_bucket, homes, link.device, link.header_device)
+        digester = BucketDigester(buckets[first_bucket:], first_bucket, link.device)
+        views = self._in_place_views(first_bucket, link.device)
+        slots = SlotPool(buckets, first_bucket, views, link.device, link.header_device)
         in_flight: deque[tuple[Slot, Transfer]] = deque()
-        come: list[Slot] = []
-        sealed: deque[_Sealed] = deque()
-        last_seal = time.monotonic()
+        arrived: list[Slot] = []
+        digested: deque[_DigestedSlots] = deque()
+        last_digest_at = time.monotonic()
 
-        def post() -> None:
-            while (slot := slots.take()) is not None:
+        def post_receives() -> None:
+            while (slot := slots.acquire()) is not None:
                 in_flight.append((slot, link.receive(slot.header, slot.payload)))
 
-        def seal() -> None:
-            nonlocal last_seal
-            last_seal = time.monotonic()
-            if come:
-                some = come.copy()
-                come.clear()
-                sealed.append(self._seal(some, sealer, link.upstream))
+        def digest_arrived() -> None:
+            nonlocal last_digest_at
+            last_digest_at = time.monotonic()
+            if arrived:
+                batch = arrived.copy()
+                arrived.clear()
+                digested.append(self._digest_and_unpack(batch, digester, link.upstream))
 
-        def look() -> None:
-            some = sealed.popleft()
+        def verify_oldest() -> None:
+            batch = digested.popleft()
             try:
-                self._enter(some, link.upstream)
+                self._verify(batch, link.upstream)
             except TransportError:
-                come.clear()
-                sealed.clear()
+                arrived.clear()
+                digested.clear()
                 raise
-            for slot in some.slots:
+            for slot in batch.slots:
                 if not slot.in_place:
-                    slots.give_back(slot)
+                    slots.release(slot)
 
-        post()
+        post_receives()
         try:
             while in_flight:
                 slot, transfer = in_flight.popleft()
                 self._wait(slot, transfer, bucket_timeout, link.upstream)
-                come.append(slot)
+                arrived.append(slot)
                 if slot.in_place:
-                    slots.give_back(slot)
-                    post()
-                    if _patient(link.device) and time.monotonic() - last_seal < _SEAL_SECONDS:
+                    slots.release(slot)
+                    post_receives()
+                    recent = time.monotonic() - last_digest_at < _DIGEST_SECONDS
+                    if recent and _digests_in_batches(link.device):
                         continue
-                seal()
-                if len(sealed) > 1:  # while a device is at some, those before are looked at
-                    look()
-                    post()
+                digest_arrived()
+                if len(digested) > 1:  # the device works on the newer ones meanwhile
+                    verify_oldest()
+                    post_receives()
         except BaseException:
-            # Now: a device that waits for what never comes may hold up what else is asked of it.
+            # At once: a device that waits for a bucket that never comes would hold up other work.
             link.abort()
             raise
         finally:
-            seal()
-            while sealed:
-                look()
+            digest_arrived()
+            while digested:
+                verify_oldest()
 
-    def _homes(self, first: int, device: torch.device) -> list[Tensor | None]:
-        """Where the buckets from ``first`` on come in place: not those that are here already, which
-        only what was sent may replace.
+    def _in_place_views(self, first: int, device: torch.device) -> list[Tensor | None]:
+        """Where the buckets from ``first`` on can be received in place.
+
+        Not those that are verified already: only what has the right digest may overwrite them.
         """
         device = torch.empty(0, device=device).device  # with its index
         return [
@@ -190,23 +201,25 @@ class Receiver:
         try:
             transfer.wait(timeout)
         except TransportTimeout:
-            # A bucket of another size never comes in its place, but its header does.
+            # If the sender sends a bucket of another size, that never comes, but its header does.
             if any(header := slot.header.tolist()):
                 expected = (MAGIC, slot.index, slot.payload.numel(), header[-1])
                 check_header(header, expected, peer)
             raise
 
-    def _seal(self, come: Sequence[Slot], sealer: Sealer, peer: str) -> _Sealed:
-        """Computes records, and unpacks what is not in place; a device is only told to."""
+    def _digest_and_unpack(
+        self, batch: Sequence[Slot], digester: BucketDigester, peer: str
+    ) -> _DigestedSlots:
+        """Queues on the device the digests of buckets, and the copies of those not in place."""
         records = []
-        for slot in come:
-            records.append(sealer.seal(slot.index, slot.payload))
-            if slot.index < self._next_bucket:
-                self._enter(_Sealed.of([slot], records[-1:]), peer)
+        for slot in batch:
+            records.append(digester.record(slot.index, slot.payload))
+            if slot.index < self._next_bucket:  # verified already: verify again before the copy
+                self._verify(_DigestedSlots.of([slot], records[-1:]), peer)
             if not slot.in_place:
                 self._unpack(slot)
-        # What a device copies is there once these are, which come after it.
-        return _Sealed.of(come, records)
+        # The host copies are queued after the unpacking: once they are here, that is done too.
+        return _DigestedSlots.of(batch, records)
 
     def _unpack(self, slot: Slot) -> None:
         for span in self._manifest.buckets[slot.index].spans:
@@ -215,40 +228,111 @@ class Receiver:
             there = target[span.tensor_offset : span.tensor_offset + span.length]
             there.copy_(piece, non_blocking=piece.is_cuda)
 
-    def _enter(self, some: _Sealed, peer: str) -> None:
-        """Notes buckets that are what was sent; a device is done with them then."""
-        headers, records = iter(some.headers.read()), iter(some.records.read())
-        for slot in some.slots:
+    def _verify(self, batch: _DigestedSlots, peer: str) -> None:
+        """Compares headers; afterwards the device has no work left with these slots."""
+        headers, records = iter(batch.headers.read()), iter(batch.records.read())
+        for slot in batch.slots:
             bucket = self._manifest.buckets[slot.index]
-            header = list(itertools.islice(headers, HEADER))
-            record = list(itertools.islice(records, HEADER + len(bucket.spans)))
-            check_header(header, record[:HEADER], peer)
-            self._ledger.enter(slot.index, record[HEADER:])
+            header = list(itertools.islice(headers, HEADER_WORDS))
+            record = list(itertools.islice(records, HEADER_WORDS + len(bucket.spans)))
+            check_header(header, record[:HEADER_WORDS], peer)
+            self._update_digest.add_bucket(slot.index, record[HEADER_WORDS:])
             if slot.index == self._next_bucket:
                 self._received_bytes += bucket.size
                 self._next_bucket += 1
 
 
+def _digests_in_batches(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
 @dataclass(frozen=True, slots=True)
-class _Sealed:
-    """Buckets that have come; of each the header that came with it, and the record."""
+class Slot:
+    """Memory for one bucket.
+
+    Attributes:
+        index: The bucket's.
+        header: int64, shape (4,).
+        payload: uint8, the bucket's size.
+        in_place: ``payload`` is the memory of the bucket's tensors, and needs no unpacking.
+        buffer: The pool's buffer that goes with this slot, whether it is used or not.
+    """
+
+    index: int
+    header: Tensor
+    payload: Tensor
+    in_place: bool
+    buffer: Tensor | None
+
+
+class SlotPool:
+    """Slots for the buckets from ``first`` on, in their order, a few at a time.
+
+    Args:
+        buckets: Of the manifest.
+        first: The first one that is received.
+        views: From ``first`` on: the memory of each bucket that is received in place, else None.
+        device: Where payloads are received.
+        header_device: Where headers are received.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        first: int,
+        views: Sequence[Tensor | None],
+        device: torch.device,
+        header_device: torch.device,
+    ) -> None:
+        self._buckets = buckets
+        self._first = self._next = first
+        self._views = views
+        sizes = [b.size for b, view in zip(buckets[first:], views, strict=True) if view is None]
+        # Not kept for the next group: an aborted link may still write into its buffers.
+        self._free = [
+            torch.empty(max(sizes), dtype=torch.uint8, device=device) if sizes else None
+            for _ in views[:_SLOTS]
+        ]
+        self._headers = torch.zeros(
+            len(views), HEADER_WORDS, dtype=torch.int64, device=header_device
+        )
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    def acquire(self) -> Slot | None:
+        """A slot for the next bucket; None if all are in use, or no bucket is left."""
+        index = self._next
+        if not self._free or index == len(self._buckets):
+            return None
+        self._next += 1
+        buffer, view = self._free.pop(), self._views[index - self._first]
+        payload = view
+        if payload is None:
+            assert buffer is not None  # noqa: S101 - there are buffers if one bucket needs them
+            payload = buffer[: self._buckets[index].size]
+        header = self._headers[index - self._first]
+        return Slot(index, header, payload, view is not None, buffer)
+
+    def release(self, slot: Slot) -> None:
+        """Returns a slot once its bucket has arrived and no device work uses its buffer."""
+        self._free.append(slot.buffer)
+
+
+@dataclass(frozen=True, slots=True)
+class _DigestedSlots:
+    """Buckets that have arrived: the headers that came with them, and the records computed here."""
 
     slots: tuple[Slot, ...]
     headers: HostCopy
     records: HostCopy
 
     @classmethod
-    def of(cls, slots: Sequence[Slot], records: list[Tensor]) -> _Sealed:
+    def of(cls, slots: Sequence[Slot], records: list[Tensor]) -> _DigestedSlots:
         headers = [slot.header for slot in slots]
         return cls(tuple(slots), HostCopy(torch.cat(headers)), HostCopy(torch.cat(records)))
 
 
-def _patient(device: torch.device) -> bool:
-    """Whether buckets in place wait for each other to be verified."""
-    return device.type != "cpu"
-
-
-def _targets(manifest: Manifest, destination: Mapping[str, Tensor]) -> dict[int, Tensor]:
+def _bytes_by_index(manifest: Manifest, destination: Mapping[str, Tensor]) -> dict[int, Tensor]:
     """The bytes of each tensor that is sent, by its index."""
     targets, problems = {}, []
     for index, spec in enumerate(manifest.tensors):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +11,7 @@ from torch import Tensor
 
 from rollwire_transport._manifest import TensorSpec
 
-logger = logging.getLogger(__name__)
-
-# What may travel: every dtype whose elements are whole bytes that can be copied as they are.
+# What can be sent: every dtype whose elements are whole bytes that can be copied as they are.
 # Names that this torch does not know are left out.
 _NAMES = (
     "bool",
@@ -33,14 +30,14 @@ def describe(name: str, tensor: Tensor, alias_of: str | None = None) -> TensorSp
     """The spec of a tensor; of a DTensor, with its global shape.
 
     Raises:
-        ValueError: It is no tensor, sparse, or of a dtype that cannot travel.
+        ValueError: It is no tensor, sparse, or of a dtype that cannot be sent.
     """
     if not isinstance(tensor, Tensor):
-        raise ValueError(f"{name}: a {type(tensor).__name__} is no tensor of torch's")  # noqa: TRY004
+        raise ValueError(f"{name}: a {type(tensor).__name__} is not a torch tensor")  # noqa: TRY004
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES or tensor.layout is not torch.strided:
         raise ValueError(
-            f"{name}: a {tensor.layout} tensor of {dtype} cannot travel; send it dense"
+            f"{name}: a {tensor.layout} tensor of {dtype} cannot be sent; make it dense"
         )
     return TensorSpec(name, dtype, tuple(tensor.shape), alias_of)
 
@@ -48,13 +45,13 @@ def describe(name: str, tensor: Tensor, alias_of: str | None = None) -> TensorSp
 def describe_all(
     tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
 ) -> list[TensorSpec]:
-    """The specs of tensors in their order, with aliases recognised.
+    """The specs of tensors in their order, with aliases detected.
 
     An alias is a tensor with the storage, offset, dtype, shape and strides of an earlier one. All
-    of ``tensors`` are held until this returns, so that an address is never taken for another's.
+    of ``tensors`` are held until this returns, so that no address is reused meanwhile.
 
     Raises:
-        ValueError: One of them cannot travel; see ``describe``.
+        ValueError: One of them cannot be sent; see ``describe``.
     """
     items = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
     first: dict[Any, str] = {}
@@ -67,36 +64,17 @@ def describe_all(
 
 
 def _identity(tensor: Tensor) -> Any:
-    """Equal for two live tensors that are one memory seen in one way."""
+    """A key that is equal for two live tensors that view the same memory in the same way."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     pointer = local.untyped_storage().data_ptr()
-    if pointer == 0:  # meta and empty tensors have no memory to tell them by
+    if pointer == 0:  # meta and empty tensors have no address
         return id(tensor)
     layout = (local.storage_offset(), local.dtype, tuple(local.shape), local.stride())
     return (local.device, pointer, tuple(tensor.shape), *layout)
 
 
-def materialize(given: Tensor | Callable[[], Tensor]) -> Tensor:
-    """What a source gives, as a tensor that lies here: a function is called, a DTensor gathered,
-    which all ranks of its mesh have to do side by side.
-    """
-    tensor = given() if callable(given) else given
-    gather = getattr(tensor, "full_tensor", None)
-    return tensor if gather is None else gather()
-
-
-def close_source(items: object) -> None:
-    """Ends what a source gave to iterate over, in the thread that iterated."""
-    if (close := getattr(items, "close", None)) is None:  # no generator
-        return
-    try:
-        close()
-    except Exception:
-        logger.exception("the source raised something when it was closed")
-
-
 def nbytes(spec: TensorSpec) -> int:
-    """How many bytes a tensor of this spec has."""
+    """The size of a tensor of this spec in bytes."""
     size = ITEMSIZES[spec.dtype]
     for dimension in spec.shape:
         size *= dimension
@@ -104,7 +82,7 @@ def nbytes(spec: TensorSpec) -> int:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory as one run of uint8: a view, never a copy.
+    """A contiguous tensor's memory as a one-dimensional view of uint8.
 
     Raises:
         ValueError: It is not contiguous.

@@ -1,51 +1,35 @@
-"""Whether a manifest can be trusted, and whether it fits what a server wants.
+"""Whether a manifest is valid, and whether it fits a server's schema.
 
-Both run before any memory is reserved, in time that grows with the length of the manifest alone,
-whatever the numbers in it say.
+Both checks run before any memory is reserved. Their time grows with the length of the manifest
+only, whatever the numbers in it say.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rollwire_transport._errors import ManifestError
 from rollwire_transport._manifest import Encoding, Manifest, TensorSpec
 from rollwire_transport._tensors import ITEMSIZES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-# Every span begins at a multiple of this in its bucket and in its tensor: a cache line, the widest
-# vector load, and a multiple of every element size and of the digest's 8-byte words, so that a
-# span can be viewed as either and no word of a tensor is torn between two buckets.
+# Every span begins at a multiple of this in its bucket and in its tensor. It is a cache line, the
+# widest vector load, and a multiple of every element size and of the digest's 8-byte words: a span
+# can be viewed as elements or words, and no word of a tensor is split between two buckets.
 ALIGNMENT = 64
 MAX_DIMENSIONS = 64  # torch's own limit
-MAX_TENSOR_BYTES = 1 << 48  # beyond any machine; keeps all arithmetic on sizes small
-MAX_BUCKET_BYTES = 1 << 30  # each end reserves some buffers of the largest bucket
+MAX_TENSOR_BYTES = 1 << 48  # more than any machine has; bounds the arithmetic on sizes
+MAX_BUCKET_BYTES = 1 << 30  # each end reserves a few buffers of the largest bucket
 MAX_NAME_BYTES = 4096
-
-_SHOWN = 20  # of the problems, in an error's message
-
-
-class ManifestError(ValueError):
-    """A manifest that cannot be used.
-
-    Attributes:
-        problems: All of them, one a line; the message shows the first ones.
-    """
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = list(problems)
-        shown = self.problems[:_SHOWN]
-        if more := len(self.problems) - len(shown):
-            shown.append(f"and {more} more")
-        super().__init__("; ".join(shown))
 
 
 def validate(manifest: Manifest) -> None:
-    """Checks that a manifest is whole in itself.
+    """Checks that a manifest is consistent in itself.
 
     Raises:
-        ManifestError: With all that is wrong with it.
+        ManifestError: With all problems.
     """
     sizes: list[int | None] = []
     problems = list(_tensor_problems(manifest.tensors, sizes))
@@ -56,23 +40,23 @@ def validate(manifest: Manifest) -> None:
 
 
 def check_tensors(tensors: Sequence[TensorSpec]) -> None:
-    """Checks what a manifest could not be planned for.
+    """Checks that a manifest can be planned for these tensors.
 
     Raises:
-        ManifestError: With all that is wrong with the tensors.
+        ManifestError: With all problems.
     """
     if problems := list(_tensor_problems(tensors, [])):
         raise ManifestError(problems)
 
 
 def compare(manifest: Manifest, schema: Sequence[TensorSpec]) -> None:
-    """Checks that a valid manifest brings what a schema wants.
+    """Checks that a valid manifest has the tensors of a schema.
 
-    An alias of the schema may be left out where its source is there: both names share the memory.
+    An alias of the schema may be left out if its source is there: both names share the memory.
 
     Raises:
-        ManifestError: With every tensor that is unknown, missing (unless partial), misshapen, or
-            of another dtype or alias.
+        ManifestError: With every tensor that is unknown, missing (unless the manifest is partial),
+            or of another dtype, shape or alias.
     """
     wanted = {spec.name: spec for spec in schema}
     given = {spec.name: spec for spec in manifest.tensors}
@@ -101,7 +85,7 @@ def compare(manifest: Manifest, schema: Sequence[TensorSpec]) -> None:
 
 
 def _tensor_problems(tensors: Sequence[TensorSpec], sizes: list[int | None]) -> Iterator[str]:
-    """What is wrong with the tensors; fills ``sizes`` with their bytes, None where unknown."""
+    """Also fills ``sizes`` with the tensors' bytes, None where unknown."""
     specs: dict[str, TensorSpec] = {}
     for index, spec in enumerate(tensors):
         label = _label(index, spec)
@@ -164,10 +148,10 @@ def _encoding_problems(manifest: Manifest) -> Iterator[str]:
 
 
 def _bucket_problems(manifest: Manifest, sizes: list[int | None]) -> Iterator[str]:
-    """What is wrong with the buckets.
+    """Spans must follow each other in their bucket without overlap.
 
-    Spans follow each other in their bucket without overlap, and the spans of a tensor, in the
-    order they travel, follow each other without overlap or gap.
+    The spans of a tensor, in the order in which they are sent, must follow each other without
+    overlap or gap.
     """
     covered = [0] * len(sizes)
     for number, bucket in enumerate(manifest.buckets):

@@ -216,7 +216,7 @@ class WeightUpdate:
                 rendezvous=membership.rendezvous,
                 timeout=timeout,
                 device=self._device,
-                closed=self._left,
+                cancelled=self._left,
                 listen=self._listen,
             )
         except transport.TransportError as error:

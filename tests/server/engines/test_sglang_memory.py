@@ -18,7 +18,7 @@ from rollwire_server.engines.loading.staging_memory import (
     tensor_views,
 )
 from rollwire_transport import TensorSpec, plan
-from rollwire_transport._slots import in_place_view
+from rollwire_transport._bucket_layout import in_place_view
 from rollwire_transport._tensors import as_bytes, nbytes
 
 if TYPE_CHECKING:

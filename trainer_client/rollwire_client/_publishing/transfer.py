@@ -255,7 +255,7 @@ class WeightTransfer:
         limit = self._timeouts.source
         while True:
             packing = self._sender.packing
-            left = limit if packing is None else limit - elapsed(packing.since)
+            left = limit if packing is None else limit - elapsed(packing.started_at)
             if packing is not None and left <= 0:
                 return SourceError(
                     f"the source did not give {packing.tensor} within {limit:g} s: its thread is "

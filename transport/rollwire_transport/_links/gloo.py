@@ -1,12 +1,11 @@
 """Gloo: over TCP, from and to host memory, on any machine.
 
-Rank 0 shares a pair, which is a gloo group of two, with every receiver, and sends each bucket to
-all of them side by side. A broadcast in one group would spare it some of the copies; but when it
-fails it cannot say who failed, it leaves the others waiting, and all must reach all.
+Rank 0 has a pair, which is a gloo group of two, with every receiver, and sends each bucket to all
+of them side by side. A broadcast in one group would save some copies; but when it fails, it cannot
+say who failed and leaves the others waiting, and all members must reach each other.
 
 A connection that breaks in the middle of a message does not end gloo's wait for that message. So
-gloo is waited for in threads; who died or gave up is learnt from the connections on which the
-members met (see ``control``).
+threads wait for gloo, and the control channel tells who died or gave up.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import contextlib
 import logging
 import math
 import re
+import struct
 import threading
 import time
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -26,123 +26,80 @@ import torch
 import torch.distributed as dist
 
 from rollwire_transport._errors import TransportError, TransportTimeout
-from rollwire_transport._links.base import Availability, Link, Rendezvous, Transfer
-from rollwire_transport._links.control_channel import (
-    TICKET_BYTES,
-    Gathering,
-    Lines,
-    Signal,
-    call,
-    card_of_rank,
-)
-from rollwire_transport._links.gloo_store import Line
-from rollwire_transport._links.worker_thread import Hand
+from rollwire_transport._links.base import Backend, Link, Transfer, link_aborted
+from rollwire_transport._links.failure_detector import StarFailureDetector
+from rollwire_transport._links.framing import MessageType
+from rollwire_transport._threads import WorkerThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
-    from rollwire_transport._links.listener import ListenOptions
+    from rollwire_transport._links.base import GroupMember, ListenOptions
+    from rollwire_transport._links.control_channel import ControlChannel
 
     _Post = Callable[["_Pair", Tensor, int], "_Message"]
 
 logger = logging.getLogger(__name__)
 
-# Tags tell the streams between two ranks apart. A payload's tag is _PAYLOAD plus its size: gloo
-# ends the process that gets a message longer than it expected, so ends that disagree on a size
-# must not find each other's message.
+# Tags tell the messages between two ranks apart. A payload's tag is _PAYLOAD plus its size: gloo
+# ends the process that gets a longer message than it expects, so ends that disagree on a size must
+# not find each other's message.
 _HEADER, _FINISH, _NEVER, _PAYLOAD = range(4)
 
-_LOOK_SECONDS = 0.02  # between looks at the members, while a message is waited for
-_VERDICT_SECONDS = 0.3  # for the members to say why a message did not come
-_LET_GO_SECONDS = 1.0  # for gloo, when a link is closed
+_CHECK_SECONDS = 0.02  # between checks of the members while waiting for a message
+_BLAME_SECONDS = 0.3  # for the members to say why a message did not come
+_CLOSE_SECONDS = 1.0  # for gloo to end what is in flight when a link is closed
+
+_CPU = torch.device("cpu")
 
 
-def available(listen: ListenOptions) -> Availability:
-    """Whether this torch has gloo, and it can listen there."""
-    if not (dist.is_available() and dist.is_gloo_available()):
-        return Availability(ok=False, reason="this build of torch has no gloo")
-    problem = listen.needs_system_ports("gloo")
-    return Availability(ok=not problem, reason=problem)
+class GlooBackend(Backend):
+    name = "gloo"
+    cpu_preference, gpu_preference = 0, 2
 
+    def unavailable_reason(self, listen: ListenOptions) -> str:
+        if not (dist.is_available() and dist.is_gloo_available()):
+            return "this build of torch has no gloo"
+        return listen.ephemeral_ports_problem("gloo")
 
-def open_rendezvous(
-    *, epoch: str, world_size: int, host: str, port: int, device: torch.device
-) -> Rendezvous:
-    """See ``links.open_rendezvous``."""
-    del device  # it moves host memory
-    return _GlooRendezvous(epoch, world_size, host, port)
+    def bucket_device(self, device: torch.device) -> torch.device:
+        del device
+        return _CPU
 
-
-def join_group(
-    *,
-    epoch: str,
-    rank: int,
-    world_size: int,
-    rendezvous: str,
-    timeout: float,
-    device: torch.device,
-    closed: threading.Event,
-    listen: ListenOptions,
-) -> Link:
-    """See ``links.join``."""
-    del device  # it moves host memory
-    deadline = time.monotonic() + timeout
-    lines, _ = call(epoch, rank, world_size, rendezvous, card_of_rank(rank), timeout, closed)
-    connections = lines.detach()
-    try:
-        line = Line(connections[0], deadline, closed)
-        pair = _pair(line, rank, 0, deadline, listen.host)
-    except (RuntimeError, TransportError) as error:
-        connections[0].close()
-        if isinstance(error, TransportError):
-            raise
-        raise _failure("the group could not be formed", error, deadline, "rank 0") from error
-    return _GlooLink(Lines(connections), [pair], sends=False)
-
-
-class _GlooRendezvous(Rendezvous):
-    def __init__(self, epoch: str, world_size: int, host: str, port: int) -> None:
-        self._gathering = Gathering(epoch, world_size, host, port)
-        self.address = self._gathering.address
-        self._closed = threading.Event()
-
-    def form_group(self, timeout: float) -> Link:
-        deadline = time.monotonic() + timeout
-        lines = self._gathering.gather(card_of_rank(0), timeout)
-        lines.start(bytes(TICKET_BYTES))
-        connections = lines.detach()
-        with ThreadPoolExecutor(len(connections)) as pool:
-            forming = {
-                rank: pool.submit(
-                    _pair, Line(connection, deadline, self._closed), 0, rank, deadline
-                )
-                for rank, connection in connections.items()
+    def connect(
+        self,
+        member: GroupMember,
+        channel: ControlChannel,
+        token: bytes,
+        deadline: float,
+        cancelled: threading.Event,
+    ) -> Link:
+        del token
+        with ThreadPoolExecutor(len(channel.peers)) as pool:
+            connecting = {
+                peer: pool.submit(_connect_pair, member, channel, peer, deadline, cancelled)
+                for peer in channel.peers
             }
-        pairs, failures = [], []
-        for rank, future in forming.items():
+        pairs, errors = [], []
+        for peer, future in connecting.items():
             try:
                 pairs.append(future.result())
             except (RuntimeError, TransportError) as error:
-                what, peer = f"rank {rank} joined but cannot be reached", f"rank {rank}"
-                failures.append(_failure(what, error, deadline, peer))
-        link = _GlooLink(Lines(connections), pairs, sends=True)
-        if failures:
-            link.close()  # so that all learn of it
-            raise failures[0]
+                errors.append(_connect_error(member, peer, error, deadline))
+        link = _GlooLink(channel, pairs, sends=member.rank == 0)
+        if errors:
+            link.close()  # tells all members
+            raise errors[0]
         return link
-
-    def close(self) -> None:
-        self._closed.set()
-        self._gathering.close()
 
 
 class _Work(Protocol):
     def wait(self, timeout: timedelta) -> bool: ...
 
 
-class _Group(Protocol):  # what is used of ProcessGroupGloo, whose stubs lack it
+class _Group(Protocol):  # what is used of ProcessGroupGloo, which torch's stubs lack
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> _Work: ...
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> _Work: ...
 
@@ -150,35 +107,37 @@ class _Group(Protocol):  # what is used of ProcessGroupGloo, whose stubs lack it
 class _Pair:
     """One end of a gloo group of rank 0 and a receiver.
 
-    Its thread posts messages, since gloo's send writes to the socket itself for as long as the peer
-    keeps up, and waits for them.
+    Its thread posts messages and waits for them: gloo's send writes to the socket itself for as
+    long as the peer keeps up.
     """
 
     def __init__(self, group: _Group, rank: int, peer: int) -> None:
         self.peer = f"rank {peer}"
         self._group: _Group | None = group
         self._other = 1 if rank == 0 else 0
-        self.hand = Hand(group, "rollwire-gloo")
+        self.thread = WorkerThread(group, "rollwire-gloo")
 
     def send(self, tensor: Tensor, tag: int) -> _Message:
         other = self._other
-        return _Message(self, self.hand.ask(lambda group: group.send([tensor], other, tag)), tensor)
+        posted = self.thread.submit(lambda group: group.send([tensor], other, tag))
+        return _Message(self, posted, tensor)
 
     def receive(self, tensor: Tensor, tag: int) -> _Message:
         other = self._other
-        return _Message(self, self.hand.ask(lambda group: group.recv([tensor], other, tag)), tensor)
+        posted = self.thread.submit(lambda group: group.recv([tensor], other, tag))
+        return _Message(self, posted, tensor)
 
     def abort(self) -> None:
-        # ProcessGroupGloo.abort leaves the connections. What does end them: a wait that times out
-        # closes all connections of its group, and so those of the peer.
+        # ProcessGroupGloo.abort leaves the connections open. A wait that times out closes all
+        # connections of its group, and so those of the peer.
         if (group := self._group) is not None:
             with contextlib.suppress(RuntimeError):
                 mark = torch.zeros(1, dtype=torch.uint8)
                 group.recv([mark], self._other, _NEVER).wait(timedelta(milliseconds=1))
 
-    def let_go(self) -> None:
+    def shut_down(self) -> None:
         self._group = None
-        self.hand.let_go()
+        self.thread.shut_down()
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +146,10 @@ class _Message:
     posted: Future[_Work]
     tensor: Tensor
 
-    def land(self, deadline: float) -> Future[object]:
-        """Done, or failed, when gloo says so: after the deadline, where nobody else does before."""
-        posted, late = self.posted, deadline + _VERDICT_SECONDS
-        return self.pair.hand.ask(lambda _: posted.result().wait(_left(late)))
+    def completion(self, deadline: float) -> Future[object]:
+        """Done or failed when gloo says so; if nothing else does before, after the deadline."""
+        posted, limit = self.posted, deadline + _BLAME_SECONDS
+        return self.pair.thread.submit(lambda _: posted.result().wait(_time_left(limit)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,49 +158,52 @@ class _GlooTransfer(Transfer):
     messages: list[_Message]
 
     def wait(self, timeout: float) -> None:
-        self.link.land(self.messages, time.monotonic() + timeout)
+        self.link.wait_for(self.messages, time.monotonic() + timeout)
 
 
 class _GlooLink(Link):
-    def __init__(self, lines: Lines, pairs: list[_Pair], *, sends: bool) -> None:
-        self.device = torch.device("cpu")
+    def __init__(self, channel: ControlChannel, pairs: list[_Pair], *, sends: bool) -> None:
+        self.device = _CPU
         self.upstream = "rank 0"
-        self._aborted = False
         self._sends = sends
-        self._lines = lines
+        self._channel = channel
+        self._detector = StarFailureDetector(channel)
         self._pairs = pairs
         self._finished = False
+        self._aborted = False
         self._lock = threading.Lock()
 
     def send(self, header: Tensor, payload: Tensor) -> Transfer:
-        return self._post(_Pair.send, header, payload)
+        return self._post_bucket(_Pair.send, header, payload)
 
     def receive(self, header: Tensor, payload: Tensor) -> Transfer:
-        return self._post(_Pair.receive, header, payload)
+        return self._post_bucket(_Pair.receive, header, payload)
 
-    def land(self, messages: list[_Message], deadline: float) -> None:
-        """Waits for messages; see ``Transfer.wait``."""
-        landing = {message.land(deadline): message.pair.peer for message in messages}
-        pending = set(landing)
+    def wait_for(self, messages: list[_Message], deadline: float) -> None:
+        completions = {message.completion(deadline): message.pair.peer for message in messages}
+        pending = set(completions)
         try:
             while pending:
-                self._check()
+                if self._aborted:
+                    raise link_aborted()
+                self._detector.check()
                 if time.monotonic() >= deadline:
-                    raise self._late(sorted({landing[future] for future in pending}))
-                done, pending = wait(pending, _LOOK_SECONDS, FIRST_EXCEPTION)
+                    raise self._timeout(sorted({completions[future] for future in pending}))
+                done, pending = wait(pending, _CHECK_SECONDS, FIRST_EXCEPTION)
                 for future in done:
                     if error := future.exception():
-                        raise self._lost(landing[future], error) from error
+                        raise self._failure(completions[future], error) from error
         finally:
             for future in pending:
                 future.cancel()
         if not self._sends:
-            self._lines.signal(Signal.STEP)
+            self._channel.send(MessageType.STEP)
 
     def finish(self, timeout: float) -> None:
+        # Over gloo, so that it comes after the last bucket.
         post = _Pair.receive if self._sends else _Pair.send
-        self._transfer(post, ((torch.zeros(1, dtype=torch.uint8), _FINISH),)).wait(timeout)
-        self._lines.signal(Signal.FINISHED)
+        self._post(post, [(torch.zeros(1, dtype=torch.uint8), _FINISH)]).wait(timeout)
+        self._channel.send(MessageType.FINISHED)
         self._finished = True
 
     def abort(self) -> None:
@@ -249,7 +211,7 @@ class _GlooLink(Link):
             if self._aborted:
                 return
             self._aborted = True
-        self._lines.hang_up()
+        self._channel.hang_up()
         for pair in self._pairs:
             pair.abort()
 
@@ -258,77 +220,129 @@ class _GlooLink(Link):
             self.abort()
         self._aborted = True
         for pair in self._pairs:
-            pair.let_go()
-        until = time.monotonic() + _LET_GO_SECONDS
-        stuck = [pair.peer for pair in self._pairs if not pair.hand.join(until - time.monotonic())]
+            pair.shut_down()
+        until = time.monotonic() + _CLOSE_SECONDS
+        stuck = [p.peer for p in self._pairs if not p.thread.join(until - time.monotonic())]
         if stuck:
-            logger.info("gloo still holds messages with %s: they are left to it", ", ".join(stuck))
-        self._lines.close()
+            logger.info("gloo still holds messages with %s; it keeps their memory", stuck)
+        self._channel.close()
         return not stuck
 
-    def _check(self) -> None:
+    def _post_bucket(self, post: _Post, header: Tensor, payload: Tensor) -> Transfer:
+        return self._post(post, [(header, _HEADER), (payload, _PAYLOAD + payload.numel())])
+
+    def _post(self, post: _Post, messages: Iterable[tuple[Tensor, int]]) -> Transfer:
         if self._aborted:
-            raise _aborted()
-        self._lines.check()
-
-    def _late(self, peers: list[str]) -> TransportTimeout:
-        """One of these let the deadline pass: the one that is behind all others, if there is."""
-        peer = self._lines.laggard if self._sends else None
-        if not self._sends:
-            self._lines.signal(Signal.LATE)
-        peer = peer if peer in peers else peers[0]
-        return TransportTimeout(f"the transfer with {peer} failed: its deadline ran out", peer)
-
-    def _lost(self, peer: str, error: BaseException) -> TransportError:
-        """What broke a connection, which the members may know better than gloo."""
-        try:
-            self._lines.blame(lambda: self._aborted)
-        except TransportError as verdict:
-            return verdict
-        if self._aborted:
-            return _aborted()
-        return _failure(f"the transfer with {peer} failed", error, math.inf, peer)
-
-    def _post(self, post: _Post, header: Tensor, payload: Tensor) -> Transfer:
-        return self._transfer(post, ((header, _HEADER), (payload, _PAYLOAD + payload.numel())))
-
-    def _transfer(self, post: _Post, messages: Iterable[tuple[Tensor, int]]) -> Transfer:
-        if self._aborted:
-            raise _aborted()
+            raise link_aborted()
         return _GlooTransfer(
             self, [post(pair, tensor, tag) for tensor, tag in messages for pair in self._pairs]
         )
 
+    def _timeout(self, peers: list[str]) -> TransportTimeout:
+        """Blames one of the peers whose deadline passed: if there is one, the laggard."""
+        peer = self._detector.laggard if self._sends else None
+        if not self._sends:
+            self._channel.send(MessageType.TIMED_OUT)
+        peer = peer if peer in peers else peers[0]
+        return TransportTimeout(f"the transfer with {peer} failed: its deadline ran out", peer)
 
-def _pair(line: Line, rank: int, peer: int, deadline: float, host: str | None = None) -> _Pair:
-    """Forms the pair of ``rank`` and ``peer``, of which one is 0; waits for the other.
+    def _failure(self, peer: str, error: BaseException) -> TransportError:
+        """What broke a connection, which the members may know better than gloo."""
+        try:
+            self._detector.await_blame(lambda: self._aborted)
+        except TransportError as reason:
+            return reason
+        if self._aborted:
+            return link_aborted()
+        return TransportError(f"the transfer with {peer} failed: {_reason(error)}", peer)
 
-    Its device is bound to ``host``, by default to the address that the peer reaches.
+
+class _ExchangeStore(dist.Store):  # type: ignore[name-defined,misc]  # torch's stubs lack it
+    """The store in which the two ends of a pair leave their addresses: the control channel.
+
+    torch's own store over TCP waits forever for a process that is frozen or unreachable.
     """
+
+    _KEY_SIZE = struct.Struct("<H")
+
+    def __init__(
+        self, channel: ControlChannel, peer: int, deadline: float, cancelled: threading.Event
+    ) -> None:
+        super().__init__()
+        self._channel = channel
+        self._peer = peer
+        self._deadline = deadline
+        self._cancelled = cancelled
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        name = key.encode()
+        self._channel.put(self._peer, self._KEY_SIZE.pack(len(name)) + name + value)
+
+    def get(self, key: str) -> bytes:
+        while key not in self._values:
+            entry = self._channel.get(self._peer, self._deadline, self._cancelled)
+            if len(entry) < self._KEY_SIZE.size:
+                raise TransportError(f"rank {self._peer} sent a message of another format")
+            end = self._KEY_SIZE.size + self._KEY_SIZE.unpack_from(entry)[0]
+            name = entry[self._KEY_SIZE.size : end].decode(errors="replace")
+            self._values[name] = entry[end:]
+        return self._values[key]
+
+    def wait(self, keys: list[str], _timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
+
+    def barrier(self, rank: int) -> None:
+        """Returns once both ends are here."""
+        self.set(f"done/{rank}", b"")
+        self.get(f"done/{self._peer}")
+
+
+def _connect_pair(
+    member: GroupMember,
+    channel: ControlChannel,
+    peer: int,
+    deadline: float,
+    cancelled: threading.Event,
+) -> _Pair:
     backend = dist.ProcessGroupGloo
-    # Gloo's own choice, and torch's, resolves the machine's name. Only private names lead there.
-    address = host or line.connection.getsockname()[0]
+    # By default gloo, and torch, resolve the machine's name. Only private names lead elsewhere.
+    host = member.listen.host or channel.peers[peer].connection.local_host
     options = backend._Options()  # type: ignore[attr-defined]  # noqa: SLF001
-    options._devices = [backend.create_device(hostname=address, lazy_init=False)]  # noqa: SLF001
-    options._timeout = _left(deadline)  # noqa: SLF001
+    options._devices = [backend.create_device(hostname=host, lazy_init=False)]  # noqa: SLF001
+    options._timeout = _time_left(deadline)  # noqa: SLF001
     options._threads = 1  # noqa: SLF001 - for collectives, of which there are none
-    group = cast("_Group", backend(line, min(rank, 1), 2, options))
-    line.leave(rank, peer)
-    return _Pair(group, rank, peer)
+    store = _ExchangeStore(channel, peer, deadline, cancelled)
+    group = cast("_Group", backend(store, min(member.rank, 1), 2, options))
+    store.barrier(member.rank)
+    return _Pair(group, member.rank, peer)
 
 
-def _left(deadline: float) -> timedelta:
+def _connect_error(
+    member: GroupMember, peer: int, error: BaseException, deadline: float
+) -> TransportError:
+    if member.rank > 0 and isinstance(error, TransportError):
+        return error
+    what = (
+        "the group could not be formed"
+        if member.rank
+        else f"rank {peer} joined but cannot be reached"
+    )
+    if time.monotonic() >= deadline:
+        return TransportTimeout(f"{what}: its deadline ran out", f"rank {peer}")
+    return TransportError(f"{what}: {_reason(error)}", f"rank {peer}")
+
+
+def _time_left(deadline: float) -> timedelta:
     # Gloo counts whole milliseconds and takes zero for no limit.
     return timedelta(milliseconds=max(math.ceil((deadline - time.monotonic()) * 1000), 1))
 
 
-def _failure(what: str, error: BaseException, deadline: float, peer: str | None) -> TransportError:
-    if time.monotonic() >= deadline:
-        return TransportTimeout(f"{what}: its deadline ran out", peer)
+def _reason(error: BaseException) -> str:
     # Gloo's messages begin with a place in its source, and end with advice for collectives.
-    reason = re.sub(r"^\[\S+:\d+\] |\. This is typically.*$|\n.*$", "", str(error), flags=re.S)
-    return TransportError(f"{what}: {reason}", peer)
+    return re.sub(r"^\[\S+:\d+\] |\. This is typically.*$|\n.*$", "", str(error), flags=re.S)
 
 
-def _aborted() -> TransportError:
-    return TransportError("the link was aborted or closed at this end")
+BACKEND = GlooBackend()

@@ -1,11 +1,10 @@
-"""The few functions of libnccl that broadcasting takes, none of which waits for a peer.
+"""The few functions of libnccl that a broadcast needs, none of which waits for a peer.
 
-Not torch's ProcessGroupNCCL: its watchdog thread ends the process when a collective fails or
-times out, and its set-up cannot be given up half way. Bound by hand, a communicator's death is an
-error code, and nothing more.
+torch's ProcessGroupNCCL would not do: its watchdog thread ends the process when a collective fails
+or times out, and its set-up cannot be cancelled. Here a communicator's failure is an error code.
 
-The library is the one that torch has loaded. ``NCCL_*`` variables act as documented by NVIDIA;
-beside SGLang, which sets it in its own processes, both ends need ``NCCL_CUMEM_ENABLE=0``.
+The library is the one that torch has loaded. ``NCCL_*`` variables act as documented by NVIDIA.
+SGLang sets ``NCCL_CUMEM_ENABLE=0`` in its own processes; beside it, both ends need that too.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_void_p
 UNIQUE_ID_BYTES = 128
 
 _SONAME = "libnccl.so.2"
-_OLDEST = 21800  # as ncclGetVersion counts: 2.18.0, which all that is used here is older than
+_OLDEST = 21800  # 2.18.0 by ncclGetVersion; all that is used here is in it
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
@@ -32,7 +31,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """ncclConfig_t as of 2.17; later versions take it for what it says it is."""
+    """ncclConfig_t as of 2.17; later versions read the size and version in it."""
 
     _fields_ = (
         ("size", c_size_t),
@@ -84,21 +83,20 @@ def load() -> ctypes.CDLL:
 
 
 def unique_id() -> bytes:
-    """A ticket for one communicator, which starts to listen for its members.
+    """A unique id for one communicator, which starts to listen for its members.
 
     Raises:
         NcclError: There is no network to listen on.
     """
     made = _UniqueId()
-    _expect(load().ncclGetUniqueId(ctypes.byref(made)), None)
+    _check(load().ncclGetUniqueId(ctypes.byref(made)), None)
     return bytes(made)
 
 
 class Communicator:
     """One rank of a communicator on the current CUDA device.
 
-    It is made, and moves bytes, while others go on: ``ready`` says when it may be used again.
-    Not for several threads at once.
+    No call blocks: ``ready`` says when it may be used again. Not for several threads at once.
 
     Raises:
         NcclError: It cannot be made.
@@ -127,19 +125,17 @@ class Communicator:
         )
         if result not in (_SUCCESS, _IN_PROGRESS):
             self.abort()
-            _expect(result, None)
+            _check(result, None)
 
     def ready(self) -> bool:
-        """Whether what was asked of it last has been set going.
+        """Whether the last call on it has been carried out, or queued on its stream.
 
         Raises:
             NcclError: It has failed.
         """
         state = c_int()
-        _expect(
-            self._library.ncclCommGetAsyncError(self._handle, ctypes.byref(state)), self._handle
-        )
-        _expect(state.value, self._handle)
+        _check(self._library.ncclCommGetAsyncError(self._handle, ctypes.byref(state)), self._handle)
+        _check(state.value, self._handle)
         return state.value == _SUCCESS
 
     def broadcast(self, runs: list[tuple[int, int]], stream: int) -> None:
@@ -153,23 +149,23 @@ class Communicator:
             NcclError: It is not ready, or has failed.
         """
         library = self._library
-        _expect(library.ncclGroupStart(), self._handle)
+        _check(library.ncclGroupStart(), self._handle)
         results = [
             library.ncclBroadcast(address, address, size, _UINT8, 0, self._handle, stream)
             for address, size in runs
         ]
         results.append(library.ncclGroupEnd())
         for result in results:
-            _expect(result, self._handle)
+            _check(result, self._handle)
 
     def abort(self) -> None:
-        """Ends it and what it does on the device; gives back what it held. May take a moment."""
+        """Ends it and its work on the device, and frees it. May take a moment."""
         if self._handle:
             self._library.ncclCommAbort(self._handle)
             self._handle = c_void_p()
 
 
-def _expect(result: int, communicator: c_void_p | None) -> None:
+def _check(result: int, communicator: c_void_p | None) -> None:
     if result not in (_SUCCESS, _IN_PROGRESS):
         library = load()
         what = library.ncclGetErrorString(result).decode()

@@ -1,6 +1,4 @@
-"""What is used of ucxx: its blocking core, without the asynchronous layer, which wants the caller's
-event loop.
-"""
+"""What is used of ucxx: its blocking core. Its asynchronous layer needs the caller's event loop."""
 
 from __future__ import annotations
 
@@ -25,24 +23,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.001
-_EPOLL_MS = 100  # UCX wakes its thread when there is something; this is for what it may forget
-_LET_GO_SECONDS = 2.0  # for UCX to end what was under way on a connection that was cut
+_EPOLL_MS = 100  # UCX wakes its thread when there is work; this is in case it does not
+_RELEASE_SECONDS = 2.0  # for UCX to end what was in flight on a connection that was cut
 _CLOSE_PERIOD_NS, _CLOSE_ATTEMPTS = 100_000_000, 10
 
 
-class Held(Protocol):
+class InFlight(Protocol):
     """Memory that UCX may read or write."""
 
     @property
-    def let_go(self) -> bool:
-        """Whether UCX has nothing to do with it any more."""
+    def released(self) -> bool:
+        """Whether UCX does not use it any more."""
 
     def forget(self) -> None:
-        """Drops what belongs to UCX."""
+        """Drops the requests, which belong to UCX."""
 
 
 class Worker:
-    """UCX for one link. A thread of UCX's own, which leaves Python alone, moves the bytes.
+    """UCX for one link. A thread of UCX's own moves the bytes, without Python.
 
     Args:
         device: Where buckets lie.
@@ -100,32 +98,31 @@ class Worker:
         self._endpoints.append(endpoint)
         return endpoint
 
-    def close(self, under_way: Sequence[Held] = ()) -> bool:
-        """Gives everything back, memory that transfers are under way with included; returns whether
-        UCX has let go of that.
+    def close(self, in_flight: Sequence[InFlight] = ()) -> bool:
+        """Frees everything; returns whether UCX has released the memory that is in flight.
 
-        UCX crashes, or keeps its files, where a connection is closed while it sends. But it copes
-        with dead peers, so their TCP connections are cut first.
+        UCX crashes or leaks files if a connection is closed while it sends. But it handles dead
+        peers, so TCP connections with requests in flight are cut first.
         """
-        if under_way:
+        if in_flight:
             self._cut()
-            _wait_until(lambda: not any(e.alive for e in self._endpoints) or _let_go(under_way))
+            _wait_until(lambda: not any(e.alive for e in self._endpoints) or _released(in_flight))
         for endpoint in self._endpoints:
             endpoint.close_blocking(_CLOSE_PERIOD_NS, _CLOSE_ATTEMPTS)
-        if all_let_go := _wait_until(lambda: _let_go(under_way)):
-            for held in under_way:
-                held.forget()
+        if all_released := _wait_until(lambda: _released(in_flight)):
+            for memory in in_flight:
+                memory.forget()
         else:
             logger.warning(
-                "UCX has not let go of %d buckets: the memory that they lie in is kept",
-                len(under_way),
+                "UCX has not released %d buckets: the memory that they lie in is kept",
+                len(in_flight),
             )
-            _kept.extend((self._worker, *under_way))  # it may still write to them
+            _kept.extend((self._worker, *in_flight))  # it may still write to them
         self._worker.stop_progress_thread()
         # Now, not when the last reference goes, which an error's traceback may hold.
         self._endpoints.clear()
         del self._worker, self._context
-        return all_let_go
+        return all_released
 
     def _cut(self) -> None:
         for file in _sockets(self._worker.epoll_file_descriptor):
@@ -137,12 +134,12 @@ class Worker:
 _kept: list[object] = []
 
 
-def _let_go(under_way: Sequence[Held]) -> bool:
-    return all(held.let_go for held in under_way)
+def _released(in_flight: Sequence[InFlight]) -> bool:
+    return all(memory.released for memory in in_flight)
 
 
 def _wait_until(done: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + _LET_GO_SECONDS
+    deadline = time.monotonic() + _RELEASE_SECONDS
     while not done():
         if time.monotonic() > deadline:
             return False
@@ -151,9 +148,9 @@ def _wait_until(done: Callable[[], bool]) -> bool:
 
 
 def _sockets(epoll: int) -> Iterator[int]:
-    """The sockets that an epoll descriptor waits for, itself or by way of others.
+    """The sockets that an epoll descriptor waits for, directly or through nested ones.
 
-    UCX closes files meanwhile, in a thread of its own: those are none any more.
+    UCX's thread closes files meanwhile; those are skipped.
     """
     try:
         lines = Path(f"/proc/self/fdinfo/{epoll}").read_text().splitlines()
@@ -181,7 +178,7 @@ def load() -> Any:
     Raises:
         ImportError, OSError: It is not installed, or cannot be loaded.
     """
-    # UCX takes variables that ucxx sets for misspelled ones, and says so on standard output.
+    # UCX would report variables that ucxx sets as misspelled, on standard output.
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     from ucxx import libucxx
 

@@ -46,10 +46,10 @@ def connect_ranks(group: ProcessGroup, host: str | None, timeout: float) -> dict
 def _accept_others(
     group: ProcessGroup, host: str, size: int, timeout: float
 ) -> dict[int, Connection]:
-    from rollwire_transport._links import addresses
+    from rollwire_transport._links.rendezvous import listen
 
     try:
-        listener, rendezvous = addresses.listen(host, 0)
+        listener, rendezvous = listen(host, 0)
     except (OSError, ValueError) as error:
         _broadcast(group, "")
         raise PublishError(
@@ -82,13 +82,13 @@ def _accept_others(
 
 
 def _connect_to_rank_0(group: ProcessGroup, rank: int, timeout: float) -> Connection:
-    from rollwire_transport._links import addresses
+    from rollwire_transport._links.rendezvous import parse_address
 
     secret, _, rendezvous = _broadcast(group, "").partition(" ")
     if not rendezvous:
         raise PublishError("rank 0 has found no address at which the ranks can meet")
     try:
-        connected = socket.create_connection(addresses.split(rendezvous), timeout=timeout)
+        connected = socket.create_connection(parse_address(rendezvous), timeout=timeout)
         connected.sendall(f"{secret}{rank:0{_RANK_BYTES}d}".encode())
     except OSError as error:
         raise PublishError(

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from rollwire_transport._thread_switching import SECONDS, fast_thread_switching
+from rollwire_transport._threads import SWITCH_SECONDS, fast_thread_switching
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +26,7 @@ def near(seconds: float) -> object:
 @pytest.mark.parametrize("before", [0.005, 0.0001])
 def test_it_is_as_before_once_the_last_has_left(before: float) -> None:
     sys.setswitchinterval(before)
-    during = near(min(SECONDS, before))
+    during = near(min(SWITCH_SECONDS, before))
     first, second = fast_thread_switching(), fast_thread_switching()
     first.__enter__()
     assert sys.getswitchinterval() == during
