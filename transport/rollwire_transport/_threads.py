@@ -56,7 +56,7 @@ class _SwitchInterval:
 fast_thread_switching = _SwitchInterval().shortened
 
 
-class WorkerThread(Generic[T]):
+class DetachedWorker(Generic[T]):
     """Runs one job after another on an object, in a thread of its own.
 
     The thread drops the object in the end, which may block too. It is a daemon: if it never

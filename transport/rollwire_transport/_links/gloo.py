@@ -29,7 +29,7 @@ from rollwire_transport._errors import TransportError, TransportTimeout
 from rollwire_transport._links.base import Backend, Link, Transfer, link_aborted
 from rollwire_transport._links.failure_detector import StarFailureDetector
 from rollwire_transport._links.framing import MessageType
-from rollwire_transport._threads import WorkerThread
+from rollwire_transport._threads import DetachedWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -115,7 +115,7 @@ class _Pair:
         self.peer = f"rank {peer}"
         self._group: _Group | None = group
         self._other = 1 if rank == 0 else 0
-        self.thread = WorkerThread(group, "rollwire-gloo")
+        self.thread = DetachedWorker(group, "rollwire-gloo")
 
     def send(self, tensor: Tensor, tag: int) -> _Message:
         other = self._other
