@@ -51,10 +51,6 @@ logger = logging.getLogger(__name__)
 
 _CHECK_SECONDS = 0.25  # between two checks for changes while tensors are sent
 
-# By whether the tensors lie on a GPU. UCX forms a group in a tenth of NCCL's time, takes no SM from
-# decoding, and serves members that share a GPU.
-_PREFERRED_BACKENDS = {False: ("gloo", "ucx", "nccl"), True: ("ucx", "nccl", "gloo")}
-
 
 @dataclass(frozen=True, slots=True)
 class UpdateSpec:
@@ -287,10 +283,8 @@ class Publish:
 
     def _common_backends(self) -> list[str]:
         """The backends that all can use, the best for where the tensors lie first."""
-        device = self._update.device
-        on_gpu = device is not None and device.type == "cuda"
-        available = transport.available_backends()
-        usable = [name for name in _PREFERRED_BACKENDS[on_gpu] if available[name].ok]
+        available = transport.available_backends(device=self._update.device)
+        usable = [name for name, availability in available.items() if availability.ok]
         targets = [target for target in self._targets if target.error is None]
         if common := [name for name in usable if all(name in t.transports for t in targets)]:
             return common
