@@ -22,9 +22,7 @@ PACKAGES = {
 }
 
 # Class names that stand more than once, and why.
-SAME_NAMES: dict[str, str] = {
-    "SourceError": "the client's is raised from the transport's, which no trainer sees",
-}
+SAME_NAMES: dict[str, str] = {}
 
 
 def main() -> int:

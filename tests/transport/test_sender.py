@@ -14,7 +14,7 @@ from rollwire_transport import (
     ManifestError,
     Receiver,
     Sender,
-    SourceError,
+    TensorSourceError,
     TensorSpec,
     TransportError,
     describe_all,
@@ -171,7 +171,9 @@ def test_what_a_source_raises_is_told_with_the_tensor() -> None:
         raise ZeroDivisionError("as scripted")
 
     link, sender = MemoryLink(), Sender(manifest)
-    with pytest.raises(SourceError, match=r"ZeroDivisionError .* asked for b: as sc") as caught:
+    with pytest.raises(
+        TensorSourceError, match=r"ZeroDivisionError .* asked for b: as sc"
+    ) as caught:
         sender.send(link, source, bucket_timeout=1)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert caught.value.tensor == "b"

@@ -16,7 +16,7 @@ from rollwire_transport._errors import (
     DigestMismatch,
     ManifestError,
     SharedDevice,
-    SourceError,
+    TensorSourceError,
     TransportError,
     TransportTimeout,
 )
@@ -54,8 +54,8 @@ __all__ = [
     "Rendezvous",
     "Sender",
     "SharedDevice",
-    "SourceError",
     "Span",
+    "TensorSourceError",
     "TensorSpec",
     "Transfer",
     "TransportError",

@@ -6,7 +6,7 @@ TransportError
 └── DigestMismatch     the bytes that arrived are not those that were sent
 
 A layout that cannot be used is a ManifestError, found before any byte moves. A source that fails to
-give a tensor is a SourceError, and no member's fault.
+give a tensor is a TensorSourceError, and no member's fault.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ManifestError(ValueError):
         super().__init__("; ".join(shown))
 
 
-class SourceError(Exception):
+class TensorSourceError(Exception):
     """The source raised when it was asked for a tensor; what it raised is the cause.
 
     Attributes:

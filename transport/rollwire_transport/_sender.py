@@ -100,7 +100,7 @@ class Sender:
         Raises:
             ManifestError: The source does not give what the manifest says. The buckets before that
                 tensor were sent.
-            SourceError: The source raised.
+            TensorSourceError: The source raised.
             TransportError: A receiver failed, and ``peer`` names it; or ``stop`` was set.
         """
         buckets = self._manifest.buckets

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rollwire_transport._errors import ManifestError, SourceError, TransportError
+from rollwire_transport._errors import ManifestError, TensorSourceError, TransportError
 from rollwire_transport._tensors import DTYPES, as_bytes, describe, nbytes
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _source_errors(tensor: str) -> Iterator[None]:
         yield
     # CancelledError: from an event loop of the source's own; none runs in this thread.
     except (Exception, asyncio.CancelledError) as error:
-        raise SourceError(tensor, error) from error
+        raise TensorSourceError(tensor, error) from error
 
 
 def _summary(spec: TensorSpec) -> str:

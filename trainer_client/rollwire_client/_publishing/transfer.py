@@ -158,7 +158,7 @@ class WeightTransfer:
             await self._send(link, first_bucket)
         except transport.TransportError as error:
             raise _group_error(error, group) from error
-        except transport.SourceError as error:
+        except transport.TensorSourceError as error:
             raise SourceError(
                 f"{error}; nothing was committed, the servers keep what they serve"
             ) from error.__cause__
