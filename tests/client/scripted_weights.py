@@ -199,22 +199,22 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
         loop = asyncio.get_running_loop()
 
         def receive() -> None:
-            sealed = update.receiver._seal
+            digest = update.receiver._digest_and_unpack
             stop_at, self.stop_receiving_at = self.stop_receiving_at, None
 
-            def seal(come, *rest) -> object:
-                indices = {slot.index for slot in come}
+            def digest_until_it_dies(batch, *rest) -> object:
+                indices = {slot.index for slot in batch}
                 if self.die_at in indices:
                     loop.call_soon_threadsafe(lambda: loop.create_task(ScriptedServer.stop(self)))
                 if indices & {stop_at, self.die_at}:
                     raise transport.TransportError("as scripted")
-                return sealed(come, *rest)
+                return digest(batch, *rest)
 
-            update.receiver._seal = seal
+            update.receiver._digest_and_unpack = digest_until_it_dies
             try:
                 update.receiver.receive(link, first_bucket=first_bucket, bucket_timeout=5)
             finally:
-                update.receiver._seal = sealed
+                update.receiver._digest_and_unpack = digest
                 link.close()
 
         try:
