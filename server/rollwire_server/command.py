@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic_settings import CliSettingsSource, SettingsError
 
 from rollwire_server.logs import configure
-from rollwire_server.settings import ENV_PREFIX, ServerSettings
+from rollwire_server.settings import ENV_PREFIX, ServerSettings, StartError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +36,7 @@ def run() -> None:
     raise_open_file_limit()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its core prints what it also raises
     # Import torch and gRPC only once the flags are known to be right.
-    from rollwire_server.server import EngineDied, RolloutServer, StartError
+    from rollwire_server.server import EngineDied, RolloutServer
 
     async def serve() -> None:
         await RolloutServer(settings).run()

@@ -17,7 +17,7 @@ from rollwire_server.metrics_server import MetricsServer
 from rollwire_server.rpc.interceptor import CALLS_BESIDE_SEQUENCES, CallInterceptor
 from rollwire_server.rpc.limits import LARGE_BYTES, SMALL_BYTES
 from rollwire_server.security import AuthInterceptor, server_credentials
-from rollwire_server.settings import parse_listen_range
+from rollwire_server.settings import StartError, parse_listen_range
 
 if TYPE_CHECKING:
     from rollwire_server.counters import ServerCounters
@@ -42,10 +42,6 @@ CHANNEL_OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
-
-
-class EndpointError(Exception):
-    """An address that cannot be listened on; the message is for a person."""
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has no types
@@ -94,8 +90,7 @@ class Endpoints:
             API.
 
     Raises:
-        EndpointError: An address cannot be listened on.
-        SecurityError: TLS files are missing or wrong.
+        StartError: An address cannot be listened on, or TLS files are missing or wrong.
     """
 
     def __init__(
@@ -127,7 +122,7 @@ class Endpoints:
             reflection.enable_server_reflection((*services, reflection.SERVICE_NAME), self.api)
 
     async def start(self, metrics: Metrics) -> None:
-        """Opens the endpoints; raises EndpointError when the metrics address is taken."""
+        """Opens the endpoints; raises StartError when the metrics address is taken."""
         if (address := self._settings.metrics_listen) is not None:
             self._metrics_server = MetricsServer(metrics.registry)
             try:
@@ -155,7 +150,7 @@ def transport_listen_options(settings: ServerSettings) -> transport.ListenOption
     """Where weight transfers listen while they are under way.
 
     Raises:
-        EndpointError: The address is not this machine's, or no backend can be kept to it.
+        StartError: The address is not this machine's, or no backend can be kept to it.
     """
     if (address := settings.transport_listen) is None:
         return transport.ListenOptions()
@@ -165,14 +160,14 @@ def transport_listen_options(settings: ServerSettings) -> transport.ListenOption
         try:
             socket.create_server((host, 0), family=family).close()
         except OSError as error:
-            raise EndpointError(
+            raise StartError(
                 f"--transport-listen is {address}: {host} is no address of this machine"
             ) from error
     listening = transport.ListenOptions(host, ports)
     backends = transport.available_backends(listening).values()
     if not any(backend.ok for backend in backends):
         reasons = "; ".join(backend.reason for backend in backends)
-        raise EndpointError(
+        raise StartError(
             f"--transport-listen is {address}, and no backend can be kept to it: {reasons}"
         )
     return listening
@@ -198,7 +193,7 @@ def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredent
     return f"{address.rpartition(':')[0]}:{port}"
 
 
-def _cannot_listen(address: str) -> EndpointError:
-    return EndpointError(
+def _cannot_listen(address: str) -> StartError:
+    return StartError(
         f"cannot listen on {address}: the port is in use, or the address is not this machine's"
     )

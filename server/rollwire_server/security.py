@@ -20,6 +20,7 @@ from rollwire.reasons import Reason
 from rollwire.v1 import rollout_pb2, weights_pb2
 
 from rollwire_server.errors import ServiceError, abort
+from rollwire_server.settings import StartError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -32,10 +33,6 @@ if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
 
 log = structlog.get_logger()
-
-
-class SecurityError(Exception):
-    """The settings are insecure, or name files that cannot be used; for whoever starts it."""
 
 
 class Scope(enum.Enum):
@@ -73,7 +70,7 @@ class _WatchedFile:
         try:
             self.refresh()
         except OSError as error:
-            raise SecurityError(f"cannot read {path}: {error.strerror}") from error
+            raise StartError(f"cannot read {path}: {error.strerror}") from error
 
     def refresh(self) -> bool:
         """Reloads the file if it changed; returns whether the content is another one.
@@ -108,7 +105,7 @@ class TokenAuthorizer:
     """Checks the tokens of calls.
 
     Raises:
-        SecurityError: Tokens would travel in the clear, or protect less than they seem to.
+        StartError: Tokens would travel in the clear, or protect less than they seem to.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -120,13 +117,13 @@ class TokenAuthorizer:
             if path is not None:
                 self._files[scope] = _WatchedFile(path)
         if Scope.ROLLOUT in self._files and Scope.CONTROL not in self._files:
-            raise SecurityError(
+            raise StartError(
                 "--rollout-token-file alone would leave weight updates open to all: give "
                 "--control-token-file too"
             )
         self._tokens = self._read_tokens()
         if self._files and settings.tls_cert is None and not _is_loopback(settings.listen):
-            raise SecurityError(
+            raise StartError(
                 f"tokens would travel in the clear to {settings.listen}: give --tls-cert and "
                 "--tls-key, or listen on a loopback address"
             )
@@ -168,16 +165,16 @@ class TokenAuthorizer:
             return
         try:
             self._tokens = self._read_tokens()
-        except SecurityError as error:
+        except StartError as error:
             log.warning("tokens cannot be used: the last ones count", error=str(error))
         else:
             log.info("tokens read again", scopes=changed)
 
     def _read_tokens(self) -> dict[Scope, bytes]:
-        """Raises SecurityError when both scopes have the same token."""
+        """Raises StartError when both scopes have the same token."""
         tokens = {scope: file.content.strip() for scope, file in self._files.items()}
         if len(set(tokens.values())) < len(tokens):
-            raise SecurityError(
+            raise StartError(
                 "the rollout token and the control token are the same, so that whoever may sample "
                 "could change the weights: make two"
             )
@@ -224,19 +221,19 @@ def server_credentials(settings: ServerSettings) -> grpc.ServerCredentials | Non
     """The TLS credentials of the settings; None without TLS.
 
     Raises:
-        SecurityError: A file cannot be read, or a flag is missing that belongs to another.
+        StartError: A file cannot be read, or a flag is missing that belongs to another.
     """
     if settings.tls_cert is None or settings.tls_key is None:
         if settings.tls_cert is settings.tls_key is settings.tls_client_ca:
             return None
-        raise SecurityError("--tls-cert and --tls-key belong together, --tls-client-ca needs both")
+        raise StartError("--tls-cert and --tls-key belong together, --tls-client-ca needs both")
     cert, key, client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
     files = [_WatchedFile(path) for path in (key, cert, client_ca) if path is not None]
     try:
         _check_pem(cert, key, client_ca)
     except (ssl.SSLError, ValueError) as error:
         named = ", ".join(str(path) for path in (cert, key, client_ca) if path is not None)
-        raise SecurityError(f"no certificate and key that belong together: {named}: {error}"
+        raise StartError(f"no certificate and key that belong together: {named}: {error}"
                             ) from error  # fmt: skip
 
     def configuration() -> grpc.ServerCertificateConfiguration:

@@ -18,15 +18,16 @@ from rollwire.types import ServerState
 from rollwire.v1 import rollout_pb2_grpc, weights_pb2_grpc
 
 from rollwire_server.counters import ServerCounters
-from rollwire_server.endpoints import EndpointError, Endpoints, transport_listen_options
+from rollwire_server.endpoints import Endpoints, transport_listen_options
 from rollwire_server.engines import create_engine
 from rollwire_server.engines.base import EngineError
 from rollwire_server.metrics import Metrics
 from rollwire_server.rpc.rollout_service import RolloutService
 from rollwire_server.rpc.server_info import ServerInfoBuilder
 from rollwire_server.rpc.weight_service import WeightService
-from rollwire_server.security import SecurityError, TokenAuthorizer
+from rollwire_server.security import TokenAuthorizer
 from rollwire_server.sequences.manager import Sequences
+from rollwire_server.settings import StartError
 from rollwire_server.sleep import SleepController
 from rollwire_server.state import StateMachine
 from rollwire_server.weights.manager import UpdateManager
@@ -42,10 +43,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 
-class StartError(Exception):
-    """The server cannot start; the message is for whoever starts it."""
-
-
 class EngineDied(Exception):  # noqa: N818  what happened, for an orchestrator to restart
     """The engine died while the server ran."""
 
@@ -58,10 +55,10 @@ class RolloutServer:
         self._server_id = uuid.uuid4().hex
         try:
             self._engine = create_engine(settings)
-            self._authorizer = TokenAuthorizer(settings)
-            self._listening = transport_listen_options(settings)
-        except (EngineError, SecurityError, EndpointError) as error:
+        except EngineError as error:
             raise StartError(str(error)) from error
+        self._authorizer = TokenAuthorizer(settings)
+        self._listening = transport_listen_options(settings)
         self._counters = ServerCounters()
         self._state = StateMachine(default_pause_lease=settings.pause_lease_seconds)
         self._sequences = Sequences(
@@ -83,7 +80,7 @@ class RolloutServer:
         when the engine did.
         """
         self._check_ready_file()
-        endpoints = self._listen()
+        endpoints = Endpoints(self._settings, self._authorizer, self._counters)
         with self._signals():
             async with asyncio.TaskGroup() as tasks:
                 updates = UpdateManager(
@@ -112,7 +109,7 @@ class RolloutServer:
                         self._report_ready(endpoints.addresses)
                     await self._stopping.wait()
                     await self._drain(updates)
-                except (EngineError, EndpointError, StartError) as error:
+                except (EngineError, StartError) as error:
                     self._failure = self._failure or StartError(str(error))
                 finally:
                     self._remove_ready_file()
@@ -124,12 +121,6 @@ class RolloutServer:
             raise self._failure
 
     # Starting.
-
-    def _listen(self) -> Endpoints:
-        try:
-            return Endpoints(self._settings, self._authorizer, self._counters)
-        except (EndpointError, SecurityError) as error:
-            raise StartError(str(error)) from error
 
     def _check_ready_file(self) -> None:
         path = self._settings.ready_file

@@ -11,6 +11,10 @@ from pydantic import AfterValidator, Field, PositiveInt
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
+class StartError(Exception):
+    """The server cannot start as its settings say; the message is for whoever starts it."""
+
+
 def _address(value: str) -> str:
     host, colon, port = value.rpartition(":")
     number = port.isascii() and port.isdigit() and len(port) <= 5

@@ -69,29 +69,21 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
             )
         self._announcements += 1
         try:
-            await self._announce(request, publisher, update_id, version, lease, context)
+            async with self._converting:
+                manifest = await asyncio.to_thread(conversion.manifest_from_proto, request.manifest)
+            announcement = UpdateAnnouncement(
+                publisher=publisher,
+                update_id=update_id,
+                version=version,
+                allow_version_rollback=request.allow_version_rollback,
+                manifest=manifest,
+                stage_lease=STAGE_LEASE_SECONDS if lease is None else lease,
+            )
+            await self._announce(announcement, context)
         finally:
             self._announcements -= 1
 
-    async def _announce(
-        self,
-        request: weights_pb2.UpdateWeightsRequest,
-        publisher: PublisherId,
-        update_id: str,
-        version: int | None,
-        lease: float | None,
-        context: Context,
-    ) -> None:
-        async with self._converting:
-            manifest = await asyncio.to_thread(conversion.manifest_from_proto, request.manifest)
-        announcement = UpdateAnnouncement(
-            publisher=publisher,
-            update_id=update_id,
-            version=version,
-            allow_version_rollback=request.allow_version_rollback,
-            manifest=manifest,
-            stage_lease=STAGE_LEASE_SECONDS if lease is None else lease,
-        )
+    async def _announce(self, announcement: UpdateAnnouncement, context: Context) -> None:
         async with contextlib.aclosing(self._updates.announce(announcement)) as reports:
             async for progress in reports:
                 await context.write(

@@ -118,13 +118,8 @@ class Sequences:
             self._end(known, known.finish(FinishReason.SUPERSEDED, "a newer attempt took over"))
             self._registry.forget(known)
         self._registry.add(sequence)
-        log.debug(
-            "sequence begun",
-            request_id=request.request_id,
-            attempt=request.attempt,
-            prompt_tokens=len(request.spec.prompt),
-            given_tokens=len(request.spec.prefix),
-        )
+        prompt, given = len(request.spec.prompt), len(request.spec.prefix)
+        _log("sequence begun", request, prompt_tokens=prompt, given_tokens=given)
         cursor = self._attach(sequence, queue, handle, sequence.prefix_length)
         if complete is not None:
             self._end(sequence, sequence.finish(complete))
@@ -298,12 +293,7 @@ class Sequences:
         self, sequence: Sequence, request: Request, queue: ReadyQueue, handle: int
     ) -> Cursor:
         position = check_pick_up(sequence, request)
-        log.debug(
-            "sequence picked up",
-            request_id=request.request_id,
-            attempt=request.attempt,
-            given_tokens=position,
-        )
+        _log("sequence picked up", request, given_tokens=position)
         if sequence.cursor is not None:
             sequence.cursor.supersede()
         sequence.request = dataclasses.replace(
@@ -350,13 +340,8 @@ class Sequences:
         self._awaiting_version.pop(sequence, None)
         sequence.cancel_timer("timeout")
         self._counters.ended_sequences[end.reason.name.lower()] += 1
-        log.debug(
-            "sequence ended",
-            request_id=request.request_id,
-            attempt=request.attempt,
-            reason=end.reason.name,
-            output_tokens=len(sequence.tokens),
-        )
+        tokens = len(sequence.tokens)
+        _log("sequence ended", request, reason=end.reason.name, output_tokens=tokens)
         if not self.live:
             self._idle.set()
         _notify(sequence)
@@ -394,6 +379,10 @@ class Sequences:
                 f"{len(sequence.tokens)} output tokens were sampled",
             )
         self._end(sequence, error)
+
+
+def _log(event: str, request: Request, **more: object) -> None:
+    log.debug(event, request_id=request.request_id, attempt=request.attempt, **more)
 
 
 def _notify(sequence: Sequence) -> None:
