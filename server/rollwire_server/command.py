@@ -103,7 +103,6 @@ class _ArgumentParser(argparse.ArgumentParser):
 
 
 def _problem(details: ErrorDetails, arguments: Sequence[str]) -> str:
-    """What is wrong with one setting, by the name under which it was given."""
     message = details["msg"].removeprefix("Value error, ")
     if not details["loc"]:
         return message

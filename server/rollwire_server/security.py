@@ -129,7 +129,6 @@ class TokenAuthorizer:
             )
 
     def authorize(self, scope: Scope, metadata: Metadata) -> None:
-        """Raises ServiceError unless the call's token is good for ``scope``."""
         if scope is Scope.OPEN or scope not in self._files:
             return
         self._refresh()
@@ -171,7 +170,6 @@ class TokenAuthorizer:
             log.info("tokens read again", scopes=changed)
 
     def _read_tokens(self) -> dict[Scope, bytes]:
-        """Raises StartError when both scopes have the same token."""
         tokens = {scope: file.content.strip() for scope, file in self._files.items()}
         if len(set(tokens.values())) < len(tokens):
             raise StartError(
@@ -243,7 +241,6 @@ def server_credentials(settings: ServerSettings) -> grpc.ServerCredentials | Non
         )
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
-        """Called by gRPC at every handshake."""
         try:
             if not any([file.refresh() for file in files]):  # refresh every file  # noqa: C419
                 return None

@@ -119,7 +119,6 @@ class StateMachine:
 
     @property
     def current(self) -> ServerState:
-        """The state that callers see."""
         paused = any(name != COMMIT for name in self._holds)
         if self._state is ServerState.SERVING and paused:
             return ServerState.PAUSED
@@ -127,12 +126,10 @@ class StateMachine:
 
     @property
     def held(self) -> bool:
-        """Whether a pause or a commit holds the engine."""
         return bool(self._holds)
 
     @property
     def held_seconds(self) -> float:
-        """How long the engine has been held in total."""
         now = time.monotonic()
         return self._held_before + (now - self._held_since if self._held_since else 0.0)
 
@@ -151,7 +148,6 @@ class StateMachine:
         observer(self.current)
 
     def check(self, rpc: Rpc) -> None:
-        """Raises ServiceError when ``rpc`` is refused in this state."""
         if rpc in _REFUSED[self._state]:
             raise ServiceError(
                 Reason[self._state.name],

@@ -185,7 +185,6 @@ async def _raise_errors(stream: AsyncIterable[Any]) -> AsyncIterator[Any]:
 
 
 def _logged_fields(request: Message) -> dict[str, Any]:
-    """What lines of the log name of a request."""
     descriptor = getattr(request, "DESCRIPTOR", None)
     known = {} if descriptor is None else descriptor.fields_by_name
     return {

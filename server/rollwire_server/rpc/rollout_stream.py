@@ -72,7 +72,6 @@ class Columns:
         self.logprobs.append(sequence.logprobs[at - sequence.prefix_length])
 
     def add_tokens(self, handle: int, output: SequenceOutput) -> None:
-        """Adds a row for the tokens of an output, if it has any."""
         if output.segment is None:
             return
         self.handles.append(handle)
@@ -97,8 +96,6 @@ class Columns:
 
 
 class RolloutStream:
-    """One StreamRollouts call."""
-
     def __init__(
         self,
         engine: Engine,
@@ -257,7 +254,6 @@ def _check_has_id(message: rollout_pb2.GenerateRequest) -> None:
 
 
 def _event(handle: int, output: SequenceOutput) -> rollout_pb2.SequenceEvent:
-    """What is more than tokens."""
     end = output.end
     return rollout_pb2.SequenceEvent(
         handle=handle,

@@ -78,11 +78,10 @@ class Sequences:
 
     @property
     def live(self) -> int:
-        """The number of sequences that have not ended: sampling, waiting or held."""
+        """The number of sequences that have not ended."""
         return len(self._sampling) + len(self._awaiting_version)
 
     def by_activity(self) -> dict[str, int]:
-        """The number of live sequences that are running, waiting and held."""
         live = self.live
         if self._state.held:
             return {"running": 0, "waiting": 0, "held": live}
@@ -92,7 +91,6 @@ class Sequences:
     # For the gRPC services.
 
     def next_key(self) -> int:
-        """A key for the engine, never used before."""
         return next(self._keys)
 
     def start(self, request: Request, queue: ReadyQueue, handle: int = 0) -> Cursor:
@@ -173,7 +171,6 @@ class Sequences:
         self._end(sequence, sequence.finish(FinishReason.ABORTED, "aborted by a caller"))
 
     async def abort_all(self) -> int:
-        """Ends every live sequence; returns how many."""
         live = self._registry.live()
         for sequence in live:
             self.abort_soon(sequence)
@@ -189,7 +186,6 @@ class Sequences:
         return len(live)
 
     async def wait_idle(self) -> None:
-        """Returns when no sequence is live."""
         await self._idle.wait()
 
     async def run(self) -> None:

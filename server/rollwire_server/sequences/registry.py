@@ -66,7 +66,6 @@ class SequenceRegistry:
         return self._by_id.get(request_id)
 
     def live(self) -> list[Sequence]:
-        """Those that have not ended."""
         return [sequence for sequence in self._by_id.values() if sequence.end is None]
 
     def find(self, request: Request) -> Sequence | None:
@@ -88,7 +87,6 @@ class SequenceRegistry:
         return sequence
 
     def add(self, sequence: Sequence) -> None:
-        """Adds a sequence of the newest attempt."""
         request = sequence.request
         self._by_id[request.request_id] = sequence
         self._attempts[request.request_id] = request.attempt

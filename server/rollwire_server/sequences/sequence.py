@@ -97,7 +97,6 @@ class Sequence:
         self.logprobs.append(logprob)
 
     def add_extras(self, extras: SequenceExtras, weights: WeightTag) -> None:
-        """Adds what an engine step reports beside its tokens."""
         if (top := extras.top_logprobs) is not None:
             for i in range(0, len(top.token_ids), top.k):
                 self.tops.append((top.token_ids[i : i + top.k], top.logprobs[i : i + top.k]))
@@ -218,7 +217,6 @@ class Cursor:
 
     @property
     def behind(self) -> bool:
-        """Whether there is something to take."""
         sequence = self.sequence
         return not self.done and (
             self.position < len(sequence.tokens)
@@ -280,7 +278,6 @@ class Cursor:
         )
 
     def _next_segment(self) -> TokenSegment:
-        """The segment of the token at the position, which is there."""
         segments = self.sequence.segments
         while (
             self._segment + 1 < len(segments) and segments[self._segment + 1].start <= self.position
