@@ -360,7 +360,7 @@ async def test_a_backend_that_cannot_share_a_gpu_is_nobodys_fault(
 async def test_a_server_that_has_everything_and_stalls_is_cut_out() -> None:
     async with publishing(2) as (servers, _, publisher):
         servers[0].never_staged = True
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             report = await publish(publisher)
         assert isinstance(report.servers[0].error, TransferError)
         assert "got everything, but stalled" in str(report.servers[0].error)

@@ -91,7 +91,7 @@ async def test_a_source_that_hangs_ends_the_publish(hanging: Hanging) -> None:
 async def test_a_publish_whose_source_hangs_can_be_cancelled(hanging: Hanging) -> None:
     async with publishing(2, IMPATIENT) as (servers, _, publisher):
         handle = await publisher.publish(1, hanging)
-        await asyncio.to_thread(hanging.asked.wait, 20)
+        await asyncio.to_thread(hanging.asked.wait, 60)
         await handle.cancel()
         with pytest.raises(asyncio.CancelledError):
             await handle.committed
@@ -102,7 +102,7 @@ async def test_a_publish_whose_source_hangs_can_be_cancelled(hanging: Hanging) -
 async def test_a_publish_that_is_ending_is_not_cut_short(hanging: Hanging, before: str) -> None:
     async with publishing(2) as (servers, fleet, publisher):
         handle = await publisher.publish(1, hanging)
-        await asyncio.to_thread(hanging.asked.wait, 20)
+        await asyncio.to_thread(hanging.asked.wait, 60)
         if before == "a death":
             await servers[0].stop()
         else:
@@ -125,7 +125,7 @@ async def test_a_publish_that_is_ending_is_not_cut_short(hanging: Hanging, befor
 async def test_no_other_group_is_formed_for_a_source_that_hangs(hanging: Hanging) -> None:
     async with publishing(2, IMPATIENT) as (servers, _, publisher):
         handle = await publisher.publish(1, hanging)
-        await asyncio.to_thread(hanging.asked.wait, 20)
+        await asyncio.to_thread(hanging.asked.wait, 60)
         await servers[0].stop()
         with pytest.raises(SourceError, match=r"layer\.weight"):
             await handle.committed
@@ -139,7 +139,7 @@ async def test_a_slow_source_is_waited_for_when_a_server_dies(hanging: Hanging) 
 
     async with publishing(2) as (servers, _, publisher):
         handle = await publisher.publish(1, source)
-        await asyncio.to_thread(hanging.asked.wait, 20)
+        await asyncio.to_thread(hanging.asked.wait, 60)
         await servers[0].stop()
         hanging.let_go.set()
         report = await handle.committed
@@ -163,7 +163,7 @@ class Steady:
                 if name == "head.weight":
                     continue
                 self.asked.set()
-                assert self.ended.wait(20)
+                assert self.ended.wait(60)
                 self.given.append(name)
                 yield name, tensor
         finally:
@@ -180,7 +180,7 @@ async def test_a_source_that_is_read_is_asked_for_nothing_more(way: str) -> None
     async with publishing(1) as (servers, fleet, _):
         publisher = Publisher(fleet, bucket_bytes=ONE_BUCKET, timeouts=TIMEOUTS)
         handle = await publisher.publish(1, source)
-        await asyncio.to_thread(source.asked.wait, 20)
+        await asyncio.to_thread(source.asked.wait, 60)
         ending = asyncio.create_task(handle.cancel() if way == "cancel" else fleet.close())
         stalled = weights_pb2.UPDATE_PHASE_STALLED
         await until(lambda: servers[0].update is not None and servers[0].update.phase == stalled)

@@ -26,7 +26,7 @@ async def test_what_would_end_the_event_loop_is_an_error_of_the_work(raised: Bas
 
     worker = WorkerThread("worker")
     for result in (run_in_thread(work), worker.submit(work).result):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             with pytest.raises(RuntimeError, match="it raised") as told:
                 await result
         assert told.value.__cause__ is raised

@@ -62,7 +62,7 @@ class Machine(RuleBasedStateMachine):
 
     def run(self, work):  # type: ignore[no-untyped-def]
         async def bounded():  # type: ignore[no-untyped-def]
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 return await work
 
         return self.runner.run(bounded())
@@ -80,7 +80,7 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         async def leave() -> None:
             await self.api.resume()
-            await self.api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=20)
+            await self.api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=60)
             if self.staged is not None:
                 await self.staged.discard()
             await self.api.rollouts.Abort(rollout_pb2.AbortRequest(all=True), timeout=60)
@@ -193,7 +193,7 @@ class Machine(RuleBasedStateMachine):
     def sleep(self, form: str) -> None:
         weights = rollout_pb2.SleepingWeights.Value(f"SLEEPING_WEIGHTS_{form}")
         message = rollout_pb2.SleepRequest(weights=weights)
-        self.run(self.api.rollouts.Sleep(message, timeout=20))
+        self.run(self.api.rollouts.Sleep(message, timeout=60))
         self.mode, self.discarded = "SLEEPING", form == "DISCARD"
         for live in self.live:
             assert self.run(live.generation.all()).reason == "INTERRUPTED"
@@ -206,7 +206,7 @@ class Machine(RuleBasedStateMachine):
     @rule(reload=st.booleans())
     def wake_up(self, *, reload: bool) -> None:
         message = rollout_pb2.WakeUpRequest(reload_checkpoint=reload)
-        call = self.api.rollouts.WakeUp(message, timeout=20)
+        call = self.api.rollouts.WakeUp(message, timeout=60)
         if reload and not self.discarded:
             assert self.refused(call) == "BAD_REQUEST"
             return
@@ -221,7 +221,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def nothing_is_sampled(self) -> None:
         assert self.refused(generate(self.api, request())) == self.mode
-        again = self.api.rollouts.Sleep(rollout_pb2.SleepRequest(), timeout=20)
+        again = self.api.rollouts.Sleep(rollout_pb2.SleepRequest(), timeout=60)
         assert self.refused(again) == self.mode
 
     @precondition(lambda self: self.mode == "SLEEPING")

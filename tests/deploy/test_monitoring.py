@@ -57,7 +57,7 @@ async def test_every_series_is_one_that_a_server_tells(helm: Helm, run_pod: RunP
         await publish(api, await random_weights(api, 1))
 
     def scrape() -> str:
-        with urllib.request.urlopen(f"http://{pod.address('metrics')}/metrics", timeout=20) as page:
+        with urllib.request.urlopen(f"http://{pod.address('metrics')}/metrics", timeout=60) as page:
             text: str = page.read().decode()
             return text
 

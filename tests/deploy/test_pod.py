@@ -134,7 +134,7 @@ async def test_tls_tokens_and_their_renewal(
         async with connect(pod.address("api"), credentials) as channel:
             stub = rollout_pb2_grpc.RolloutServiceStub(channel)
             try:
-                await stub.GetServerInfo(rollout_pb2.GetServerInfoRequest(), timeout=20)
+                await stub.GetServerInfo(rollout_pb2.GetServerInfoRequest(), timeout=60)
             except grpc.aio.AioRpcError as error:
                 return error.code()
         return grpc.StatusCode.OK

@@ -123,17 +123,17 @@ async def test_a_message_that_does_not_come_is_waited_for_so_long(
     async with receiving(10) as channel:
         for _ in range(20):  # more than there may be at once
             with pytest.raises(grpc.aio.AioRpcError, match="did not come whole") as caught:
-                await channel.stream_stream("/a/One")(timeout=20).read()
+                await channel.stream_stream("/a/One")(timeout=60).read()
             assert reason_of(caught.value) == "TIMED_OUT"
         monkeypatch.undo()
-        assert await channel.unary_unary("/a/One")(b"", timeout=20) == b""
-        assert await channel.stream_stream("/a/Many")(timeout=20).read() == b""
+        assert await channel.unary_unary("/a/One")(b"", timeout=60) == b""
+        assert await channel.stream_stream("/a/Many")(timeout=60).read() == b""
 
 
 async def test_a_call_without_a_message(server: ServerProcess) -> None:
     async with connected(server.address) as api:
         for name in ("GetServerInfo", "Generate"):
-            call = api.channel.stream_stream(ROLLOUTS + name)(iter([]), timeout=20)
+            call = api.channel.stream_stream(ROLLOUTS + name)(iter([]), timeout=60)
             with pytest.raises(grpc.aio.AioRpcError, match="no message came") as caught:
                 await call.read()
             assert reason_of(caught.value) == "BAD_REQUEST"
@@ -166,18 +166,18 @@ async def test_calls_of_a_method_are_counted() -> None:
             assert [end.result() for end in done] == [grpc.StatusCode.RESOURCE_EXHAUSTED]
             assert len(waiting) == 3
             with pytest.raises(grpc.aio.AioRpcError, match="3 calls of One by ipv4") as caught:
-                await channel.unary_unary("/a/One")(b"", timeout=20)
+                await channel.unary_unary("/a/One")(b"", timeout=60)
             assert reason_of(caught.value) == "TOO_MANY_CALLS"
-            assert await channel.stream_unary("/a/Many")(iter([b""]), timeout=20) == b""
+            assert await channel.stream_unary("/a/Many")(iter([b""]), timeout=60) == b""
             for call in silent:
                 call.cancel()
             await asyncio.gather(*ends, return_exceptions=True)
 
             async def is_open() -> bool:
-                call = channel.unary_unary("/a/One")(b"", timeout=20)
+                call = channel.unary_unary("/a/One")(b"", timeout=60)
                 return await call.code() is grpc.StatusCode.OK
 
-            await until(is_open, 20)
+            await until(is_open, 60)
 
 
 @pytest.mark.parametrize("port", ["listen", "health_listen"])
@@ -206,13 +206,13 @@ async def test_health_takes_names_of_services(start_server: StartServer) -> None
     for address in (server.address, health_of(server)):
         async with grpc.aio.insecure_channel(address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
-            for call in (health.Check(name, timeout=20), health.Watch(name, timeout=20).read()):
+            for call in (health.Check(name, timeout=60), health.Watch(name, timeout=60).read()):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await call
                 assert caught.value.code() in (
                     grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED,
                 )  # fmt: skip
-            await health.Check(health_pb2.HealthCheckRequest(), timeout=20)
+            await health.Check(health_pb2.HealthCheckRequest(), timeout=60)
 
 
 async def test_watchers_of_health_are_counted(start_server: StartServer) -> None:
@@ -229,9 +229,9 @@ async def test_watchers_of_health_are_counted(start_server: StartServer) -> None
             await call.read()
         health = health_pb2_grpc.HealthStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await health.Watch(every, timeout=20).read()
+            await health.Watch(every, timeout=60).read()
         assert reason_of(caught.value) == "TOO_MANY_CALLS"
-        await health.Check(every, timeout=20)  # probes are answered all the same
+        await health.Check(every, timeout=60)  # probes are answered all the same
 
 
 # Messages of many parts.

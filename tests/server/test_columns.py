@@ -68,12 +68,12 @@ async def streaming(
     finally:
         client.reading.set()
         client.close()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await running
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110  nobody tells
             await asyncio.sleep(0.001)
 

@@ -78,7 +78,7 @@ async def test_a_commit_that_fails_is_told_by_the_log_first(
     monkeypatch: pytest.MonkeyPatch, error: Exception, reason: Reason, state: ServerState
 ) -> None:
     """Also where nobody waits for its answer any more."""
-    async with updating() as room, asyncio.timeout(20):
+    async with updating() as room, asyncio.timeout(60):
         digest = await staged(room, monkeypatch, 1.0)
         monkeypatch.setattr(room.engine, "commit", raising(error))
         with capture_logs() as lines, pytest.raises(ServiceError) as caught:
@@ -98,7 +98,7 @@ async def test_a_commit_that_fails_is_told_by_the_log_first(
 async def test_a_version_with_other_content_is_a_failed_commit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with updating() as room, asyncio.timeout(20):
+    async with updating() as room, asyncio.timeout(60):
         digest = await staged(room, monkeypatch, 1.0)
         await room.updates.commit(PUBLISHER, "u", digest, KvPolicy.KEEP)
         room.updates._commits.clear()  # as after many others
@@ -115,7 +115,7 @@ async def test_a_version_with_other_content_is_a_failed_commit(
 
 
 async def test_only_weights_that_changed_are_not_intact(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with updating() as room, asyncio.timeout(20):
+    async with updating() as room, asyncio.timeout(60):
         assert await room.updates.verify()
         monkeypatch.setattr(room.engine, "digests", raising(ChangedWeightsError("a bit")))
         assert not await room.updates.verify()
@@ -128,7 +128,7 @@ async def test_only_weights_that_changed_are_not_intact(monkeypatch: pytest.Monk
 async def test_who_sleeps_is_not_verified(start_server: StartServer) -> None:
     async with connected(start_server().address) as api:
         await api.rollouts.Sleep(
-            rollout_pb2.SleepRequest(weights=rollout_pb2.SLEEPING_WEIGHTS_DISCARD), timeout=20
+            rollout_pb2.SleepRequest(weights=rollout_pb2.SLEEPING_WEIGHTS_DISCARD), timeout=60
         )
         assert (await status(api)).state == common_pb2.SERVER_STATE_SLEEPING
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -142,7 +142,7 @@ async def test_who_sleeps_is_not_verified(start_server: StartServer) -> None:
 async def test_what_an_engine_cannot_do_to_its_weights_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with updating() as room, asyncio.timeout(20):
+    async with updating() as room, asyncio.timeout(60):
         able = dataclasses.replace(
             room.engine.describe(),
             unsupported_sleep={SleepingWeights.HOST_BACKUP: "ask for DISCARD"},
@@ -164,7 +164,7 @@ async def test_what_an_engine_cannot_do_to_its_weights_changes_nothing(
 async def test_a_server_whose_engine_does_not_fall_asleep_serves_on(
     monkeypatch: pytest.MonkeyPatch, paused: bool
 ) -> None:
-    async with updating() as room, asyncio.timeout(20):
+    async with updating() as room, asyncio.timeout(60):
         if paused:
             await room.state.pause("p", 0)
         before = room.state.current
@@ -224,14 +224,14 @@ async def test_a_server_without_memory_to_wake_up_sleeps_on(start_server: StartS
     async with connected(server.address) as api:
         before = await generate(api, request((4, 5), 30, seed=1))
         kept = rollout_pb2.SleepRequest(weights=rollout_pb2.SLEEPING_WEIGHTS_KEEP)
-        assert (await api.rollouts.Sleep(kept, timeout=20)).freed_bytes >= 1 << 27
+        assert (await api.rollouts.Sleep(kept, timeout=60)).freed_bytes >= 1 << 27
         with no_more_memory(server, 80 << 20):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=20)
+                await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=60)
             assert reason_of(caught.value) == "NO_MEMORY"
             assert "sleeps on" in caught.value.details()
             assert (await api.info()).state == common_pb2.SERVER_STATE_SLEEPING
-        await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=20)
+        await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=60)
         after = await generate(api, request((4, 5), 30, seed=1))
         assert (after.tokens, after.logprobs) == (before.tokens, before.logprobs)
 
@@ -242,7 +242,7 @@ async def test_a_checkpoint_that_is_gone_when_the_server_wakes_up(
     model = dense(tmp_path / "model")
     async with connected(start_server("--model", str(model)).address) as api:
         discard = rollout_pb2.SleepRequest(weights=rollout_pb2.SLEEPING_WEIGHTS_DISCARD)
-        await api.rollouts.Sleep(discard, timeout=20)
+        await api.rollouts.Sleep(discard, timeout=60)
         reload = rollout_pb2.WakeUpRequest(reload_checkpoint=True)
         shutil.move(model, tmp_path / "elsewhere")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -258,7 +258,7 @@ async def test_a_checkpoint_that_is_gone_when_the_server_wakes_up(
 async def test_an_engine_that_fails_at_staging_lacks_no_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with updating() as room, asyncio.timeout(20):
+    async with updating() as room, asyncio.timeout(60):
         monkeypatch.setattr(room.engine, "stage", raising(EngineError("SGLang is dead")))
         announcement = UpdateAnnouncement(PUBLISHER, "u", 1, False, room.manifest, 30.0)
         held = "the server holds weights without a version, revision 0"

@@ -45,6 +45,6 @@ async def test_every_watcher_learns_of_every_change(start_server: StartServer) -
 
 
 async def told(watching: grpc.aio.UnaryStreamCall) -> int:
-    message = await asyncio.wait_for(watching.read(), 20)
+    message = await asyncio.wait_for(watching.read(), 60)
     status: int = message.status
     return status

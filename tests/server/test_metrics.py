@@ -205,7 +205,7 @@ async def said(address: str, request: bytes) -> bytes:
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
         writer.write(request)
-        return await asyncio.wait_for(reader.read(), 20)
+        return await asyncio.wait_for(reader.read(), 60)
     except ConnectionError:
         return b""
     finally:

@@ -180,7 +180,7 @@ async def test_others_are_served_while_a_large_manifest_is_read(
             silences.append(longest / (ended - began))
             if silences[-1] < 0.3:
                 break
-            await no_update(other, 30)
+            await no_update(other)
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         stream.call.cancel()
@@ -271,7 +271,7 @@ async def test_what_many_ask_for_at_once_is_done_once(monkeypatch: pytest.Monkey
         async def one_is_taken() -> bool:
             return updates.current is not None
 
-        await until(one_is_taken, 20)
+        await until(one_is_taken, 60)
         assert threading.current_thread() not in makers  # it goes through the whole manifest
         for task in announcing:
             task.cancel()

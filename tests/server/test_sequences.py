@@ -42,7 +42,7 @@ async def test_a_lower_attempt_is_stale_however_many_others_came(
 
 async def test_of_what_has_finished_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "MAX_KEPT", 3)
-    async with serving() as (sequences, _, _), asyncio.timeout(30):
+    async with serving() as (sequences, _, _), asyncio.timeout(60):
         for number in range(6):
             sequences.start(asked(sequences, f"request {number}", grace=60), ReadyQueue())
             await sequences.wait_idle()

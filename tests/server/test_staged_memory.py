@@ -112,7 +112,7 @@ async def test_an_update_whose_memory_is_not_let_go_of_ends(
     monkeypatch: pytest.MonkeyPatch, lets_go: bool
 ) -> None:
     monkeypatch.setattr(transport, "join_group", lambda *_, **__: Failing(lets_go=lets_go))
-    async with updating() as room, asyncio.timeout(20):
+    async with updating() as room, asyncio.timeout(60):
         updates, manifest = room.updates, room.manifest
         reports = updates.announce(UpdateAnnouncement(PUBLISHER, "u", 1, False, manifest, 30.0))
         assert (await anext(reports)).phase is UpdatePhase.READY
@@ -137,7 +137,7 @@ async def test_an_update_whose_memory_is_not_let_go_of_ends(
 @pytest.mark.usefixtures("no_collector")
 async def test_a_discarded_update_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "join_group", lambda *_, **__: Failing(lets_go=True))
-    async with updating() as room, asyncio.timeout(20):
+    async with updating() as room, asyncio.timeout(60):
         updates, manifest = room.updates, room.manifest
         reports = updates.announce(UpdateAnnouncement(PUBLISHER, "u", 1, False, manifest, 30.0))
         await anext(reports)
@@ -160,7 +160,7 @@ async def test_no_update_is_staged_while_the_one_before_is_let_go_of(
     """An engine may have memory for one."""
     link = Lingering()
     monkeypatch.setattr(transport, "join_group", lambda *_, **__: link)
-    async with updating() as room, asyncio.timeout(20):
+    async with updating() as room, asyncio.timeout(60):
         updates, manifest = room.updates, room.manifest
         memory = Memory(room.engine, monkeypatch)
         reports = updates.announce(UpdateAnnouncement(PUBLISHER, "u", 1, False, manifest, 30.0))
@@ -179,7 +179,7 @@ async def test_no_update_is_staged_while_one_is_that_nobody_waits_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It goes on: another process may be in the middle of obeying."""
-    async with updating() as room, asyncio.timeout(20):
+    async with updating() as room, asyncio.timeout(60):
         updates, manifest = room.updates, room.manifest
         memory = Memory(room.engine, monkeypatch)
         memory.may_stage.clear()
@@ -226,7 +226,7 @@ async def test_an_update_that_is_staged_as_it_leaves_a_group_stays_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A new group has nothing for it, and may fail."""
-    async with updating() as room, asyncio.timeout(20):
+    async with updating() as room, asyncio.timeout(60):
         updates, manifest = room.updates, room.manifest
         sender, sent = transport.Sender(manifest), MemoryLink()
         weight = torch.ones(manifest.tensors[0].shape)

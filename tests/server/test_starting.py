@@ -44,7 +44,7 @@ async def run(
     server = RolloutServer(SETTINGS)
 
     def prepare(*_: object) -> None:
-        asyncio.run_coroutine_threadsafe(preparing(server), loop).result(20)
+        asyncio.run_coroutine_threadsafe(preparing(server), loop).result(60)
 
     monkeypatch.setattr(rollwire_transport, "warm_up", prepare)
     with structlog.testing.capture_logs() as lines:

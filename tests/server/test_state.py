@@ -172,7 +172,7 @@ async def test_lease_lifts_a_forgotten_pause() -> None:
         await state.pause("a", 0.01)
         resumed = asyncio.Event()
         state.observe(lambda state: resumed.set() if state is ServerState.SERVING else None)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await resumed.wait()
             await gate.released.wait()
         assert not gate.held
@@ -198,7 +198,7 @@ async def test_a_cancelled_pause_leaves_nothing_half_done() -> None:
 
 
 async def test_a_lease_that_is_over_at_once() -> None:
-    async with serving() as (state, gate), asyncio.timeout(20):
+    async with serving() as (state, gate), asyncio.timeout(60):
         assert await state.pause("a", 1e-9) == "a"
         await state.pause("b", None)
         assert gate.held
@@ -206,7 +206,7 @@ async def test_a_lease_that_is_over_at_once() -> None:
 
 
 async def test_a_resume_beside_another_pause_returns() -> None:
-    async with serving() as (state, gate), asyncio.timeout(20):
+    async with serving() as (state, gate), asyncio.timeout(60):
         await state.pause("a", None)
         resuming = asyncio.create_task(state.resume("a"))
         pausing = asyncio.create_task(state.pause("b", None))
@@ -215,7 +215,7 @@ async def test_a_resume_beside_another_pause_returns() -> None:
 
 
 async def test_a_commit_ends_though_a_pause_comes_as_it_lifts_its_hold() -> None:
-    async with serving() as (state, gate), asyncio.timeout(20):
+    async with serving() as (state, gate), asyncio.timeout(60):
 
         async def commit() -> None:
             async with state.held_for_commit():
@@ -232,7 +232,7 @@ async def test_a_commit_ends_though_a_pause_comes_as_it_lifts_its_hold() -> None
 
 
 async def test_a_hold_during_a_release_waits_for_the_engine() -> None:
-    async with serving() as (state, gate), asyncio.timeout(20):
+    async with serving() as (state, gate), asyncio.timeout(60):
         await state.pause("a", None)
         gate.blocked.clear()
         resuming = asyncio.create_task(state.resume("a"))
@@ -251,7 +251,7 @@ async def test_a_hold_during_a_release_waits_for_the_engine() -> None:
 @pytest.mark.parametrize("seed", range(20))
 async def test_holds_in_any_interleaving_all_return(seed: int) -> None:
     choose = random.Random(seed)
-    async with serving() as (state, gate), asyncio.timeout(20):
+    async with serving() as (state, gate), asyncio.timeout(60):
 
         async def pause() -> None:
             await state.pause(choose.choice("abc"), choose.choice([None, 1e-9, 0.002]))
@@ -281,15 +281,15 @@ async def test_holds_in_any_interleaving_all_return(seed: int) -> None:
 
 
 async def test_who_waits_when_it_all_ends_is_let_go() -> None:
-    async with serving() as (state, gate), asyncio.timeout(20):
+    async with serving() as (state, gate), asyncio.timeout(60):
         gate.blocked.clear()
         pausing = asyncio.create_task(state.pause("a", None))
         await gate.called.wait()
-    await asyncio.wait_for(pausing, 20)
+    await asyncio.wait_for(pausing, 60)
 
 
 async def test_pauses_have_a_limit() -> None:
-    async with serving() as (state, _), asyncio.timeout(20):
+    async with serving() as (state, _), asyncio.timeout(60):
         for number in range(1000):
             await state.pause(str(number), None)
         with pytest.raises(ServiceError, match="1000 pauses"):

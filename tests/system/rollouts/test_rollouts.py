@@ -66,7 +66,7 @@ async def published(publisher: Publisher, seed: int) -> None:
 
 async def idle(client: RolloutClient) -> None:
     """Returns once the server has nothing under way and nothing in its cache."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while True:
             info = await client.info()
             if not (info.running_sequences or info.waiting_sequences or info.kv_tokens_used):

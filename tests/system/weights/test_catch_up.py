@@ -41,7 +41,7 @@ async def test_a_restarted_server_is_caught_up_and_the_other_is_not_disturbed(
         async def awaits() -> bool:
             return await state() is ServerState.AWAITING_WEIGHTS
 
-        await until(awaits, 30)
+        await until(awaits)
         async with RolloutClient(steady.address) as client, connected(steady.address) as api:
             before = await status(api)
             stream = client.stream([1, 2, 3], LONG)
@@ -62,7 +62,7 @@ async def test_a_restarted_server_is_caught_up_and_the_other_is_not_disturbed(
 
         # The one that came back serves again, equal to the other.
         assert await state() is ServerState.SERVING
-        await until(lambda: asyncio.sleep(0, not any(m.problem for m in fleet._pool.servers)), 30)
+        await until(lambda: asyncio.sleep(0, not any(m.problem for m in fleet._pool.servers)))
         assert (await publisher.catch_up(tensors)).servers == ()
 
 
@@ -82,7 +82,7 @@ async def test_a_server_whose_checkpoint_is_the_policy_is_named_after_it(
             info = (await fleet.info())[victim.address]
             return isinstance(info, ServerInfo) and info.state is ServerState.SERVING
 
-        await until(is_up, 60)
+        await until(is_up)
         report = await publisher.catch_up(tensors)
         assert [told.address for told in report.servers] == [victim.address]
         info = (await fleet.info())[victim.address]

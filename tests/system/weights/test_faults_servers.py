@@ -86,7 +86,7 @@ async def serves_nothing(server: ServerProcess, fleet: Fleet) -> None:
         info = (await fleet.info())[server.address]
         return isinstance(info, ServerInfo) and info.server_id == server.server_id
 
-    await until(known, seconds=20)
+    await until(known)
 
 
 async def is_not_taken_for_current(server: ServerProcess, fleet: Fleet, old: int, new: int) -> None:
@@ -105,7 +105,7 @@ async def is_not_taken_for_current(server: ServerProcess, fleet: Fleet, old: int
             member.problem is None and member.version == new
         )
 
-    await until(known, seconds=20)
+    await until(known)
     for _ in range(3):
         trajectory = await fleet.generate(PROMPT, Sampling(max_new_tokens=1))
         assert trajectory.versions == (new,)
