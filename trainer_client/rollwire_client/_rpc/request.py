@@ -44,7 +44,7 @@ class RolloutOptions(TypedDict, total=False):
         session_id: Names sequences that share a prefix: a fleet sends them to the server that has
             it, until that is clearly busier than the others. Default: none.
         routed_experts: Bring the experts that a mixture of experts chose for each token; says which
-            choice counts where it was request more than once. Default: None, no experts.
+            choice counts where it was made more than once. Default: None, no experts.
         timeout: Seconds from start to last token, then ``TimedOutError``. Default: no limit.
         delivery_interval: Seconds for which a server may collect tokens before it sends them, the
             end of the sequence excepted. Each message costs client and server time; tokens that a
