@@ -67,6 +67,30 @@ async def test_rows_come_with_the_tokens_and_once(server: ScriptedServer) -> Non
     assert all(request.routed_experts for request in server.requests)
 
 
+@pytest.mark.parametrize("replay", RoutingReplay)
+async def test_a_chunk_has_no_rows_of_tokens_that_its_reader_has_not_got_yet(
+    server: ScriptedServer, replay: RoutingReplay
+) -> None:
+    async def three_policies(sequence: Sequence) -> None:
+        at = 0
+        for end in (2, 5, 6):
+            await sequence.route(at, 3 + end - 1)
+            await sequence.send(end - sequence.offset)
+            server.weights.revision += 1
+            at = 3 + end - 1
+        await sequence.finish()
+
+    server.default = three_policies
+    async with RolloutClient(server.address) as client, fleet_of(server) as fleet:
+        for where in (client, fleet):
+            stream = where.stream(PROMPT, Sampling(max_new_tokens=6), routed_experts=replay)
+            chunks = [await anext(stream)]
+            await asyncio.sleep(0.2)  # all the others come meanwhile
+            chunks += [chunk async for chunk in stream]
+            rows = [(c.routing.start, c.routing.end) for c in chunks if c.routing is not None]
+            assert rows == [(0, 4), (4, 7), (7, 8)]
+
+
 async def test_what_was_not_asked_for_does_not_come(server: ScriptedServer) -> None:
     server.default = whole
     async with fleet_of(server) as fleet:

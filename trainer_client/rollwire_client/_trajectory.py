@@ -256,10 +256,11 @@ class TrajectoryBuilder:
         return Chunk(offset, tuple(tokens), tuple(logprobs), weights, oldest_kv_revision)
 
     def with_routing(self, chunk: Chunk) -> Chunk:
-        """The chunk with the routing that no chunk before it had."""
+        """The chunk with the routing of the tokens up to its last that no chunk before it had."""
         if self.routing is None:
             return chunk
-        return replace(chunk, routing=self.routing.take(self._ends()))
+        end = chunk.offset + len(chunk.token_ids)
+        return replace(chunk, routing=self.routing.take(self._ends(end)))
 
     def cut(self, end: int) -> None:
         if end >= len(self.token_ids):
@@ -304,7 +305,13 @@ class TrajectoryBuilder:
     def _routing(self) -> Routing | None:
         return self.routing.routing(self._ends()) if self.routing is not None else None
 
-    def _ends(self) -> list[tuple[int, WeightTag]]:
-        """Where each segment ends in prompt + output, and its weights."""
-        prompt = len(self.prompt_ids)
-        return [(prompt + segment.end, segment.weights) for segment in self._segments()]
+    def _ends(self, end: int | None = None) -> list[tuple[int, WeightTag]]:
+        """Where each segment ends in prompt + output, and its weights; of the output before
+        ``end``, by default of all.
+        """
+        prompt, end = len(self.prompt_ids), len(self.token_ids) if end is None else end
+        return [
+            (prompt + min(segment.end, end), segment.weights)
+            for segment in self._segments()
+            if segment.start < end
+        ]
