@@ -244,6 +244,32 @@ async def test_a_sequence_that_waits_when_the_policy_is_rolled_back_waits_no_mor
         assert await task == [10] * 2 + [5] * 4
 
 
+async def test_tokens_that_nobody_has_read_when_a_sequence_goes_on_elsewhere_come_again(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come while the reader looks whether the weights that it waits for still will."""
+    monkeypatch.setattr("rollwire_client._rpc.rollout_stream._WAKE_INTERVAL", 1e9)
+    serve(server, 10, 100)
+    server.scripts = [give_up_after_two]
+    async with fleet_of(server) as fleet:
+        was_published(fleet, WeightTag(10, 1, "any", 100))
+
+        async def go_back(sequence: Sequence) -> None:
+            await sequence.send(2)
+            serve(server, 5, 50)
+            was_published(fleet, WeightTag(5, 1, "any", 50), rollback=True)
+            await asyncio.Event().wait()
+
+        server.scripts.append(go_back)
+        server.default = refuse_older
+        chunks = [chunk async for chunk in fleet.stream(PROMPT, TURN)]
+    assert [token for chunk in chunks for token in chunk.token_ids] == [
+        expected_token(PROMPT, position) for position in range(6)
+    ]
+    assert [chunk.offset for chunk in chunks] == [0, 2]
+    assert [len(request.output_token_ids) for request in server.requests] == [0, 2, 2]
+
+
 async def test_a_bound_of_the_caller_stays_in_a_rollback(pair: list[ScriptedServer]) -> None:
     for server in pair:
         serve(server, 5, 50)

@@ -157,6 +157,8 @@ class Rollout:
                     finally:
                         server.end(attempt)
                 except RollwireError as failure:
+                    if not whole:
+                        self._drop_unread()
                     await self._recover(server, failure)
         except RollwireError as error:
             if whole:
@@ -167,8 +169,7 @@ class Rollout:
             if whole:
                 await self._take_rest()
             else:
-                self._detach()
-                self.output.cut(self._read)
+                self._drop_unread()
 
     def _end(self, server: ServerHandle, finish: Finish | None) -> None:
         if finish is not None and finish.reason is FinishReason.INTERRUPTED:
@@ -189,6 +190,11 @@ class Rollout:
             # Its own end is of interest, not that it was aborted.
             if finish is not None and finish.reason in {FinishReason.STOP, FinishReason.LENGTH}:
                 self.output.finish = finish
+
+    def _drop_unread(self) -> None:
+        """Drops what came and its reader has not got: the next attempt samples it again."""
+        self._detach()
+        self.output.cut(self._read)
 
     def _detach(self) -> None:
         if self._attempt is not None:
