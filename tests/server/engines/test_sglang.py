@@ -183,7 +183,7 @@ class TestServers:
                 await dropped.discard()
             await publish(api, tensors)
         assert mapped() == before
-        assert "other memory is taken" not in server.log.read_text()
+        assert "new memory is allocated" not in server.log.read_text()
 
     async def test_an_interrupt_from_the_terminal_is_the_servers_to_answer(
         self, server: ServerProcess

@@ -88,17 +88,17 @@ def server(
 
 def test_fingerprints_are_digests_of_what_was_there_when_they_began() -> None:
     model = torch.nn.Linear(33, 7, device="cuda")
-    fingerprints = Fingerprinter(model)
+    fingerprinter = Fingerprinter(model)
     for _ in range(2):
-        before = fingerprints.start()
+        before = fingerprinter.start()
         expected = {n: tensor_digest(describe(n, t), t) for n, t in model.state_dict().items()}
         with torch.no_grad():
             torch.cuda.synchronize()
             model.weight[3, 4] += 1
-        after = fingerprints.start()
-        assert before.read() == expected
-        assert after.read()["bias"] == expected["bias"]
-        assert after.read()["weight"] != expected["weight"]
+        after = fingerprinter.start()
+        assert before.result() == expected
+        assert after.result()["bias"] == expected["bias"]
+        assert after.result()["weight"] != expected["weight"]
 
 
 def free_bytes() -> int:
@@ -173,15 +173,15 @@ async def test_memory_of_updates_is_taken_once(
     assert mapped() == before
     log = server.log.read_text()
     assert "cannot be page-locked" not in log
-    assert "other memory is taken" not in log
+    assert "new memory is allocated" not in log
 
 
 def test_pinned_memory_is_copied_to_and_from() -> None:
     spec = TensorSpec("all", "uint8", ((10 << 20) + 512,))
-    pages = pinner_for(torch.device("cuda"))
-    assert pages is not None
+    pinner = pinner_for(torch.device("cuda"))
+    assert pinner is not None
     memory = allocate_on_host([spec])
-    memory.pin(pages)
+    memory.pin(pinner)
     assert memory.pin_error is None
     staged = memory.lend([spec])["all"]
     assert staged.is_pinned()
@@ -192,11 +192,11 @@ def test_pinned_memory_is_copied_to_and_from() -> None:
     torch.cuda.synchronize()
     assert torch.equal(there.cpu(), staged)
     (other,) = open_parts(memory.lend([spec]).layout.parts)
-    pinned = PinnedMemory(other, pages)
+    pinned = PinnedMemory(other, pinner)
     assert (pinned.error, other.is_pinned()) == (None, True)
     pinned.release()
     assert not other.is_pinned()
-    assert PinnedMemory(torch.empty(0, dtype=torch.uint8), pages).error is not None
+    assert PinnedMemory(torch.empty(0, dtype=torch.uint8), pinner).error is not None
     assert torch.ones(3, device="cuda").add_(1).sum().item() == 6  # that failure is not found again
 
 
@@ -209,7 +209,7 @@ def test_device_memory_is_lent_while_a_tensor_of_it_is_held() -> None:
     held = staged["b"].fill_(7)
     del staged
     assert memory.in_use
-    assert memory.pieces[0].memory[64:68].view(torch.float32).item() == 7
+    assert memory.regions[0].memory[64:68].view(torch.float32).item() == 7
     del held
     assert not memory.in_use
 
