@@ -37,9 +37,12 @@ class StreamPool:
 
 
 PACKING_STREAMS = StreamPool(priority=0)
-# For what waits for peers, which must hold up nobody else: torch hands out its few streams of each
-# priority in turn, and hardly anybody takes one of high priority.
-WAITING_STREAMS = StreamPool(priority=-1)
+# What waits for peers must hold up nobody else: torch hands out its few streams of each priority in
+# turn, and hardly anybody takes one of high priority.
+BROADCAST_STREAMS = StreamPool(priority=-1)
+# A pool of its own: what a source allocates is cached for its stream, which must come back for the
+# next update, even if links are closed in another order.
+_SIDE_STREAMS = StreamPool(priority=-1)
 
 
 @contextlib.contextmanager
@@ -78,13 +81,13 @@ def on_side_stream(device: torch.device | None, work: Callable[[], T]) -> Callab
     queued = current.record_event()
 
     def run() -> T:
-        stream = WAITING_STREAMS.acquire(current.device)
+        stream = _SIDE_STREAMS.acquire(current.device)
         stream.wait_event(queued)
         try:
             with torch.cuda.stream(stream):
                 return work()
         finally:
             stream.synchronize()
-            WAITING_STREAMS.release(stream)
+            _SIDE_STREAMS.release(stream)
 
     return run

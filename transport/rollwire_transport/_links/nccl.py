@@ -31,7 +31,7 @@ from rollwire_transport._links.base import (
 )
 from rollwire_transport._links.failure_detector import StarFailureDetector
 from rollwire_transport._links.framing import MessageType
-from rollwire_transport._streams import PACKING_STREAMS, WAITING_STREAMS, packing_context
+from rollwire_transport._streams import BROADCAST_STREAMS, PACKING_STREAMS, packing_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -130,7 +130,7 @@ class _NcclLink(Link):
         self._sends = member.rank == 0
         self._cancelled = cancelled
         self._packing_stream = PACKING_STREAMS.acquire(member.device)
-        self._broadcast_stream = WAITING_STREAMS.acquire(member.device)
+        self._broadcast_stream = BROADCAST_STREAMS.acquire(member.device)
         self._communicator: libnccl.Communicator | None = None
         self._in_flight: list[_NcclTransfer] = []
         self._lock = threading.Lock()  # guards the communicator, which abort takes away
@@ -283,7 +283,7 @@ class _NcclLink(Link):
         else:
             self._in_flight.clear()
             PACKING_STREAMS.release(self._packing_stream)
-            WAITING_STREAMS.release(self._broadcast_stream)
+            BROADCAST_STREAMS.release(self._broadcast_stream)
 
 
 BACKEND = NcclBackend()
