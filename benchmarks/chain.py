@@ -58,10 +58,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     ucx._HOST_CHUNK_BYTES = options.chunk_kib << 10  # noqa: SLF001 - rank 0 tells it to all
-    weights = make_weights(options.mib << 20)
+    weights = make_weights(options.mib << 20, torch.device("cpu"))
     manifest = plan(describe_all(weights), bucket_bytes=options.bucket_mib << 20)
     bare = (options.mib << 20) * 8 / (options.mbit * 1e6)
-    print(machine_line())
+    print(machine_line("cpu"))
     print(f"{options.mib} MiB over lines of {options.mbit:g} Mbit/s: {bare:.1f} s bare")
     print(f"{'receivers':>10}{'seconds':>10}{'of bare':>10}{'of one':>10}")
     one = None
