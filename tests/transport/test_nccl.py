@@ -182,6 +182,14 @@ def test_an_abort_from_another_thread_ends_both_ends() -> None:
     transfer("next")
 
 
+def test_what_an_aborted_link_refuses_is_not_kept() -> None:
+    with group("epoch") as (link, _):
+        link.abort()
+        with pytest.raises(TransportError, match="aborted"):
+            send(link)
+        assert link.close()
+
+
 def test_two_members_on_one_gpu_are_refused() -> None:
     with pytest.raises(TransportError, match="on the GPU of another"), group("epoch", "cuda:0", {}):
         pass

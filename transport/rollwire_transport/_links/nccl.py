@@ -224,10 +224,10 @@ class _NcclLink(Link):
         runs = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
         with self._errors():  # the device is the current one: see ``stream_context``, ``connect``
             transfer = _NcclTransfer(self, tensors)
-            self._in_flight.append(transfer)
             with self._lock:
                 if self._communicator is None:
                     raise link_aborted()
+                self._in_flight.append(transfer)
                 self._communicator.broadcast(runs, stream.cuda_stream)
             self._await(self._ready, deadline, "NCCL did not begin a broadcast in time")
             transfer.done.record(stream)
