@@ -29,7 +29,7 @@ from rollwire_server.security import TokenAuthorizer
 from rollwire_server.sequences.manager import Sequences
 from rollwire_server.settings import StartError
 from rollwire_server.sleep import SleepController
-from rollwire_server.state import StateMachine
+from rollwire_server.state import StateChange, StateMachine
 from rollwire_server.weights.manager import UpdateManager
 from rollwire_server.weights.state import WeightState
 
@@ -163,9 +163,8 @@ class RolloutServer:
         gc.collect()
         gc.freeze()  # else a full collection walks over all of torch, for a quarter of a second
         self._state.attach(self._engine)
-        await_weights = self._settings.await_weights
-        state = ServerState.AWAITING_WEIGHTS if await_weights else ServerState.SERVING
-        self._state.enter(state, "loaded")
+        empty = self._settings.await_weights
+        self._state.apply(StateChange.LOADED_EMPTY if empty else StateChange.LOADED)
 
     def _report_ready(self, addresses: dict[str, str]) -> None:
         engine = self._engine.describe()
@@ -223,7 +222,7 @@ class RolloutServer:
             return
         self._stopping.set()
         if self._state.current is not ServerState.STARTING:  # else it stops once it has loaded
-            self._state.enter(ServerState.DRAINING, "drain")
+            self._state.apply(StateChange.DRAIN)
 
     def _on_sighup(self) -> None:
         """Stops when a terminal was closed. A daemon is asked to read its files again."""
@@ -236,14 +235,14 @@ class RolloutServer:
         explained = isinstance(error, EngineError)  # anything else is a bug
         log.error("the engine died", error=str(error), exc_info=None if explained else error)
         self._failure = EngineDied(str(error))
-        self._state.enter(ServerState.DRAINING, "drain")
+        self._state.apply(StateChange.DRAIN)
         self._stopping.set()
         self._stop_now.set()
 
     async def _drain(self, updates: UpdateManager) -> None:
         """Lets sequences run to their end for the drain limit; the rest go on elsewhere."""
         log.info("draining", live=self._sequences.live, seconds=self._settings.drain_seconds)
-        self._state.enter(ServerState.DRAINING, "drain")
+        self._state.apply(StateChange.DRAIN)
         discarding = updates.discard_current(Reason.DRAINING, "the server goes down")
         waits: list[asyncio.Future[Any]] = [
             asyncio.gather(discarding, self._sequences.wait_idle()),

@@ -12,7 +12,7 @@ from rollwire.types import ServerState, SleepingWeights
 from rollwire_server.background import result_of, spawn
 from rollwire_server.engines.base import EngineError
 from rollwire_server.errors import ServiceError, from_engine_error
-from rollwire_server.state import Rpc, StateMachine
+from rollwire_server.state import Rpc, StateChange, StateMachine
 
 if TYPE_CHECKING:
     from rollwire_server.engines.base import Engine
@@ -68,13 +68,13 @@ class SleepController:
             self._check_supported(weights)
             await self._updates.discard_current(Reason.SLEEPING, "the server goes to sleep")
             self._state.check(Rpc.SLEEP)
-            self._state.enter(ServerState.SLEEPING, "sleep")
+            self._state.apply(StateChange.SLEPT)
             try:
                 await self._sequences.interrupt_all("the server goes to sleep")
                 freed = await self._engine.sleep(weights)
             except EngineError as error:
                 log.error("the server cannot fall asleep", why=str(error))  # noqa: TRY400  no bug
-                self._state.enter(ServerState.SERVING, "sleep failed")
+                self._state.apply(StateChange.SLEEP_FAILED)
                 state = f"nothing was freed, and the server is {self._state.current.value}"
                 raise from_engine_error(error, state) from error
             self._sleeping_weights = weights
@@ -110,5 +110,4 @@ class SleepController:
                 state = "the server sleeps on: wake it up again, or use another server"
                 raise from_engine_error(error, state) from error
             empty = discarded and not reload_checkpoint
-            after = ServerState.AWAITING_WEIGHTS if empty else ServerState.SERVING
-            self._state.enter(after, "wake up")
+            self._state.apply(StateChange.WOKE_EMPTY if empty else StateChange.WOKE)

@@ -59,24 +59,27 @@ class Rpc(enum.Enum):
     VERIFY = "GetWeightStatus with verify"
 
 
-# The states that each state may be entered from. DRAINING may be entered from any, and is final.
-_ENTERED_FROM = {
-    ServerState.AWAITING_WEIGHTS: {ServerState.STARTING, ServerState.SLEEPING},
-    ServerState.SERVING: {
-        ServerState.STARTING,
-        ServerState.AWAITING_WEIGHTS,
-        ServerState.SERVING,
-        ServerState.SLEEPING,
-        ServerState.QUARANTINED,
-    },
-    ServerState.SLEEPING: {ServerState.SERVING},
-    ServerState.QUARANTINED: {
-        ServerState.AWAITING_WEIGHTS,
-        ServerState.SERVING,
-        ServerState.QUARANTINED,
-    },
-    ServerState.DRAINING: set(ServerState),
-}
+_COMMITTABLE = {ServerState.AWAITING_WEIGHTS, ServerState.SERVING, ServerState.QUARANTINED}
+
+
+class StateChange(enum.Enum):
+    """What changes the state: the reason in the log, the states it is possible in, the next one."""
+
+    def __init__(self, reason: str, possible_in: set[ServerState], to: ServerState) -> None:
+        self.reason = reason
+        self.possible_in = possible_in
+        self.to = to
+
+    LOADED = "loaded", {ServerState.STARTING}, ServerState.SERVING
+    LOADED_EMPTY = "loaded, awaiting weights", {ServerState.STARTING}, ServerState.AWAITING_WEIGHTS
+    COMMITTED = "commit", _COMMITTABLE, ServerState.SERVING
+    COMMIT_TORN = "commit failed half way", _COMMITTABLE, ServerState.QUARANTINED
+    SLEPT = "sleep", {ServerState.SERVING}, ServerState.SLEEPING
+    SLEEP_FAILED = "sleep failed", {ServerState.SLEEPING}, ServerState.SERVING
+    WOKE = "wake up", {ServerState.SLEEPING}, ServerState.SERVING
+    WOKE_EMPTY = "wake up, awaiting weights", {ServerState.SLEEPING}, ServerState.AWAITING_WEIGHTS
+    DRAIN = "drain", set(ServerState), ServerState.DRAINING
+
 
 _UPDATE_RPCS = {Rpc.UPDATE_WEIGHTS, Rpc.JOIN_TRANSPORT, Rpc.COMMIT_WEIGHTS}
 
@@ -168,17 +171,17 @@ class StateMachine:
         self._engine = engine
         self._notify_waiters()
 
-    def enter(self, state: ServerState, reason: str) -> None:
-        """Moves to ``state``. A commit, sleep or wake-up that ends while the server drains changes
-        nothing.
+    def apply(self, change: StateChange) -> None:
+        """Enters the state that a change leads to. A commit, sleep or wake-up that ends while the
+        server drains changes nothing.
         """
         if self._state is ServerState.DRAINING:
             return
-        if self._state not in _ENTERED_FROM[state]:
-            raise RuntimeError(f"a bug: {state.name} cannot follow {self._state.name} ({reason})")
+        if self._state not in change.possible_in:
+            raise RuntimeError(f"a bug: {change.name} is impossible in {self._state.name}")
         before = self.current
-        self._state = state
-        self._notify_observers(before, reason)
+        self._state = change.to
+        self._notify_observers(before, change.reason)
 
     async def pause(self, pause_id: str, lease: float | None) -> str:
         """Holds until resumed, or until the lease (seconds; None: the default; 0: never) ends.

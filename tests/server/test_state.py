@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from rollwire.types import ServerState
 from rollwire_server.errors import ServiceError
-from rollwire_server.state import COMMIT, Rpc, StateMachine
+from rollwire_server.state import COMMIT, Rpc, StateChange, StateMachine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -32,13 +32,34 @@ DiscardUpdate         x            .            .       .          .          .
 GetWeightStatus       x            .            .       .          .          .
 GetWeightStatus_with_verify  x     .            .       x          .          .
 """
-PATHS: dict[ServerState, list[ServerState]] = {
+PATHS: dict[ServerState, list[StateChange]] = {
     ServerState.STARTING: [],
-    ServerState.AWAITING_WEIGHTS: [ServerState.AWAITING_WEIGHTS],
-    ServerState.SERVING: [ServerState.SERVING],
-    ServerState.SLEEPING: [ServerState.SERVING, ServerState.SLEEPING],
-    ServerState.QUARANTINED: [ServerState.SERVING, ServerState.QUARANTINED],
-    ServerState.DRAINING: [ServerState.SERVING, ServerState.DRAINING],
+    ServerState.AWAITING_WEIGHTS: [StateChange.LOADED_EMPTY],
+    ServerState.SERVING: [StateChange.LOADED],
+    ServerState.SLEEPING: [StateChange.LOADED, StateChange.SLEPT],
+    ServerState.QUARANTINED: [StateChange.LOADED, StateChange.COMMIT_TORN],
+    ServerState.DRAINING: [StateChange.LOADED, StateChange.DRAIN],
+}
+# And where each change leads from each state: the new state's initial, L for SLEEPING; "." where
+# the change is a bug. Draining is the last state, whatever comes late.
+CHANGES = """
+             starting awaiting_weights serving sleeping quarantined draining
+LOADED          S            .            .       .          .          D
+LOADED_EMPTY    A            .            .       .          .          D
+COMMITTED       .            S            S       .          S          D
+COMMIT_TORN     .            Q            Q       .          Q          D
+SLEPT           .            .            L       .          .          D
+SLEEP_FAILED    .            .            .       S          .          D
+WOKE            .            .            .       S          .          D
+WOKE_EMPTY      .            .            .       A          .          D
+DRAIN           D            D            D       D          D          D
+"""
+INITIALS = {
+    "A": ServerState.AWAITING_WEIGHTS,
+    "S": ServerState.SERVING,
+    "L": ServerState.SLEEPING,
+    "Q": ServerState.QUARANTINED,
+    "D": ServerState.DRAINING,
 }
 
 
@@ -71,7 +92,7 @@ async def serving(lease: float = 0.0) -> AsyncIterator[tuple[StateMachine, Gate]
     gate, state = Gate(), StateMachine(default_pause_lease=lease)
     task = asyncio.create_task(state.run())
     state.attach(gate)  # type: ignore[arg-type]
-    state.enter(ServerState.SERVING, "loaded")
+    state.apply(StateChange.LOADED)
     try:
         yield state, gate
     finally:
@@ -80,23 +101,28 @@ async def serving(lease: float = 0.0) -> AsyncIterator[tuple[StateMachine, Gate]
             await task
 
 
-def _cells() -> list[tuple[str, str, bool]]:
-    header, *rows = GRID.strip().splitlines()
+def _cells(grid: str) -> list[tuple[str, str, str]]:
+    header, *rows = grid.strip().splitlines()
     states = header.split()
     return [
-        (row.split()[0].replace("_", " "), state, cell == "x")
+        (row.split()[0], state, cell)
         for row in rows
         for state, cell in zip(states, row.split()[1:], strict=True)
     ]
 
 
-@pytest.mark.parametrize(("rpc", "name", "refused"), _cells())
-def test_every_rpc_in_every_state(rpc: str, name: str, refused: bool) -> None:
+def _machine_in(name: str) -> StateMachine:
     state = StateMachine(default_pause_lease=1)
-    for step in PATHS[ServerState(name)]:
-        state.enter(step, "the test")
+    for change in PATHS[ServerState(name)]:
+        state.apply(change)
     assert state.current.value == name
-    if not refused:
+    return state
+
+
+@pytest.mark.parametrize(("row", "name", "cell"), _cells(GRID))
+def test_every_rpc_in_every_state(row: str, name: str, cell: str) -> None:
+    state, rpc = _machine_in(name), row.replace("_", " ")
+    if cell != "x":
         state.check(Rpc(rpc))
         return
     with pytest.raises(ServiceError) as caught:
@@ -106,22 +132,24 @@ def test_every_rpc_in_every_state(rpc: str, name: str, refused: bool) -> None:
 
 
 def test_grid_covers_every_rpc() -> None:
-    assert {rpc for rpc, _, _ in _cells()} == {rpc.value for rpc in Rpc}
+    assert {row.replace("_", " ") for row, _, _ in _cells(GRID)} == {rpc.value for rpc in Rpc}
 
 
-def test_nothing_leaves_draining() -> None:
-    state = StateMachine(default_pause_lease=1)
-    state.enter(ServerState.DRAINING, "drain")
-    for other in ServerState:
-        state.enter(other, "late")
-        assert state.current is ServerState.DRAINING
+@pytest.mark.parametrize(("row", "name", "cell"), _cells(CHANGES))
+def test_every_change_in_every_state(row: str, name: str, cell: str) -> None:
+    """A commit that ends while the server sleeps, for one, does not wake it up."""
+    state, change = _machine_in(name), StateChange[row]
+    if cell != ".":
+        state.apply(change)
+        assert state.current is INITIALS[cell]
+        return
+    with pytest.raises(RuntimeError, match=f"{row} is impossible in {name.upper()}"):
+        state.apply(change)
+    assert state.current.value == name
 
 
-def test_a_step_that_the_diagram_does_not_have_is_a_bug() -> None:
-    state = StateMachine(default_pause_lease=1)
-    with pytest.raises(RuntimeError, match="SLEEPING cannot follow STARTING"):
-        state.enter(ServerState.SLEEPING, "sleep")
-    assert state.current is ServerState.STARTING
+def test_changes_are_all_there_are() -> None:
+    assert {row for row, _, _ in _cells(CHANGES)} == {change.name for change in StateChange}
 
 
 async def test_pause_holds_until_its_own_resume() -> None:
@@ -307,5 +335,5 @@ def test_what_is_refused_while_the_engine_loads_is_called_what_it_is() -> None:
     state = StateMachine(default_pause_lease=0.0)
     with pytest.raises(ServiceError, match=r"^Generate is refused while the server is starting"):
         state.check_started(Rpc.GENERATE)
-    state.enter(ServerState.AWAITING_WEIGHTS, "loaded")
+    state.apply(StateChange.LOADED_EMPTY)
     state.check_started(Rpc.GENERATE)  # else nothing could be picked up

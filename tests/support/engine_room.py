@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import pytest
 import rollwire_transport as transport
 from rollwire.reasons import Reason
-from rollwire.types import ServerState, WeightTag
+from rollwire.types import WeightTag
 from rollwire_server.counters import ServerCounters
 from rollwire_server.engines.synthetic import SyntheticConfig, SyntheticEngine
 from rollwire_server.sequences.manager import Sequences
 from rollwire_server.sleep import SleepController
-from rollwire_server.state import StateMachine
+from rollwire_server.state import StateChange, StateMachine
 from rollwire_server.weights.manager import UpdateManager
 from rollwire_server.weights.state import WeightState
 
@@ -33,7 +33,7 @@ async def serving() -> AsyncIterator[tuple[Sequences, StateMachine, SyntheticEng
         engine_died=lambda error: pytest.fail(str(error)),
     )  # fmt: skip
     sequences.weights_committed(await engine.start("server", sequences))
-    state.enter(ServerState.SERVING, "loaded")
+    state.apply(StateChange.LOADED)
     try:
         yield sequences, state, engine
     finally:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import rollwire_transport as transport
 import structlog
 from rollwire.reasons import Reason
-from rollwire.types import KvPolicy, ServerState, WeightTag, weights_text
+from rollwire.types import KvPolicy, WeightTag, weights_text
 
 from rollwire_server.engines.base import (
     ChangedWeightsError,
@@ -18,6 +18,7 @@ from rollwire_server.engines.base import (
     TornWeightsError,
 )
 from rollwire_server.errors import ServiceError, from_engine_error
+from rollwire_server.state import StateChange
 from rollwire_server.weights.types import CommitResult
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ class WeightState:
             if version is not None:
                 self._last_versioned = weights
                 self.highest_version = max(version, self.highest_version or 0)
-            self._state.enter(ServerState.SERVING, "commit")
+            self._state.apply(StateChange.COMMITTED)
             self._serve(weights)
             await self._sequences.interrupt_out_of_bounds(version)
         result = CommitResult(
@@ -216,7 +217,7 @@ class WeightState:
             "is committed",
         )
         _log_failure(update, failure)
-        self._state.enter(ServerState.QUARANTINED, "commit failed half way")
+        self._state.apply(StateChange.COMMIT_TORN)
         await self._sequences.interrupt_all(f"a commit failed half way: {error}")
         return failure
 
