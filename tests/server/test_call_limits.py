@@ -12,9 +12,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given, settings
+from rollwire.reasons import Reason
 from rollwire.v1 import rollout_pb2, weights_pb2
 from rollwire_server.counters import ServerCounters
 from rollwire_server.endpoints import MAX_HEALTH_CALLS
+from rollwire_server.errors import ServiceError, abort
 from rollwire_server.rpc import interceptor
 from rollwire_server.rpc.interceptor import CONCURRENT_MESSAGES, CallInterceptor
 from rollwire_server.rpc.limits import LARGE_BYTES, has_at_most, message_fields
@@ -84,15 +86,20 @@ async def test_messages_that_do_not_come_whole_take_little_and_hinder_nobody_els
 
 @contextlib.asynccontextmanager
 async def receiving(most_calls: int) -> AsyncIterator[grpc.aio.Channel]:
-    """A server of two methods that answer at once, one of them to a stream."""
+    """A server of two methods that answer at once, one of them to a stream; two more fail."""
 
     async def answer(_: Any, __: Any) -> bytes:
         return b""
+
+    async def fail(_: Any, __: Any) -> bytes:
+        raise ServiceError(Reason.INTERNAL, "as it always does")
 
     server = grpc.aio.server(interceptors=[CallInterceptor(most_calls, ServerCounters())])
     handlers = {
         "One": grpc.unary_unary_rpc_method_handler(answer, bytes),
         "Many": grpc.stream_unary_rpc_method_handler(answer, bytes),
+        "Fails": grpc.unary_unary_rpc_method_handler(fail, bytes),
+        "StreamFails": grpc.unary_stream_rpc_method_handler(fail, bytes),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a", handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -178,6 +185,36 @@ async def test_calls_of_a_method_are_counted() -> None:
                 return await call.code() is grpc.StatusCode.OK
 
             await until(is_open, 60)
+
+
+@pytest.mark.parametrize("method", ["/a/Fails", "/a/StreamFails"])
+async def test_a_call_counts_until_its_error_is_sent(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """The error holds the message, which may be large, and goes no faster than the client reads."""
+    failed, reads = asyncio.Event(), asyncio.Event()
+
+    async def abort_slowly(context: Any, error: ServiceError) -> None:
+        if error.reason is Reason.INTERNAL:
+            failed.set()
+            await reads.wait()
+        await abort(context, error)
+
+    monkeypatch.setattr(interceptor, "abort", abort_slowly)
+    async with receiving(1) as channel:
+        call = channel.stream_stream(method)
+
+        async def reason() -> str | None:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(iter([b""]), timeout=60).read()
+            return reason_of(caught.value)
+
+        first = asyncio.create_task(reason())
+        async with asyncio.timeout(60):
+            await failed.wait()
+            assert await reason() == "TOO_MANY_CALLS"
+            reads.set()
+            assert await first == "INTERNAL"
 
 
 @pytest.mark.parametrize("port", ["listen", "health_listen"])

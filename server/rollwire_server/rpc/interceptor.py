@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import inspect
 from collections import Counter
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -79,32 +80,36 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         respond = _responder(handler)
         one_response = not handler.response_streaming
 
-        async def serve(stream: Any, context: Context) -> None:
+        async def serve(stream: Any, context: Context, admission: AsyncExitStack) -> None:
             client = client_of(context)
-            with self._counted(client, service, name):
-                if handler.request_streaming:
-                    await respond(_raise_errors(stream), context)
-                    return
-                turn = self._turn(f"{client} {method}") if one_response else None
-                async with turn or contextlib.nullcontext():
-                    request = await self._read_message(client, name, parser, context)
-                    bind(**_logged_fields(request))
-                    await respond(request, context)
+            admission.enter_context(self._counted(client, service, name))
+            if handler.request_streaming:
+                await respond(_raise_errors(stream), context)
+                return
+            if one_response:
+                await admission.enter_async_context(self._turn(f"{client} {method}"))
+            request = await self._read_message(client, name, parser, context)
+            bind(**_logged_fields(request))
+            await respond(request, context)
 
         async def serve_or_abort(stream: Any, context: Context) -> None:
-            try:
-                await serve(stream, context)
-            except (ServiceError, EngineError) as raised:
-                error = raised if isinstance(raised, ServiceError) else from_engine_error(raised)
-                self._counters.refusals[error.reason.name.lower()] += 1
-                log.info("refused", rpc=name, reason=error.reason.name, message=error.message)
-                await abort(context, error)
-            except grpc.aio.AbortError:
-                raise
-            except Exception as error:
-                if not is_caller_fault(error):
-                    log.exception("a bug: the call failed", rpc=name)
-                raise
+            # An error keeps the call's message until it is sent: the call counts until then.
+            async with AsyncExitStack() as admission:
+                try:
+                    await serve(stream, context, admission)
+                except (ServiceError, EngineError) as raised:
+                    error = (
+                        raised if isinstance(raised, ServiceError) else from_engine_error(raised)
+                    )
+                    self._counters.refusals[error.reason.name.lower()] += 1
+                    log.info("refused", rpc=name, reason=error.reason.name, message=error.message)
+                    await abort(context, error)
+                except grpc.aio.AbortError:
+                    raise
+                except Exception as error:
+                    if not is_caller_fault(error):
+                        log.exception("a bug: the call failed", rpc=name)
+                    raise
 
         make: Callable[..., Handler] = grpc.stream_stream_rpc_method_handler
         return make(
