@@ -43,10 +43,10 @@ def demo(
         typer.Option(
             min=0,
             max=2**31,
-            help="Of model, task and draws. Which version samples which token depends on timing.",
+            help="Seed of model, task and draws. Timing decides which version samples which token.",
         ),
     ] = 0,
-    servers: Annotated[int, typer.Option(min=1, max=16, help="Rollout servers.")] = 2,
+    servers: Annotated[int, typer.Option(min=1, max=16, help="Number of rollout servers.")] = 2,
     steps: Annotated[int, typer.Option(min=1, max=2000, help="Most steps of the trainer.")] = 400,
     minutes: Annotated[float, typer.Option(min=0, help="Most minutes of training.")] = 10.0,
     output: Annotated[
@@ -55,13 +55,13 @@ def demo(
     *,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show only the result.")] = False,
 ) -> int:
-    """Servers, a trainer and a policy that learns, on this machine.
+    """Run servers and a trainer whose policy learns, on this machine.
 
     A random transformer learns a secret alphabet from streamed rollouts.
 
     Each step publishes a new policy while sequences are under way.
 
-    At the end labels and log-probabilities are checked against the weights.
+    At the end the demo checks labels and log-probabilities against the weights.
     """
     _check_extra()
     _make_folder(output)

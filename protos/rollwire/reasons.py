@@ -27,16 +27,16 @@ DETAILS_KEY = "grpc-status-details-bin"  # of the trailing metadata
 
 
 class ErrorScope(enum.Enum):
-    """Whom an error concerns."""
+    """What an error concerns."""
 
     SEQUENCE = "sequence"
-    """This sequence, or its request: it would fail elsewhere too, and others go on."""
+    """One sequence or its request: it would fail on other servers too; other sequences continue."""
     SERVER = "server"
-    """The server as it is now: another one, or the same one later, may do better."""
+    """One server: the request may succeed on another server, or later on this one."""
     CONFIGURATION = "configuration"
-    """Every sequence alike: the caller, or whoever runs the servers, has to change something."""
+    """Every sequence: the caller or the operator of the servers has to change something."""
     UPDATE = "update"
-    """A weight update; no sequence ends with it."""
+    """A weight update; no sequence ends because of it."""
 
 
 _SEQUENCE, _SERVER = ErrorScope.SEQUENCE, ErrorScope.SERVER
@@ -49,9 +49,9 @@ class Reason(enum.Enum):
 
     Attributes:
         code: The gRPC code.
-        scope: Whom it concerns.
-        meaning: In a few words.
-        retry_after: Seconds after which trying again may help; None where waiting does not.
+        scope: What the error concerns.
+        meaning: A few words that explain it.
+        retry_after: Seconds after which a retry may help; None if waiting does not help.
     """
 
     def __init__(
@@ -88,27 +88,31 @@ class Reason(enum.Enum):
     BAD_REQUEST = (
         StatusCode.INVALID_ARGUMENT,
         _SEQUENCE,
-        "a field that is missing or makes no sense",
+        "a field is missing or invalid",
     )
 
     INTERNAL = StatusCode.INTERNAL, _SERVER, "a bug of the server"
     ENGINE_FAILED = (
         StatusCode.INTERNAL,
         _SERVER,
-        "the engine failed at it; what serves is untouched",
+        "the engine failed at the call; the serving weights are unchanged",
     )
-    NO_MEMORY = StatusCode.RESOURCE_EXHAUSTED, _SERVER, "the engine finds no memory for it"
+    NO_MEMORY = StatusCode.RESOURCE_EXHAUSTED, _SERVER, "the engine has no memory for the call"
 
-    # Who calls.
+    # Authentication.
     UNAUTHENTICATED = (
         StatusCode.UNAUTHENTICATED,
         _CONFIGURATION,
-        "no token, or one that is not known",
+        "no token, or an unknown one",
     )
-    PERMISSION_DENIED = StatusCode.PERMISSION_DENIED, _CONFIGURATION, "a token for something else"
+    PERMISSION_DENIED = (
+        StatusCode.PERMISSION_DENIED,
+        _CONFIGURATION,
+        "the token does not permit this call",
+    )
 
     # Sequences.
-    STALE_ATTEMPT = StatusCode.ABORTED, _SEQUENCE, "a lower attempt than one already seen"
+    STALE_ATTEMPT = StatusCode.ABORTED, _SEQUENCE, "the server has seen a higher attempt"
     PREFIX_MISMATCH = (
         StatusCode.FAILED_PRECONDITION,
         _SEQUENCE,
@@ -117,7 +121,7 @@ class Reason(enum.Enum):
     REQUEST_MISMATCH = (
         StatusCode.FAILED_PRECONDITION,
         _SEQUENCE,
-        "a pick-up that asks for something else than the request that it picks up",
+        "a pick-up that differs from the request that it picks up",
     )
     WEIGHTS_TOO_OLD = (
         StatusCode.FAILED_PRECONDITION,
@@ -132,7 +136,7 @@ class Reason(enum.Enum):
     TIMED_OUT = (
         StatusCode.DEADLINE_EXCEEDED,
         _SEQUENCE,
-        "the time that a request may take is over",
+        "the request's time limit has passed",
     )
     NOT_FINITE = StatusCode.INTERNAL, _SEQUENCE, "NaN or infinity in the sequence's logits"
     STEP_FAILED = (
@@ -141,22 +145,22 @@ class Reason(enum.Enum):
         "the engine's step raised for this sequence alone",
     )
 
-    # What the server is doing.
-    QUEUE_FULL = StatusCode.RESOURCE_EXHAUSTED, _SERVER, "more waiting than the limit", 1.0
+    # State and load of the server.
+    QUEUE_FULL = StatusCode.RESOURCE_EXHAUSTED, _SERVER, "too many sequences wait", 1.0
     TOO_MANY_STREAMS = (
         StatusCode.RESOURCE_EXHAUSTED,
         _SERVER,
-        "more StreamRollouts calls of one client than the limit",
+        "the client has too many StreamRollouts calls",
     )
     TOO_MANY_CALLS = (
         StatusCode.RESOURCE_EXHAUSTED,
         _SERVER,
-        "more calls of a method by one client than the limit",
+        "the client has too many calls of this method",
         1.0,
     )
     STARTING = StatusCode.UNAVAILABLE, _SERVER, "the engine is loading", 5.0
-    DRAINING = StatusCode.UNAVAILABLE, _SERVER, "the server is going down", 1.0
-    SLEEPING = StatusCode.UNAVAILABLE, _SERVER, "its memory is given back", 5.0
+    DRAINING = StatusCode.UNAVAILABLE, _SERVER, "the server is shutting down", 1.0
+    SLEEPING = StatusCode.UNAVAILABLE, _SERVER, "the server has freed its memory", 5.0
     AWAITING_WEIGHTS = StatusCode.UNAVAILABLE, _SERVER, "no update was committed yet", 5.0
     QUARANTINED = (
         StatusCode.UNAVAILABLE,
@@ -167,50 +171,58 @@ class Reason(enum.Enum):
     UNSUPPORTED_SLEEP = (
         StatusCode.FAILED_PRECONDITION,
         _CONFIGURATION,
-        "not what can become of this engine's weights while it sleeps",
+        "the engine does not support this sleep mode",
     )
 
     # Weight updates.
-    FROZEN = StatusCode.FAILED_PRECONDITION, _UPDATE, "this server takes no updates"
+    FROZEN = StatusCode.FAILED_PRECONDITION, _UPDATE, "this server accepts no updates"
     STALE_PUBLISHER = (
         StatusCode.FAILED_PRECONDITION,
         _UPDATE,
-        "a publisher with a higher term was here",
+        "a publisher with a higher term took over",
     )
     UPDATE_IN_PROGRESS = StatusCode.FAILED_PRECONDITION, _UPDATE, "another update is under way"
-    NOT_STAGED = StatusCode.FAILED_PRECONDITION, _UPDATE, "no such update, or not complete"
-    VERSION_NOT_NEWER = StatusCode.FAILED_PRECONDITION, _UPDATE, "below what is committed"
-    VERSION_CONFLICT = StatusCode.FAILED_PRECONDITION, _UPDATE, "this version with other content"
-    BASE_MISMATCH = StatusCode.FAILED_PRECONDITION, _UPDATE, "the update is made for other weights"
+    NOT_STAGED = StatusCode.FAILED_PRECONDITION, _UPDATE, "the update is unknown or not complete"
+    VERSION_NOT_NEWER = (
+        StatusCode.FAILED_PRECONDITION,
+        _UPDATE,
+        "the version is below the committed one",
+    )
+    VERSION_CONFLICT = (
+        StatusCode.FAILED_PRECONDITION,
+        _UPDATE,
+        "the version was committed with other content",
+    )
+    BASE_MISMATCH = StatusCode.FAILED_PRECONDITION, _UPDATE, "the update needs other weights"
     MANIFEST_MISMATCH = (
         StatusCode.INVALID_ARGUMENT,
         _UPDATE,
-        "tensors that the model does not have",
+        "the update's tensors are not the model's",
     )
-    DIGEST_MISMATCH = StatusCode.DATA_LOSS, _UPDATE, "received bytes are not what was sent"
-    TRANSPORT_FAILED = StatusCode.ABORTED, _UPDATE, "the transport group broke"
+    DIGEST_MISMATCH = StatusCode.DATA_LOSS, _UPDATE, "the received bytes are not the sent ones"
+    TRANSPORT_FAILED = StatusCode.ABORTED, _UPDATE, "the transport group failed"
     TRANSPORT_TIMEOUT = StatusCode.ABORTED, _UPDATE, "a member of the transport group is silent"
     STAGING_FAILED = (
         StatusCode.RESOURCE_EXHAUSTED,
         _UPDATE,
-        "no memory for an update beside what serves",
+        "no memory for an update beside the serving weights",
     )
-    COMMIT_FAILED = StatusCode.INTERNAL, _UPDATE, "nothing was changed"
+    COMMIT_FAILED = StatusCode.INTERNAL, _UPDATE, "the commit failed; nothing was changed"
     UNSUPPORTED_ENCODING = (
         StatusCode.UNIMPLEMENTED,
         _UPDATE,
-        "this server takes full updates only",
+        "this server does not support the update's encoding",
     )
 
 
 @dataclass(slots=True)
 class ErrorDetails:
-    """What an error says beside its code and message.
+    """The details of an error, besides its code and message.
 
     Attributes:
         reason: The name of a ``Reason``, perhaps of a later release; "" if there is none.
-        retry_after: Seconds after which trying again may help.
-        violations: Fields of the request that are wrong, and how.
+        retry_after: Seconds after which a retry may help.
+        violations: The wrong fields of the request, each with a description.
         metadata: Facts for programs.
     """
 
@@ -223,12 +235,12 @@ class ErrorDetails:
 def encode_status(
     reason: Reason, message: str, *, field: str | None = None, metadata: Mapping[str, str]
 ) -> status_pb2.Status:
-    """An error as it goes over the wire.
+    """Encodes an error for the wire.
 
     Args:
-        reason: Why.
-        message: What happened, what state things are in, what to do.
-        field: The request's field that is wrong.
+        reason: Why the call failed.
+        message: What happened, what the server's state is, and what to do.
+        field: The wrong field of the request.
         metadata: Facts for programs.
     """
     details: list[Message] = [
@@ -247,7 +259,7 @@ def encode_status(
 
 
 def decode_details(metadata: Iterable[tuple[str, str | bytes]]) -> ErrorDetails:
-    """What the trailing metadata of a call says of the error that ended it."""
+    """Decodes the error that ended a call from its trailing metadata."""
     found = ErrorDetails()
     for key, value in metadata:
         if key != DETAILS_KEY or not isinstance(value, bytes):

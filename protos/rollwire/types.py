@@ -14,24 +14,24 @@ class LogprobBasis(enum.Enum):
     MODEL = "model"
     """log-softmax of the logits."""
     SAMPLED = "sampled"
-    """Of what was really drawn from: after temperature, masks, top-k, top-p and min-p,
-    renormalized (greedy: 0).
+    """log of the probability in the distribution that the token was drawn from: after temperature,
+    masks, top-k, top-p and min-p, renormalized (greedy: 0).
     """
 
 
 class FinishReason(enum.Enum):
-    """Why a sequence ended, when that is no error."""
+    """Why a sequence ended without an error."""
 
     STOP = "stop"
     """The last token is an end-of-sequence or stop token."""
     LENGTH = "length"
     """``max_new_tokens`` or the context length is reached."""
     ABORTED = "aborted"
-    """Somebody asked for it."""
+    """A client aborted it."""
     SUPERSEDED = "superseded"
     """A newer attempt of the same request took over."""
     INTERRUPTED = "interrupted"
-    """The server gives it up; it can go on elsewhere. A ``Fleet`` does that by itself."""
+    """The server stopped sampling it. It can continue elsewhere; a ``Fleet`` continues it."""
 
 
 class ServerState(enum.Enum):
@@ -47,11 +47,11 @@ class ServerState(enum.Enum):
     """A commit failed half way; a full update cures it."""
     DRAINING = "draining"
     UNKNOWN = "unknown"
-    """A state that this release has no name for; only ever seen by a client."""
+    """A state that this release does not know; only clients use it."""
 
     @property
     def ready(self) -> bool:
-        """Whether it takes requests. A paused server does: they wait until it goes on."""
+        """Whether the server accepts requests. While it is paused, they wait."""
         return self in (ServerState.SERVING, ServerState.PAUSED)
 
 
@@ -59,18 +59,18 @@ class KvPolicy(enum.Enum):
     """What a commit does with the keys and values of sequences that are under way."""
 
     RECOMPUTE = "recompute"
-    """Prefilled again: later tokens are sampled as if the new policy had read the whole prefix."""
+    """Computes them again: later tokens are sampled as if the new policy had read the prefix."""
     KEEP = "keep"
-    """They stay; later tokens say so in ``oldest_kv_revision``."""
+    """Keeps them: ``oldest_kv_revision`` of later tokens is the revision that computed them."""
 
 
 class SleepingWeights(enum.Enum):
-    """What becomes of the weights while a server sleeps."""
+    """What happens to the weights while a server sleeps."""
 
     KEEP = "keep"
     """They stay on the device."""
     HOST_BACKUP = "host_backup"
-    """They go to host memory and come back when the server wakes up."""
+    """They move to host memory, and back when the server wakes up."""
     DISCARD = "discard"
 
 
@@ -78,24 +78,24 @@ class UpdatePhase(enum.Enum):
     """How far a server is with a weight update."""
 
     ANNOUNCED = "announced"
-    """The server has not reported yet; only ever seen by a publisher."""
+    """The server has not reported yet; only publishers use it."""
     READY = "ready"
-    """Checked, and memory for it reserved."""
+    """The update was checked, and memory is reserved for it."""
     RECEIVING = "receiving"
     STALLED = "stalled"
-    """The transport group broke; it waits to join the next one."""
+    """The transport group failed; the update waits for the next group."""
     STAGED = "staged"
     """Received and verified: it can be committed."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightTag:
-    """Which weights sampled a token, or are held by a server.
+    """The weights that sampled a token, or that a server holds.
 
     Attributes:
         version: The trainer's step; None for the initial checkpoint and for untagged updates.
-        revision: Counts the commits of one server process, from 0.
-        server_id: The server process, so that revisions of two of them are not confused.
+        revision: Number of the commit on its server process; 0: the weights it started with.
+        server_id: Id of the server process; revisions count per process.
         digest: 64-bit digest of the content: equal on all servers that hold the same weights.
     """
 
@@ -105,7 +105,7 @@ class WeightTag:
     digest: int
 
     def __repr__(self) -> str:
-        """With the digest as ``rollwire info`` and the logs show it."""
+        """Shows the digest in hexadecimal, as ``rollwire info`` and the logs do."""
         return (
             f"WeightTag(version={self.version}, revision={self.revision}, "
             f"server_id={self.server_id!r}, digest=0x{self.digest:016x})"
@@ -117,11 +117,11 @@ class Finish:
     """How a sequence ended.
 
     Attributes:
-        reason: Why.
+        reason: Why it ended.
         stop_token_id: With STOP: the token that ended it.
-        message: What else the server says, such as why it gave the sequence up.
+        message: Further information from the server, such as why it interrupted the sequence.
         prompt_tokens: Length of the prompt.
-        output_tokens: Length of the output, what earlier attempts sampled included.
+        output_tokens: Length of the output, including the tokens of earlier attempts.
         cached_prompt_tokens: Prompt tokens that the server did not have to prefill.
     """
 

@@ -75,86 +75,96 @@ class ServerSettings(BaseSettings):
         description="a Hugging Face checkpoint directory, builtin:tiny or builtin:tiny-moe"
     )
     engine: Literal["embedded", "sglang", "synthetic"] = Field(
-        "embedded", description="what samples; synthetic: random tokens at a set rate, of no model"
+        "embedded",
+        description="embedded: the built-in engine; synthetic: random tokens at a set rate, "
+        "without a model",
     )
     engine_arg: list[str] = Field(
         [],
-        description="name=value for the engine alone, any number of times; sglang: an argument of "
-        "its own (tp-size=2), or unresponsive-seconds (20); synthetic: "
-        "tokens-per-second (100, of each sequence; 0: as fast as can be), "
-        "prefill-tokens-per-second (0: at once), vocab-size (512), weight-bytes (4096)",
+        description="name=value for the engine; may be repeated; sglang: any argument of SGLang "
+        "(tp-size=2), or unresponsive-seconds (20); synthetic: tokens-per-second of each sequence "
+        "(100; 0: as fast as possible), prefill-tokens-per-second (0: at once), vocab-size (512), "
+        "weight-bytes (4096)",
     )
     listen: Address = Field("127.0.0.1:50051", description="HOST:PORT of the API; port 0 picks one")
     ready_file: Path | None = Field(
-        None, description="gets the addresses as JSON once the server is up"
+        None, description="file to write the server's addresses to, as JSON, once it is up"
     )
     health_listen: Address | None = Field(
         None,
-        description="HOST:PORT of the health service alone, without TLS, for probes; it is on "
-        "the API's address in any case",
+        description="HOST:PORT for the health service alone, without TLS, for probes; the API's "
+        "address has the health service too",
     )
     transport_listen: ListeningAddress | None = Field(
         None,
-        description="HOST:FIRST-LAST, where weight transfers listen: an IP address of this "
-        "machine, or 0.0.0.0 for that which faces the trainer, and their ports, HOST:0 for any; "
-        "a backend that cannot be kept to it is not offered; by default 0.0.0.0:0",
+        description="HOST:FIRST-LAST, the address and ports on which weight transfers listen; HOST "
+        "is an IP address of this machine, or 0.0.0.0 for the address that faces the trainer; "
+        "HOST:0 allows any port; a backend that cannot be limited to this is not offered; by "
+        "default 0.0.0.0:0",
     )
     tls_cert: Path | None = Field(
-        None, description="certificate chain (PEM); read again when the file changes, as all four"
+        None,
+        description="certificate chain (PEM); TLS and token files are read again when they change",
     )
-    tls_key: Path | None = Field(None, description="its private key (PEM)")
+    tls_key: Path | None = Field(None, description="private key of the certificate (PEM)")
     tls_client_ca: Path | None = Field(
-        None, description="mutual TLS: callers need a certificate of this authority (PEM)"
+        None,
+        description="for mutual TLS: the authority (PEM) that must have signed callers' "
+        "certificates",
     )
     rollout_token_file: Path | None = Field(
         None, description="bearer token for Generate, StreamRollouts, Abort by id, GetServerInfo"
     )
     control_token_file: Path | None = Field(
-        None, description="bearer token for everything; outside loopback tokens need TLS"
+        None, description="bearer token for every call; outside loopback tokens need TLS"
     )
     metrics_listen: Address | None = Field(
-        None, description="HOST:PORT of Prometheus metrics; none by default"
+        None, description="HOST:PORT for Prometheus metrics; none by default"
     )
-    device: str = Field("auto", description="cpu, cuda, cuda:1, …; auto: a GPU where there is one")
+    device: str = Field("auto", description="cpu, cuda, cuda:1, …; auto: a GPU if there is one")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="of the weights; auto: the checkpoint's"
+        "auto", description="dtype of the weights; auto: the checkpoint's"
     )
     context_length: PositiveInt | None = Field(
-        None, description="longest prompt + output; the model's own, and what memory allows"
+        None,
+        description="most tokens of prompt and output together; by default the model's limit, or "
+        "less if memory is short",
     )
-    max_running: PositiveInt = Field(64, description="sequences that are sampled at once")
-    max_waiting: int = Field(1024, ge=0, description="sequences that may wait beside them")
+    max_running: PositiveInt = Field(64, description="most sequences sampled at the same time")
+    max_waiting: int = Field(1024, ge=0, description="most sequences that wait to be sampled")
     max_streams_per_client: PositiveInt = Field(
         256,
-        description="StreamRollouts calls of one client address; each takes any number of "
-        "sequences",
+        description="most StreamRollouts calls of one client address; each call can have any "
+        "number of sequences",
     )
     prefill_tokens: PositiveInt = Field(
-        2048, description="prompt tokens a step, so that running sequences keep their pace"
+        2048,
+        description="most prompt tokens computed in one step, so that prefills do not slow down "
+        "running sequences",
     )
     staging: Literal["auto", "device", "host"] = Field(
         "auto",
-        description="where an update waits for its commit; auto: on the GPU if it has room; on a "
-        "CPU it is the host in any case",
+        description="where an update waits for its commit; auto: on the GPU if there is room, else "
+        "in host memory; on a CPU always in host memory",
     )
     threads: int = Field(1, ge=1, le=1024, description="CPU threads of the embedded engine")
     max_sequence_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
-        3600.0, description="from a sequence's arrival to its last token, at most"
+        3600.0, description="longest time from a sequence's arrival to its last token"
     )
     await_weights: bool = Field(
         default=False, description="serve nothing before the first committed update"
     )
     frozen: bool = Field(
-        default=False, description="take no weight updates (a judge, a reward model)"
+        default=False, description="refuse weight updates (for a judge or reward model)"
     )
     drain_seconds: Seconds = Field(
-        30.0, description="after SIGTERM, how long sequences may run on before they are interrupted"
+        30.0, description="after SIGTERM, how long running sequences may continue"
     )
     pause_lease_seconds: Seconds = Field(
-        300.0, description="lifts a pause that names no lease of its own; 0: never"
+        300.0, description="lease of a pause that sets none of its own; 0: no end"
     )
     bucket_timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
-        30.0, description="how long a weight transfer may be silent"
+        30.0, description="how long a weight transfer may be silent before it fails"
     )
     reflection: bool = Field(default=True, description="gRPC reflection, for grpcurl")
     log_format: Literal["auto", "text", "json"] = Field(

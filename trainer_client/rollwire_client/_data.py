@@ -1,4 +1,4 @@
-"""How to sample, and what servers answer: plain data, so that protobuf messages stay inside."""
+"""Sampling parameters and the answers of servers, as plain data instead of protobuf messages."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ class Sampling:
 
     Attributes:
         temperature: 0 is greedy.
-        top_p: Keeps the likeliest tokens that make up this much probability; 1.0 keeps all.
+        top_p: Keeps the likeliest tokens whose probabilities add up to this; 1.0 keeps all.
         top_k: Keeps this many of the likeliest tokens; 0 keeps all.
         min_p: Keeps tokens at least this likely, relative to the likeliest; 0.0 keeps all.
-        max_new_tokens: Counted from the end of the prompt, however often the sequence is resumed.
-            None: what the context has room for; more than that is cut to it, without an error, and
-            the sequence ends with ``FinishReason.LENGTH``.
-        min_new_tokens: Until then the sequence does not stop; counted in the same way.
-        stop_token_ids: Tokens that end the sequence beside the model's end-of-sequence tokens.
-        ignore_eos: The model's end-of-sequence tokens do not end it.
-        seed: With one, a draw depends on the seed and the token's position after the prompt alone.
+        max_new_tokens: Most output tokens, counted from the end of the prompt, however often the
+            sequence is resumed. None, or more than the context has room for: all of this room. The
+            sequence then ends with ``FinishReason.LENGTH``.
+        min_new_tokens: The sequence does not stop before it has so many output tokens.
+        stop_token_ids: Tokens that end the sequence, besides the model's end-of-sequence tokens.
+        ignore_eos: Whether to continue after the model's end-of-sequence tokens.
+        seed: If set, the random draw of a token depends only on the seed and the token's position
+            after the prompt.
     """
 
     temperature: float = 1.0
@@ -45,8 +46,8 @@ class ActivePause:
     """A pause that holds a server.
 
     Attributes:
-        pause_id: Names it; ``resume`` takes it.
-        lease_left: Seconds until it lifts by itself; None: never.
+        pause_id: Id of the pause, for ``resume``.
+        lease_left: Seconds until its lease ends it; None: it has no lease.
     """
 
     pause_id: str
@@ -59,28 +60,28 @@ class ActivePause:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server is, holds and is doing.
+    """A server's identity, weights, state and load.
 
     Attributes:
-        address: Where it was asked.
+        address: Address at which it was asked.
         server_id: A random id of the process.
-        state: What it is doing.
-        weights: What it serves.
-        highest_version: The highest that it has committed, whatever it serves now; None if it has
-            committed none.
-        engine, model, software_version: What runs there.
+        state: Its state.
+        weights: The weights that it serves.
+        highest_version: The highest version that it has committed, whatever it serves now; None if
+            it has committed none.
+        engine, model, software_version: The software and the model that run there.
         vocab_size: Token ids are below it.
-        context_length: Prompt and output together are at most this long.
+        context_length: Most tokens of prompt and output together.
         eos_token_ids: The model's end-of-sequence tokens.
-        logprob_bases: Which log-probabilities it can give.
-        deterministic: Seeded sequences are equal bit for bit under any batch.
+        logprob_bases: The distributions whose log-probabilities it can report.
+        deterministic: Whether seeded sequences are equal bit for bit under any batch.
         accepts_updates: False for a frozen server (a judge or reward model).
-        transports: Backends by which weights reach it.
-        max_running_sequences: More than these wait.
-        running_sequences, waiting_sequences, held_sequences: How many there are now.
-        kv_tokens_used, kv_tokens_total: Fill of the KV cache, in tokens.
-        sampled_tokens: Since the process started.
-        pauses: That hold it.
+        transports: Backends over which it can receive weights.
+        max_running_sequences: Most sequences sampled at the same time; more wait.
+        running_sequences, waiting_sequences, held_sequences: Present numbers of sequences.
+        kv_tokens_used, kv_tokens_total: Used and total size of the KV cache, in tokens.
+        sampled_tokens: Tokens sampled since the process started.
+        pauses: The pauses that hold it.
     """
 
     address: str
@@ -110,7 +111,7 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """What an abort found: how many sequences it ended, and the ids that were not live."""
+    """The result of an abort: how many sequences it ended, and the ids that were not live."""
 
     sequences: int
     not_found: tuple[str, ...]
@@ -118,7 +119,7 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A pause that holds a server, until ``resume(pause_id)`` or until its lease runs out."""
+    """A pause of a server, until ``resume(pause_id)`` or until its lease ends."""
 
     pause_id: str
     held_sequences: int
@@ -126,7 +127,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a resume left: sampling goes on once ``remaining_pauses`` is 0."""
+    """The result of a resume: sampling continues once ``remaining_pauses`` is 0."""
 
     sequences: int
     remaining_pauses: int

@@ -1,12 +1,12 @@
 """Every error that the library raises.
 
     RollwireError
-    ├── RefusedError                   the request cannot work as it is: never sent again
+    ├── RefusedError                   the request cannot succeed as it is: it is not retried
     │   ├── InvalidRequestError        a field is wrong; `.violations` names it
     │   ├── StaleAttemptError          a newer attempt of this request was seen
     │   ├── PrefixMismatchError        the prefix is not what the server sampled
     │   └── WeightVersionError         the servers' weights are too old or too new
-    ├── UnavailableError               not now, or not here
+    ├── UnavailableError               another server, or this one later, may serve the request
     │   ├── ServerUnreachableError     nothing answers at the address, or the link to it is lost
     │   ├── ServerNotReadyError        drains, sleeps, awaits weights, is quarantined
     │   └── QueueFullError             more sequences wait than the server allows
@@ -15,27 +15,27 @@
     │   ├── StepFailedError            the engine's step raised for this sequence alone
     │   └── ProtocolError              the server broke the API's contract, such as a gap in offsets
     ├── TimedOutError                  the caller's timeout has passed
-    ├── RolloutFailedError             a fleet gave a sequence up; `.causes` says what it tried
+    ├── RolloutFailedError             a fleet gave a sequence up; `.causes` has the failures
     ├── PublishError                   a publish cannot go on
     │   ├── UpdateRefusedError         a server refused it; `.reason` says why
     │   │   ├── StalePublisherError    a publisher with a higher term took over
     │   │   └── FrozenError            the server takes no updates
     │   ├── TransferError              the transport between trainer and servers failed
-    │   ├── DigestMismatchError        bytes are not what was sent, or not the version's
-    │   ├── SourceError                the trainer did not give its tensors
+    │   ├── DigestMismatchError        bytes differ from what was sent, or from the version's
+    │   ├── SourceError                the trainer did not provide its tensors
     │   ├── TensorsChangedError        the trainer changed its tensors while they were sent
-    │   ├── SchemaMismatchError        the trainer's tensors are not those that the servers want
+    │   ├── SchemaMismatchError        the trainer's tensors do not match the servers' schema
     │   ├── PublishInProgressError     another publish of this publisher is under way
     │   └── PublishFailedError         no server committed; says what each serves now
     ├── CallbackError                  a callback raised, or never returned
     ├── StalenessError                 no server serves weights that the batch's bound allows
-    ├── BufferFileError                a file is no saved buffer, damaged, or of another run
+    ├── BufferFileError                a file is not a saved buffer, is damaged, or of another run
     ├── ClosedError                    the client or fleet is not open
     │   └── NotOpenHereError           it is open in another process or event loop
     └── MissingDependencyError         an extra is not installed
 
-An error of a rollout has what was sampled before it in ``.trajectory``. ``.scope`` says whether the
-error concerns that sequence, that server, or every sequence alike.
+An error of a rollout has the tokens that were sampled before it in ``.trajectory``. ``.scope`` says
+whether the error concerns one sequence, one server, every sequence, or an update.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class RollwireError(Exception):
         reason: Name of the reason in the API's table, such as "DRAINING"; "" if the server gave
             none.
         scope: What the error concerns.
-        elsewhere: True if the same request may succeed on another server, or later.
-        retry_after: Seconds after which the server suggests to try again; None if it did not.
-        violations: The fields of the request that are wrong, each with what is wrong.
-        metadata: Facts for programs from the server.
-        trajectory: The ``Trajectory`` that a failed rollout had so far; None for other errors.
+        elsewhere: Whether the same request may succeed on another server, or later.
+        retry_after: Seconds after which the server suggests a retry; None if it suggests none.
+        violations: The wrong fields of the request, each with a description.
+        metadata: Further facts from the server, for programs.
+        trajectory: The ``Trajectory`` of a failed rollout so far; None for other errors.
     """
 
     scope = ErrorScope.CONFIGURATION
@@ -87,7 +87,7 @@ class RollwireError(Exception):
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the same may succeed on another server, or later."""
+        """Whether the same request may succeed on another server, or later."""
         return self.scope is ErrorScope.SERVER
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -102,7 +102,7 @@ def _restored(kind: type[RollwireError], args: tuple[Any, ...], state: Any) -> R
 
 
 class RefusedError(RollwireError):
-    """The request cannot work as it is."""
+    """The request cannot succeed as it is."""
 
     scope = ErrorScope.SEQUENCE
 
@@ -116,7 +116,7 @@ class StaleAttemptError(RefusedError):
 
 
 class PrefixMismatchError(RefusedError):
-    """The output tokens given back are not what the server sampled."""
+    """The output tokens in the request are not those that the server sampled."""
 
 
 class WeightVersionError(RefusedError):
@@ -128,7 +128,7 @@ class WeightVersionError(RefusedError):
 
 
 class UnavailableError(RollwireError):
-    """The server cannot do it now; another one, or the same one later, may."""
+    """The server cannot serve the request now; another server, or this one later, may."""
 
     scope = ErrorScope.SERVER
 
@@ -146,13 +146,13 @@ class QueueFullError(UnavailableError):
 
 
 class ServerFailedError(RollwireError):
-    """The server failed; others may do better."""
+    """The server failed; another one may succeed."""
 
     scope = ErrorScope.SERVER
 
 
 class NotFiniteError(ServerFailedError):
-    """NaN or infinity in the sequence's logits; another server would find the same."""
+    """NaN or infinity in the sequence's logits; the same would happen on another server."""
 
     scope = ErrorScope.SEQUENCE
 
@@ -176,12 +176,12 @@ class TimedOutError(RollwireError):
 
 
 class RolloutFailedError(RollwireError):
-    """A fleet gave up a sequence: after too many attempts, or too long without a free server.
+    """A fleet gave a sequence up: after too many attempts, or too long without a free server.
 
     Attributes:
-        causes: What each attempt since the last new token failed with.
-        scope: ``SEQUENCE`` if the attempts were too many: servers were ready for each. ``SERVER``
-            if none had a place for it.
+        causes: The error of each attempt since the last new token.
+        scope: ``SEQUENCE`` after too many attempts: servers were ready for each. ``SERVER`` if no
+            server had room for the sequence.
     """
 
     def __init__(
@@ -212,11 +212,11 @@ class UpdateRefusedError(PublishError):
 
 
 class StalePublisherError(UpdateRefusedError):
-    """A publisher with a higher term took over; this one can publish no more."""
+    """A publisher with a higher term took over; this one cannot publish any more."""
 
 
 class FrozenError(UpdateRefusedError):
-    """The server takes no updates."""
+    """The server accepts no updates."""
 
 
 class TransferError(PublishError):
@@ -224,8 +224,8 @@ class TransferError(PublishError):
 
 
 class DigestMismatchError(PublishError):
-    """A server received other bytes than were sent; or the tensors for a catch-up are not those
-    that the fleet serves.
+    """A server received other bytes than were sent, or the tensors of a catch-up are not those that
+    the fleet serves.
     """
 
 
@@ -240,7 +240,7 @@ class TensorsChangedError(PublishError):
 
 
 class SchemaMismatchError(PublishError):
-    """The trainer's tensors are not those that the servers want; the message names each."""
+    """The trainer's tensors do not match the servers' schema; the message names the differences."""
 
 
 class PublishInProgressError(PublishError):
@@ -251,7 +251,7 @@ class PublishFailedError(PublishError):
     """No server committed.
 
     Attributes:
-        errors: What went wrong, by server address.
+        errors: The error of each server, by address.
     """
 
     def __init__(self, message: str, errors: Mapping[str, RollwireError]) -> None:
@@ -264,7 +264,7 @@ class CallbackError(RollwireError):
     long.
 
     Attributes:
-        callback: Its name as an argument: "reward", "decide", "stop", "prompts".
+        callback: Name of the argument: "reward", "decide", "stop" or "prompts".
     """
 
     scope = ErrorScope.SEQUENCE
@@ -283,11 +283,11 @@ class BufferFileError(RollwireError):
 
 
 class ClosedError(RollwireError):
-    """The client or fleet is not open: not yet, or no more."""
+    """The client or fleet is not open yet, or was closed."""
 
 
 class NotOpenHereError(ClosedError):
-    """It was opened in another process, of which this is a fork, or in another event loop."""
+    """It was opened in another event loop, or in another process of which this one is a fork."""
 
 
 class MissingDependencyError(RollwireError, ImportError):

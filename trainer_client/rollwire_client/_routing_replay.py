@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class RoutingReplay(enum.Enum):
-    """Which routing of a token counts where it was computed more than once."""
+    """Which routing of a token is kept if it was computed more than once."""
 
     AS_SAMPLED = "as_sampled"
     """That of the pass that sampled the token after it (for the prompt: the first token)."""
@@ -33,9 +33,9 @@ class RoutingSegment:
     Attributes:
         start: Position of the first row's token.
         end: Position after the last row's token.
-        weights: What computed them.
-        oldest_kv_revision: The lowest revision that computed a key or value which any of them
-            attended to; 0 where the server did not say.
+        weights: The weights that computed them.
+        oldest_kv_revision: The lowest revision that computed a key or value to which any of them
+            attended; 0 if the server did not say.
     """
 
     start: int
@@ -46,21 +46,22 @@ class RoutingSegment:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The experts of consecutive tokens of prompt + output, a row each.
+    """The experts of consecutive tokens of prompt + output, one row per token.
 
     Attributes:
-        replay: Which routing counts where a row was computed more than once.
+        replay: Which routing is kept if a row was computed more than once.
         start: Position of the first row's token; 0 except in a ``Chunk``.
-        num_rows: prompt + output - 1 for a whole sequence; fewer if it ended before they came.
-        num_layers: Layers that route.
+        num_rows: prompt + output - 1 for a whole sequence; fewer if the sequence ended before they
+            arrived.
+        num_layers: Number of layers with experts.
         top_k: Experts that each layer chose for a token.
         bytes_per_expert: 1 or 2.
-        experts: [num_rows, num_layers, top_k], little-endian.
-        segments: The rows in runs of equal WeightTag; they touch, and cover them.
-        recomputed: Ranges (start, end) of rows that were computed by other weights, or another
-            server, than sampled the token after them (for a prompt's rows: the first token). With
-            AS_SAMPLED these are rows that a server had not sent yet when it died, and those of a
-            prompt during whose prefill the weights changed under kept keys and values.
+        experts: Expert ids [num_rows, num_layers, top_k], little-endian.
+        segments: Consecutive runs of rows with equal WeightTag, which cover all rows.
+        recomputed: Ranges (start, end) of rows whose weights or server are not those that sampled
+            the token after them (for the prompt's rows: the first token). With AS_SAMPLED these are
+            rows that a server had not sent before it died, and the rows of a prompt whose prefill
+            was under way during a commit with KEEP.
     """
 
     replay: RoutingReplay

@@ -23,16 +23,16 @@ class Chunk:
     """The tokens of one sequence that follow ``offset``, all sampled under the same weights.
 
     Attributes:
-        offset: Output tokens before these.
-        token_ids: May be empty in the last chunk.
+        offset: Number of output tokens before these.
+        token_ids: The tokens; may be empty in the last chunk.
         logprobs: One for each token.
         weights: The weights that sampled them.
-        oldest_kv_revision: The lowest revision that computed a key or value which these tokens
-            attended to. Below ``weights.revision`` only after a commit with ``KvPolicy.KEEP``.
+        oldest_kv_revision: The lowest revision that computed a key or value to which these tokens
+            attended. Below ``weights.revision`` only after a commit with ``KvPolicy.KEEP``.
         finish: How the sequence ended, in its last chunk; None in the others.
-        routing: If it was asked for: the rows after those of the chunks before, each once. With
-            ``RoutingReplay.LAST_PASS``, rows that were computed again come again, and replace
-            those from there on.
+        routing: If requested: the rows that no earlier chunk had. With
+            ``RoutingReplay.LAST_PASS``, rows that were computed again are sent again, and replace
+            all earlier rows from their start on.
     """
 
     offset: int
@@ -52,8 +52,8 @@ class Segment:
         start: Index of the first token in the output.
         end: Index after the last token.
         weights: The weights that sampled them.
-        oldest_kv_revision: The lowest revision that computed a key or value which any of them
-            attended to.
+        oldest_kv_revision: The lowest revision that computed a key or value to which any of them
+            attended.
     """
 
     start: int
@@ -64,17 +64,18 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryTensors:
-    """A trajectory or conversation as a loss takes it. Every tensor but the last has the shape
-    [tokens]; the tokens of a trajectory are its prompt and output.
+    """A trajectory or conversation as tensors, for a loss. The tokens of a trajectory are its
+    prompt and output. All tensors except ``routing`` have the shape [tokens].
 
     Attributes:
-        token_ids: int64; what was given and what was sampled, in order.
-        logprobs: float32; of each token as its policy gave it, 0 where it was given.
-        versions: int64; the weight version that sampled each token, -1 where there is none (where
-            it was given, and under weights without a version).
-        mask: bool; true where a token was sampled, false where it was given.
-        routing: int32 [tokens, layers, top_k]; the experts of each token, -1 of the last, which was
-            never an input, and of rows that did not come. None if nothing came.
+        token_ids: int64; given and sampled tokens, in order.
+        logprobs: float32; log-probability under the policy that sampled the token, 0 for given
+            tokens.
+        versions: int64; the weight version that sampled the token, -1 for given tokens and for
+            weights without a version.
+        mask: bool; whether the token was sampled.
+        routing: int32 [tokens, layers, top_k]; the experts of each token. -1 for the last token,
+            which was never an input, and for rows that did not arrive. None if no row arrived.
     """
 
     token_ids: Tensor
@@ -89,14 +90,14 @@ class Trajectory:
     """One sequence, however often it was interrupted and wherever it ran.
 
     Attributes:
-        request_id: Its name on the servers.
+        request_id: Id of the sequence on the servers.
         prompt_ids: The prompt.
         token_ids: The output.
         logprobs: One for each output token.
         segments: The output as consecutive runs of equal WeightTag.
-        finish: How it ended; None where an error ended it (see ``RollwireError.trajectory``).
+        finish: How it ended; None if an error ended it (see ``RollwireError.trajectory``).
         servers: Addresses of the servers that sampled it, in order.
-        routing: If it was asked for: the experts of its tokens, by position.
+        routing: If requested: the experts of its tokens, by position.
     """
 
     request_id: str
@@ -110,7 +111,7 @@ class Trajectory:
 
     @property
     def complete(self) -> bool:
-        """Whether it came to its own end: a stop token or the length limit."""
+        """Whether it ended with a stop token or at the length limit."""
         return self.finish is not None and self.finish.reason in {
             FinishReason.STOP,
             FinishReason.LENGTH,

@@ -1,4 +1,4 @@
-"""The library for trainers that are not async: the same names and arguments, no ``await``.
+"""The library for trainers that are not async: the same methods and arguments, without ``await``.
 
     with SyncFleet(["10.0.0.1:7000", "10.0.0.2:7000"]) as fleet:
         trajectory = fleet.generate([1, 2, 3], Sampling(max_new_tokens=64))
@@ -7,8 +7,8 @@
         report = publisher.publish(version=1, tensors=model.state_dict()).committed()
 
 A fleet has a thread with an event loop, which watches the servers while the trainer computes. Any
-number of threads may use one fleet. Ctrl-C interrupts a call that waits, and ends the rollout, turn
-or announcement that it waited for, on the servers too.
+number of threads may use one fleet. Ctrl-C interrupts a call that waits. It also ends the rollout,
+turn or announcement for which the call waited, on the servers too.
 """
 
 from __future__ import annotations
@@ -200,11 +200,11 @@ class SyncSession(_Facade[Session]):
 
 
 class SyncPublishHandle(_Facade[PublishHandle]):
-    """A publish under way, which goes on by itself."""
+    """A publish under way; it continues in the background."""
 
     @property
     def version(self) -> int | None:
-        """As given to ``SyncPublisher.publish``."""
+        """The version given to ``SyncPublisher.publish``."""
         return self._inner.version
 
     @property
@@ -219,11 +219,11 @@ class SyncPublishHandle(_Facade[PublishHandle]):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that all servers have."""
+        """Bytes that every server has received."""
         return self._inner.sent_bytes
 
     def released(self) -> None:
-        """Returns when every server has verified all it got: then the tensors may change again.
+        """Returns when every server has received and verified everything: the tensors may change.
 
         Raises what ``committed`` raises.
         """
@@ -298,8 +298,8 @@ class SyncBatcher(_Facade[Batcher]):
     """A ``Batcher`` for a ``SyncFleet``; takes the arguments of ``Batcher``. A context manager.
 
     ``prompts``, ``reward``, ``decide`` and ``stop`` are called in threads of their own; coroutine
-    functions run in the fleet's event loop. If the waiting thread is interrupted as a batch is
-    ready, as by Ctrl-C, the next ``collect`` returns it.
+    functions run in the fleet's event loop. If Ctrl-C interrupts the waiting thread just when a
+    batch is ready, the next ``collect`` returns that batch.
     """
 
     @_arguments_after_fleet(Batcher.__init__)
@@ -333,10 +333,10 @@ class SyncBatcher(_Facade[Batcher]):
 
     @property
     def handed_out(self) -> int:
-        """Groups so far."""
+        """Number of groups in batches so far."""
         return self._inner.handed_out
 
     @property
     def dropped(self) -> int:
-        """Groups so far."""
+        """Number of dropped groups so far."""
         return self._inner.dropped

@@ -1,12 +1,13 @@
-"""A rollout server for tests of your own trainer: in this process, without a model, without torch.
+"""A rollout server for tests of your own trainer: in this process, without a model or torch.
 
     async with FakeServer(version=3) as server, Fleet([server.address]) as fleet:
         trajectory = await fleet.generate([1, 2, 3], Sampling(max_new_tokens=8))
         assert trajectory.versions == (3,) * 8
 
-It speaks the real API over a real socket, so that the library does all that it does elsewhere.
-``interrupt()``, ``cut()`` and ``state`` make faults. It ignores ``max_weight_version`` and takes no
-updates: to test publishing use ``rollwire-server --engine synthetic``, which needs no model either.
+It speaks the real API over a real socket, so that the library behaves as it does with a real
+server. ``interrupt()``, ``cut()`` and ``state`` simulate faults. The server ignores
+``max_weight_version`` and accepts no updates: to test publishing use ``rollwire-server --engine
+synthetic``, which needs no model either.
 """
 
 from __future__ import annotations
@@ -60,18 +61,18 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
     """A server whose tokens you choose; an async context manager.
 
     Args:
-        sample: Returns each next token. Default: drawn from the request's seed and the position, so
-            that a sequence is the same on every fake server.
-        version: Of the weights that it claims to serve.
-        tokens_per_second: Of each sequence; 0: as fast as they are read.
+        sample: Returns the next token. Default: a token that depends on the request's seed and the
+            position, so that a sequence is the same on every fake server.
+        version: Version of the weights that it reports.
+        tokens_per_second: Rate of each sequence; 0: as fast as they are read.
         vocab_size: Token ids are below it; every token's log-probability is -log(vocab_size).
-        context_length: Of prompt and output together, in tokens.
-        routing: Layers of a mixture of experts, and experts of each layer for a token; they are
-            drawn from the token and its position. None: requests for routing are refused.
+        context_length: Most tokens of prompt and output together.
+        routing: Number of layers of a mixture of experts, and of experts per layer and token. The
+            experts depend on the token and its position. None: requests for routing are refused.
 
     Attributes:
         address: HOST:PORT, once it runs.
-        state: That it reports; while it is not SERVING, sequences wait.
+        state: The state that it reports; while it is not SERVING, sequences wait.
         requests: All requests so far, as messages of the API.
     """
 

@@ -1,4 +1,4 @@
-"""The interface between the rollout server and an engine; the contract for whoever writes one.
+"""The interface between the rollout server and an engine: the contract that an engine implements.
 
 The server and an engine know each other through this file alone: the server never sees an engine's
 types, an engine never sees gRPC. ``tests/contract`` runs the same cases against every engine.
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
 
 class EngineError(Exception):
-    """The engine cannot do what was asked. It and its weights are unchanged.
+    """The engine cannot do what was asked. The engine and its weights are unchanged.
 
-    The message is one line for the caller, without a full stop: the server appends what it serves.
+    The message is one line for the caller, without a full stop: the server appends the weights that
+    it serves.
     """
 
 
@@ -37,7 +38,7 @@ class NoMemoryError(EngineError):
 
 
 class ChangedWeightsError(EngineError):
-    """The memory that serves does not hold what was last committed."""
+    """The serving memory does not hold the weights that were committed last."""
 
 
 class TornWeightsError(EngineError):
@@ -52,15 +53,15 @@ class SamplingParams:
     """How to sample one sequence. The server has checked every value and filled every default.
 
     Attributes:
-        max_new_tokens: Counted from the end of the prompt, a given prefix included.
+        max_new_tokens: Most output tokens, including those of a given prefix.
         temperature: 0 is greedy.
         top_p, top_k, min_p: Truncation; 1.0, 0 and 0.0 turn it off. Applied in the order top-k,
             top-p, min-p, all on the distribution after temperature.
-        min_new_tokens: Stop tokens are not drawn while there are fewer tokens. Counted like
+        min_new_tokens: Stop tokens are not drawn while there are fewer output tokens, counted like
             ``max_new_tokens``.
-        stop_token_ids: All tokens that end the sequence, with the model's end-of-sequence tokens
-            unless the caller ignores those.
-        seed: The noise of a draw depends on (seed, position after the prompt, token id) alone.
+        stop_token_ids: All tokens that end the sequence, including the model's end-of-sequence
+            tokens unless the caller ignores those.
+        seed: The noise of a draw depends only on (seed, position after the prompt, token id).
     """
 
     max_new_tokens: int
@@ -82,11 +83,11 @@ class SequenceSpec:
         prompt: Token ids, at least one.
         sampling: How to sample.
         prefix: Output tokens that were sampled earlier, here or elsewhere. Sampling continues after
-            them. A prefix is never complete already.
-        logprob_basis: Of ``Step.logprobs``, of the top and of the prompt log-probabilities.
-        top_logprobs: How many of the likeliest tokens to report with each sampled one.
-        prompt_logprobs: Report the log-probabilities of the prompt, once.
-        routed_experts: Report the experts that were chosen for every input token.
+            them. The prefix never ends the sequence already.
+        logprob_basis: Distribution of all log-probabilities: of sampled, top and prompt tokens.
+        top_logprobs: How many of the likeliest tokens to report with each sampled token.
+        prompt_logprobs: Whether to report the log-probabilities of the prompt, once.
+        routed_experts: Whether to report the experts that were chosen for every input token.
     """
 
     key: int
@@ -109,7 +110,7 @@ class EndReason(enum.Enum):
     STEP_FAILED = "step_failed"
     """The engine's step raised for this sequence alone; other sequences are computed."""
     INTERRUPTED = "interrupted"
-    """The engine's step raised whatever it computed; the sequence can continue elsewhere."""
+    """The engine's step raised, not because of this sequence; it can continue elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ class TopLogprobs:
 class PromptLogprobs:
     """Log-probabilities of prompt tokens ``start_position``, ``start_position`` + 1, …
 
-    Token 0 has none. They attended to no keys or values older than ``oldest_kv_revision``.
+    Token 0 has none. No key or value that they attended to is older than ``oldest_kv_revision``.
     """
 
     start_position: int
@@ -148,8 +149,9 @@ class RoutedExperts:
 
     Attributes:
         experts: Expert ids [num_tokens, num_layers, top_k], little-endian.
-        weights: What chose them; None: the weights of the step that reports them.
-        oldest_kv_revision: They attended to no older keys or values; 0 if that is not known.
+        weights: The weights that chose them; None: those of the step that reports them.
+        oldest_kv_revision: No key or value that these tokens attended to is older; 0 if that is
+            not known.
     """
 
     start_position: int
@@ -164,7 +166,7 @@ class RoutedExperts:
 
 @dataclass(slots=True)
 class SequenceExtras:
-    """What a step reports of one sequence besides its tokens."""
+    """What a step reports about one sequence besides its tokens."""
 
     top_logprobs: TopLogprobs | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
@@ -174,16 +176,16 @@ class SequenceExtras:
 
 @dataclass(slots=True)
 class Step:
-    """What one engine step sampled, in columns. A key may stand in several rows, in order.
+    """What one engine step sampled, in columns. A key may have several rows, in order.
 
     Attributes:
         weights: The weights that sampled all of these tokens.
-        keys, token_ids, logprobs: One a token.
-        oldest_kv_revisions: One a token: the oldest revision whose keys or values it attended to.
-            Empty: all are ``weights.revision``.
+        keys, token_ids, logprobs: One entry per token.
+        oldest_kv_revisions: One entry per token: the oldest revision whose keys or values it
+            attended to. Empty: all are ``weights.revision``.
         ends: Sequences that end after these tokens.
-        extras: By key. A key may have extras without tokens: prompt log-probabilities and routing
-            of a chunked prefill, or late ones.
+        extras: By key. A key may have extras without tokens, as during a chunked prefill, or when
+            they are reported late.
     """
 
     weights: WeightTag
@@ -196,15 +198,16 @@ class Step:
 
 
 class Sink(Protocol):
-    """Where an engine reports. It calls these methods on the server's event loop."""
+    """Receives an engine's reports. The engine calls it on the server's event loop."""
 
     def on_step(self, step: Step) -> None:
-        """Takes what one step sampled."""
+        """Receives what one step sampled."""
 
     def on_failure(self, error: BaseException) -> None:
-        """The engine is dead: it samples nothing any more, and its sequences are lost.
+        """Receives the error that killed the engine. The engine's sequences are lost.
 
-        Called once at most. An EngineError explains itself; any other error counts as a bug.
+        Called at most once. The message of an EngineError explains the failure; any other error
+        counts as a bug.
         """
 
 
@@ -213,24 +216,24 @@ class EngineInfo:
     """What an engine is and supports; fixed once it has started.
 
     Attributes:
-        engine: The engine's name, as ``--engine`` takes it.
-        model: What was loaded: a path or a name.
-        device: Where the weights are, and links should receive.
+        engine: The engine's name, a value of ``--engine``.
+        model: Path or name of the loaded model.
+        device: Device of the weights, on which links should receive.
         staging: Where an update waits for its commit: "device" or "host".
-        staging_bytes: The bytes that a full update takes there.
+        staging_bytes: Bytes that a full update needs there.
         vocab_size: Token ids are 0 to ``vocab_size`` - 1.
         context_length: Most prompt and output tokens of one sequence.
         eos_token_ids: The model's end-of-sequence tokens, ascending.
         logprob_bases: The bases that sequences may ask for.
-        deterministic: With a seed or greedy, an interrupted sequence continues token for token as
-            if it had not been interrupted, here or on another such engine.
-        max_running_sequences: Sequences sampled at the same time; more wait.
+        deterministic: Whether an interrupted sequence that is seeded or greedy gets the same tokens
+            as one that was not interrupted, here or on another such engine.
+        max_running_sequences: Most sequences sampled at the same time; more wait.
         max_top_logprobs: The largest ``SequenceSpec.top_logprobs``.
-        routed_experts: Whether the experts of tokens can be reported.
+        routed_experts: Whether the engine can report the experts of tokens.
         sampling_parameters: Fields of the API's SamplingParams that this engine implements. A
-            request that sets another one to anything but its default is refused.
-        scaled_prompt_logprobs: Whether log-probabilities of the prompt can be taken from logits /
-            temperature.
+            request that sets another field to a value other than its default is refused.
+        scaled_prompt_logprobs: Whether the engine can compute log-probabilities of the prompt from
+            logits / temperature.
         unsupported_sleep: Sleep modes that this engine does not support, each with advice for the
             caller.
     """
@@ -265,11 +268,11 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class StagedUpdate:
-    """What a commit puts in place.
+    """The tensors that a commit puts in place.
 
     Attributes:
         tensors: Tensors that ``stage`` returned, filled. Empty: only the tag changes.
-        digests: The verified digest of each.
+        digests: The verified digest of each tensor.
     """
 
     tensors: Mapping[str, Tensor]
@@ -288,11 +291,11 @@ class Engine(Protocol):
     """Samples sequences under one set of weights.
 
     Life: ``start`` → (``submit`` | ``abort`` | ``hold`` … ``release`` | ``stage`` … ``commit`` |
-    ``sleep`` … ``wake``)* → ``stop``. While held, an engine samples nothing and still takes every
-    call. Calls may overlap; the server never overlaps two of ``commit``, ``sleep`` and ``wake``.
+    ``sleep`` … ``wake``)* → ``stop``. While held, an engine samples nothing but accepts every call.
+    Calls may overlap; the server never overlaps two of ``commit``, ``sleep`` and ``wake``.
 
-    On a dead engine ``hold`` and ``abort`` do nothing, as nothing is sampled; what needs the model
-    raises EngineError.
+    On a dead engine ``hold`` and ``abort`` do nothing, since nothing is sampled; calls that need
+    the model raise EngineError.
     """
 
     async def start(self, server_id: str, sink: Sink) -> WeightTag:
@@ -303,7 +306,7 @@ class Engine(Protocol):
         """
 
     async def stop(self) -> None:
-        """Stops sampling and frees everything. Idempotent; may come before ``start``."""
+        """Stops sampling and frees everything. Idempotent; may be called before ``start``."""
 
     def describe(self) -> EngineInfo:
         """What the engine is and supports. Called only after ``start``."""
@@ -317,7 +320,7 @@ class Engine(Protocol):
     async def abort(self, keys: Sequence[int]) -> None:
         """Ends sequences, waiting or running. Unknown keys are ignored.
 
-        Nothing is reported for them after this returns, also while the engine is held.
+        Once this has returned, nothing more is reported for them. It works while held, too.
         """
 
     async def hold(self) -> None:
@@ -330,17 +333,17 @@ class Engine(Protocol):
         """Continues sampling. Idempotent."""
 
     def schema(self) -> list[TensorSpec]:
-        """The tensors of an update, as the checkpoint names and shapes them, with aliases."""
+        """The tensors of an update, with the checkpoint's names and shapes, including aliases."""
 
     async def stage(self, manifest: Manifest) -> Mapping[str, Tensor]:
         """Allocates memory beside the serving weights, while sampling continues.
 
-        Returns one contiguous, uninitialized tensor for each that the manifest sends, aliases left
-        out. The manifest has been compared with ``schema``. The server asks for the next update's
-        memory only once nobody holds a tensor of the last one, so an engine may keep memory for one
+        Returns one contiguous, uninitialized tensor for each tensor of the manifest, without
+        aliases. The manifest has been compared with ``schema``. The server stages the next update
+        only when no tensor of the last one is in use, so an engine may keep the memory of one
         update and return it again.
 
-        Raises NoMemoryError when there is no memory, EngineError when it fails in another way.
+        Raises NoMemoryError if there is no memory, EngineError if it fails for another reason.
         """
 
     async def commit(
@@ -349,33 +352,34 @@ class Engine(Protocol):
         """Puts staged weights in place while held. Every later token carries ``weights``.
 
         Tensors that are not staged stay as they are; aliases follow the tensors that they name.
-        Prefix caches of older revisions must be out of reach afterwards. ``policy`` says what
-        happens to the keys and values of running sequences: RECOMPUTE computes them again under
-        the new weights, beside decoding; KEEP keeps them, and ``Step.oldest_kv_revisions`` says so.
+        Later sequences must not use prefix caches of older revisions. ``policy`` says what happens
+        to the keys and values of running sequences: RECOMPUTE computes them again under the new
+        weights, interleaved with decoding; KEEP keeps them, and ``Step.oldest_kv_revisions`` has
+        their revision.
 
-        Raises EngineError when it failed before it touched the serving weights, and
-        TornWeightsError when it failed after that.
+        Raises EngineError if it fails before it touches the serving weights, and TornWeightsError
+        if it fails after that.
         """
 
     async def digests(self) -> dict[str, int]:
-        """The digest of each tensor that serves, read from the memory, aliases left out.
+        """The digest of each serving tensor, computed from the memory, without aliases.
 
-        Raises ChangedWeightsError when the memory does not hold what was last committed (for
-        engines that cannot give a tensor's own digest), EngineError when it cannot be read.
+        Raises EngineError if the memory cannot be read. An engine that cannot compute the digest of
+        a tensor raises ChangedWeightsError if the memory does not hold what was committed last.
         """
 
     async def sleep(self, weights: SleepingWeights) -> int:
-        """Frees the KV cache, and the weights as asked; returns the bytes freed.
+        """Frees the KV cache, and the weights if ``weights`` says so; returns the bytes freed.
 
-        No sequence is live, and ``unsupported_sleep`` does not have ``weights``. Raises EngineError
-        when it fails; nothing is freed then.
+        The server calls it only if no sequence is live and ``unsupported_sleep`` does not list
+        ``weights``. Raises EngineError if it fails; nothing is freed then.
         """
 
     async def wake(self, *, reload_checkpoint: bool) -> None:
-        """Takes back the memory that ``sleep`` freed; does nothing when awake.
+        """Allocates the memory again that ``sleep`` freed; does nothing when awake.
 
-        Weights that were discarded come back with ``reload_checkpoint``, or with the next full
-        update; until then nothing is sampled. Raises NoMemoryError when there is no memory, and
-        EngineError when the checkpoint cannot be read again or the engine fails; it then still
-        sleeps.
+        With ``reload_checkpoint`` it also loads discarded weights from the checkpoint. Otherwise
+        the next full update brings them, and nothing is sampled until then. If there is no memory
+        it raises NoMemoryError; if the checkpoint cannot be read or the engine fails, EngineError.
+        In both cases the engine still sleeps.
         """

@@ -20,11 +20,11 @@ class Prompt:
     """The prompt of a group.
 
     Attributes:
-        id: Its name in the trainer's data.
+        id: Name of the prompt in the trainer's data.
         token_ids: At least one; any sequence of integers.
-        epoch: Which pass over the data this is. The same id in the same epoch gets the same draws.
-        sampling: How to sample this prompt; has no seed. None: as the batcher does.
-        info: The caller's own data, such as the right answer, for its reward function. It must be
+        epoch: Number of the pass over the data. The same id and epoch give the same random draws.
+        sampling: How to sample this prompt, without a seed. None: the batcher's ``sampling``.
+        info: The caller's own data for the reward function, such as the right answer. It must be
             JSON if the buffer is saved.
     """
 
@@ -40,8 +40,8 @@ class Sample:
     """One member of a group.
 
     Attributes:
-        trajectory: What was sampled so far; all of it if ``trajectory.complete``.
-        reward: Of a complete sample; None without a reward function.
+        trajectory: The tokens so far; the whole sample if ``trajectory.complete``.
+        reward: Reward of a complete sample; None without a reward function.
     """
 
     trajectory: Trajectory
@@ -49,7 +49,7 @@ class Sample:
 
 
 class DropReason(enum.Enum):
-    """Why a group will never be handed out."""
+    """Why a group was dropped."""
 
     TAIL = "tail"
     """The batch had its target before this group was complete."""
@@ -67,13 +67,13 @@ class DropReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The samples of a prompt.
+    """The samples of one prompt.
 
     Attributes:
-        prompt: Of all samples.
+        prompt: The prompt of all samples.
         samples: In the order of their seeds.
         dropped: Why the group was dropped; None if it was not.
-        error: The error that it was dropped for, if there was one.
+        error: The error for which it was dropped, if there was one.
     """
 
     prompt: Prompt
@@ -93,7 +93,7 @@ class Group:
 
     @property
     def versions(self) -> frozenset[int | None]:
-        """The weight versions that sampled its tokens; None for weights without one."""
+        """The weight versions that sampled its tokens; None: weights without a version."""
         return frozenset(
             segment.weights.version
             for sample in self.samples
@@ -103,7 +103,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Part:
-    """Groups with the same fate. Comparing the lengths and rewards of parts shows a batch's bias.
+    """The finished, carried or dropped groups of a batch; comparing them shows the batch's bias.
 
     Attributes:
         groups: In the order in which they were started.
@@ -152,13 +152,13 @@ class Batch:
     """What ``Batcher.collect`` returns.
 
     Attributes:
-        version: The trainer's step that it was collected for.
+        version: The trainer's step for which the batch was collected.
         finished: The groups of the batch; no other batch has them.
-        carried: Groups that are under way, or complete and left to a later batch, as they are now.
-            A later batch hands them out or reports them as dropped.
-        dropped: Groups that were dropped since the batch before; ``dropped.of(DropReason.FAILED)``
-            has those of one reason.
-        seconds: That the call took.
+        carried: Groups that are unfinished, or complete and left to a later batch, in their present
+            state. A later batch returns them or reports them as dropped.
+        dropped: Groups that were dropped since the previous batch;
+            ``dropped.of(DropReason.FAILED)`` has those of one reason.
+        seconds: Duration of the call.
     """
 
     version: int | None
@@ -178,12 +178,12 @@ class Evaluation:
     """What ``Batcher.evaluate`` returns: whole samples under one policy.
 
     Attributes:
-        version: Of the weights; None if they have none, or if there is no token.
-        digest: Of the weights; None if there is no token.
-        samples: One group for each prompt, in their order, but for those in ``failed``.
-        seconds: That the call took.
-        failed: Groups that could not be completed, each with its error, such as one whose prompt is
-            longer than the context. The figures of ``samples`` leave them out.
+        version: Version of the weights; None if they have none, or if no token was sampled.
+        digest: Digest of the weights; None if no token was sampled.
+        samples: One group for each prompt, in their order, without those in ``failed``.
+        seconds: Duration of the call.
+        failed: Groups that could not be completed, each with its error, such as a prompt that is
+            longer than the context.
     """
 
     version: int | None
@@ -209,12 +209,12 @@ class Progress:
     """How far a batch is.
 
     Attributes:
-        version: The trainer's step that it is collected for.
-        target: Groups that it is to have.
+        version: The trainer's step for which the batch is collected.
+        target: Groups that the batch should have.
         chosen: Groups that it has.
-        sampling: Groups that are still sampled, those for later batches included.
-        ready: Complete groups that are not part of it, or not yet.
-        seconds: Since the call.
+        sampling: Groups that are still sampled, including those for later batches.
+        ready: Complete groups that are not part of the batch, or not yet.
+        seconds: Seconds since the call.
     """
 
     version: int | None
@@ -227,11 +227,12 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """What becomes of groups that are unfinished when a batch has its target: ``Drop``, ``Carry``.
+    """What happens to unfinished groups once a batch has its target: ``Drop`` or ``Carry``.
 
     Attributes:
-        patience: The batch waits for them until this many times as long as the first 80 % of the
-            target took; those that are complete by then are part of it. 1.0 does not wait.
+        patience: The batch first waits for them, until it has taken this many times as long as the
+            first 80 % of its target. Groups that are complete by then are part of it. 1.0 does not
+            wait.
     """
 
     patience: float = 1.0
@@ -243,9 +244,9 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Drop(Tail):
-    """Aborts them. Over-sampling then favours short samples: ``Batch.dropped`` shows how much."""
+    """Aborts unfinished groups. This favours short samples: ``Batch.dropped`` shows how much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Carry(Tail):
-    """Lets them go on under each new policy (partial rollout), first in line for the next batch."""
+    """Continues unfinished groups under each new policy; they come first in the next batch."""

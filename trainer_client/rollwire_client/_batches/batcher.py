@@ -1,13 +1,13 @@
-"""Groups of samples by the batch, from a fleet whose sequences end at very different times.
+"""Collects batches of groups of samples from a fleet whose sequences differ much in length.
 
     async with Fleet(addresses) as fleet, Batcher(fleet, seed=1, sampling=sampling) as batcher:
         for version in …:
             await (await publisher.publish(version, tensors)).committed
             batch = await batcher.collect(prompts, target=32, over_sample=1.25, tail=Carry())
             learn(batch.groups)
-            batcher.save(folder / "buffer")  # what is carried, beside the policy
+            batcher.save(folder / "buffer")  # the carried groups, with the policy's checkpoint
 
-Between two calls, groups that were carried or begun ahead go on in the background.
+Between two calls, groups that were carried or begun ahead continue in the background.
 """
 
 from __future__ import annotations
@@ -47,36 +47,35 @@ _POLL = 0.05  # seconds between two checks of what the servers serve
 
 
 class Batcher:
-    """Samples groups and hands them out in batches; an async context manager, within the fleet's.
+    """Samples groups and returns them in batches. An async context manager, within the fleet's.
 
-    Every prompt that it takes is handed out once, reported as dropped, or still carried.
+    Each prompt that it reads is returned once, reported as dropped, or still carried.
 
     Args:
-        fleet: Its servers sample.
-        seed: Of the run. Together with a prompt's id and epoch and the number of the sample it
-            fixes the draws.
-        group_size: Samples of each prompt.
-        sampling: How to sample; without a seed.
+        fleet: The fleet that samples.
+        seed: Seed of the run. The random draws of a sample depend on this seed, the prompt's id and
+            epoch, and the number of the sample.
+        group_size: Number of samples of each prompt.
+        sampling: How to sample, without a seed.
         reward: Called with the prompt and the trajectory of a complete sample; returns a finite
-            number. A plain function is called in a thread of its own (not the main thread, which
-            signals need), one call at a time; a coroutine function runs in the event loop. A group
-            with a sample that gets no reward is dropped as ``UNSCORED``.
-        max_lag: Groups with a token from more than this many steps before the trainer's version are
-            never handed out. A publish through the fleet is one step, also if its version jumps or
-            falls, and so is going on from a saved buffer. None: no bound.
-        refills: How often in a row a failed sample is sampled again, alone: from its tokens on if
-            the fleet gave it up (a new token starts the count again), or anew with other draws if a
-            server failed at it. A ``reward`` that raised is called again as often.
-        callback_timeout: Seconds that one call of ``reward``, ``decide`` or ``stop`` may take, and
-            ``prompts`` to return the next one, before it is given up; None: no limit. The log says
-            when one takes long.
+            number. A plain function is called in a worker thread, one call at a time; a coroutine
+            function runs in the event loop. A group with a sample that gets no reward is dropped as
+            ``UNSCORED``.
+        max_lag: Groups with a token that was sampled more than this many steps before the trainer's
+            version are dropped. Each publish through the fleet is one step, whatever its version,
+            and so is a restart from a saved buffer. None: no bound.
+        refills: How often in a row a failed sample is sampled again. If the fleet gave it up, it
+            continues from its tokens, and a new token resets the count. If a server failed at it,
+            it begins again with other draws. A ``reward`` that raised is called again as often.
+        callback_timeout: Seconds that a call of ``reward``, ``decide`` or ``stop``, or reading the
+            next prompt, may take; None: no limit. The log says when one takes long.
         weights_timeout: Seconds that ``collect`` waits for weights that are new enough.
-        options: Of the rollouts, such as ``logprob_basis`` and ``timeout``.
-        bar: Show a progress bar if standard error is a terminal.
+        options: Options of the rollouts, such as ``logprob_basis`` and ``timeout``.
+        bar: Whether to show a progress bar if standard error is a terminal.
 
     Attributes:
         version: The trainer's step of the latest batch.
-        handed_out, dropped: Groups so far.
+        handed_out, dropped: Numbers of groups so far.
 
     Raises:
         TypeError, ValueError: An argument is not valid.
@@ -132,7 +131,7 @@ class Batcher:
         await self.close()
 
     async def close(self) -> None:
-        """Ends what is under way, on the servers too; it can still be saved. Idempotent."""
+        """Ends the rollouts under way, on the servers too. ``save`` still works. Idempotent."""
         if self._pool.forked:  # what is under way is the parent's
             return
         await self._buffer.close()
@@ -142,7 +141,7 @@ class Batcher:
 
     @property
     def taken(self) -> int:
-        """Prompts read so far: handed out, dropped, or under way. A data set goes on after them."""
+        """Number of prompts read so far. After ``load``, continue the data set after them."""
         buffer = self._buffer
         live = len(buffer.groups) + len(buffer.prompts)
         return self.handed_out + self.dropped + buffer.dropped_count + live
@@ -159,42 +158,42 @@ class Batcher:
         decide: Callable[[Group], Decision] | None = None,
         stop: Callable[[Progress], bool] | None = None,
     ) -> Batch:
-        """The next batch; it ends when ``target`` groups are complete.
+        """Collects the next batch. It ends when ``target`` groups are complete.
 
-        By default it is a fixed batch: ``target`` prompts are started, and all are waited for.
-        Carried groups come first. If the call is cancelled or raises, it hands nothing out, and the
-        next call goes on with the groups that there are.
+        By default the batch starts ``target`` prompts and waits for all of them. Carried groups
+        come first. If the call is cancelled or raises, it returns nothing, and the next call
+        continues with the same groups.
 
         A group that cannot be completed (its prompt cannot be sampled, or its reward cannot be
         computed) is dropped as ``FAILED`` or ``UNSCORED``, with a warning in the log, and another
-        takes its place. An error that every group would meet is raised instead, and the groups are
-        kept. Eight groups in a row that are dropped so, without a complete one in between, count as
-        such an error: the last one is raised.
+        group takes its place. An error that every group would meet is raised instead, and the
+        groups are kept. If eight groups in a row are dropped in this way, without a complete one in
+        between, the last error is raised.
 
         Args:
-            prompts: Read as there is room for new groups, and no further: give an iterator, so that
-                the next call goes on where this one ended. It is read in a thread of its own.
-            target: Groups. There are fewer if the prompts run out or ``stop`` ends the batch, and
-                up to target * over_sample with a tail that has patience.
+            prompts: Read only as far as there is room for new groups. Pass an iterator, so that the
+                next call continues after the last prompt. It is read in a worker thread.
+            target: Number of groups. The batch has fewer if the prompts run out or ``stop`` ends
+                it, and up to target * over_sample if the tail has patience.
             version: The trainer's step. Default: the version that was published last.
-            over_sample: Keeps this many times the target going.
-            tail: What becomes of the unfinished groups: ``Drop()`` or ``Carry()``.
-            prefetch: Groups that are started beyond those, for later batches: so servers have work
-                while the last groups of this batch end, and while the trainer learns.
-            decide: Called with each complete group, in the order of their ends: whether it is part
-                of the batch. Default: all are. Like ``stop``, it is called in a thread of its own,
-                unless it is a coroutine function.
+            over_sample: How many times ``target`` groups are kept under way.
+            tail: What happens to the unfinished groups: ``Drop()`` or ``Carry()``.
+            prefetch: Number of further groups that are started for later batches, so that servers
+                have work while this batch ends and while the trainer learns.
+            decide: Called with each complete group, in the order in which they complete; says
+                whether the group is part of the batch. Default: every group is. Like ``stop``, it
+                runs in a worker thread unless it is a coroutine function.
             stop: Called after each decision; True ends the batch with the groups that it has.
 
         Raises:
-            ValueError: The arguments contradict each other, or the version fell though no server
+            ValueError: The arguments contradict each other, or the version fell although no server
                 was rolled back to it.
             StalenessError: No server serves weights new enough for ``max_lag``.
             RolloutFailedError: No server was ready for a sequence within ``Retries.seconds``, again
-                and again; what was sampled is kept.
+                and again; the tokens so far are kept.
             InvalidRequestError, CallbackError, RolloutFailedError, ServerFailedError,
-                TimedOutError: It ended eight groups in a row, or all that there were.
-            RollwireError: Every group would meet it, such as a refused token; what was sampled is
+                TimedOutError: It ended eight groups in a row, or all groups that there were.
+            RollwireError: Every group would meet it, such as a refused token; the tokens so far are
                 kept.
             ClosedError: The fleet or the batcher is closed.
             CallbackError: ``prompts`` or ``stop`` took too long.
@@ -234,22 +233,22 @@ class Batcher:
         sampling: Sampling | None = None,
         version: int | None = None,
     ) -> Evaluation:
-        """Samples all prompts to their ends under one policy, beside the batches.
+        """Samples all prompts to their ends under one policy; batches are not affected.
 
         A group that cannot be completed is in ``Evaluation.failed``, with a warning in the log; the
-        others go on.
+        others continue.
 
         Args:
-            prompts: Different ones, a finite number: all are read first.
-            samples: Of each prompt.
+            prompts: A finite number of different prompts; all are read first.
+            samples: Number of samples of each prompt.
             sampling: How to sample. Default: as in batches.
-            version: Of the weights. Default: the one that was published last; before any, what the
-                servers serve, which must be the same everywhere.
+            version: Version of the weights. Default: the one that was published last. If none was
+                published, the weights that the servers serve, which must all be the same.
 
         Raises:
-            WeightVersionError: Something else was published meanwhile, or the servers disagree.
-            RollwireError: All prompts failed: the error of the first. Or one that ends them all,
-                such as that no server comes to serve the version within ``Retries.seconds``.
+            WeightVersionError: Another version was published meanwhile, or the servers disagree.
+            RollwireError: All prompts failed; this is the error of the first. Or an error that ends
+                all of them, such as no server with this version within ``Retries.seconds``.
             ValueError, Exception: As ``collect``.
         """
         samples = integer("samples", samples, minimum=1)
@@ -269,8 +268,8 @@ class Batcher:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the groups that are under way, with their tokens so far, and the counters.
 
-        The file is replaced as a whole. Save it together with the trainer's checkpoint and the
-        position in the data set: each prompt that was read is in the file, or was reported.
+        The file is replaced atomically. Save it together with the trainer's checkpoint and the
+        position in the data set: each prompt that was read is in the file, or in a batch before.
 
         Raises:
             TypeError: The ``info`` of a prompt cannot be JSON.
@@ -287,11 +286,11 @@ class Batcher:
         checkpoint.write(Path(path), self._sampler, contents)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Takes over what another process saved; its groups go on in the next batch.
+        """Loads the groups that another process saved; they continue in the next batch.
 
         Raises:
-            BufferFileError: The file is no buffer, is damaged, or is of a batcher with another seed
-                or group size; this batcher is unchanged.
+            BufferFileError: The file is no buffer, is damaged, or was saved by a batcher with
+                another seed or group size; this batcher is unchanged.
             OSError: The file cannot be read.
             RuntimeError: This batcher has groups already.
         """

@@ -83,7 +83,7 @@ def main(
         typer.Option(
             "--use-proxy",
             envvar="ROLLWIRE_USE_PROXY",
-            help="Connect through the environment's http_proxy.",
+            help="Connect through the proxy that the environment names (http_proxy, https_proxy).",
         ),
     ] = False,
 ) -> None:
@@ -106,7 +106,7 @@ def main(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def demo(context: typer.Context) -> int:
-    """Two servers, a trainer and a policy that learns, on this machine (see demo --help)."""
+    """Run two servers and a trainer whose policy learns, on this machine (see demo --help)."""
     from rollwire_demo import main
 
     code: int = main(context.args)

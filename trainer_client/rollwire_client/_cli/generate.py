@@ -36,30 +36,31 @@ async def generate(
     ],
     prompt_ids: Annotated[Any, options.token_ids("Token ids of the prompt.")],
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Most tokens to sample; fewer if the context is full.")
+        int, typer.Option(min=1, help="Most tokens to sample; the context may allow fewer.")
     ] = 32,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
     top_p: Annotated[
         float,
-        typer.Option(help="Sample from the likeliest tokens that together have this probability."),
+        typer.Option(help="Sample from the likeliest tokens whose probabilities add up to this."),
     ] = 1.0,
     top_k: Annotated[
-        int, typer.Option(min=0, help="Sample from the k likeliest tokens; 0: from all.")
+        int, typer.Option(min=0, help="Sample from the k likeliest tokens; 0: all.")
     ] = 0,
     min_p: Annotated[
-        float, typer.Option(help="Least probability of a token, as a share of the likeliest one's.")
+        float,
+        typer.Option(help="Lowest probability of a token, relative to the likeliest token's."),
     ] = 0.0,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Makes the same draws every time.")
+        int | None, typer.Option(min=0, help="Seed; the same seed samples the same tokens.")
     ] = None,
     *,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")
+        bool, typer.Option("--ignore-eos", help="Do not stop at an end-of-sequence token.")
     ] = False,
     timeout: Annotated[float, options.seconds("Seconds to wait until the server is up.")] = 60.0,
     as_json: options.Json = False,
 ) -> int:
-    """Sample one sequence and show its tokens as they come, coloured by weight version."""
+    """Sample one sequence and show its tokens as they arrive, coloured by weight version."""
     sampling = Sampling(
         temperature=temperature,
         top_p=top_p,

@@ -61,7 +61,7 @@ def token_ids(what: str) -> Any:
 
 
 FleetServers = Annotated[
-    list[str], typer.Argument(metavar="HOST:PORT...", help="Or one dns:///NAME:PORT.")
+    list[str], typer.Argument(metavar="HOST:PORT...", help="The servers, or one dns:///NAME:PORT.")
 ]
 AnswerTimeout = Annotated[float, seconds("Seconds to wait for an answer.")]
-Json = Annotated[bool, typer.Option("--json", help="JSON, for programs.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]

@@ -48,7 +48,9 @@ async def publish(
     ],
     servers: Annotated[
         list[str],
-        typer.Option("--server", metavar="HOST:PORT", help="Each server; or one dns:///NAME:PORT."),
+        typer.Option(
+            "--server", metavar="HOST:PORT", help="A server, repeatable; or one dns:///NAME:PORT."
+        ),
     ],
     version: Annotated[
         int | None,
@@ -65,13 +67,13 @@ async def publish(
     allow_version_rollback: Annotated[
         bool,
         typer.Option(
-            "--allow-version-rollback", help="Allow a version below what the servers have."
+            "--allow-version-rollback", help="Allow a lower version than the servers have."
         ),
     ] = False,
     timeout: Annotated[float, options.seconds("Seconds to wait until a server is up.")] = 10.0,
     as_json: options.Json = False,
 ) -> int:
-    """Make a checkpoint the policy of a fleet; exits with 1 if a server does not serve it then."""
+    """Make a checkpoint the policy of a fleet. Exit code 1 if a server does not commit it."""
     addresses, timeouts = options.fleet_addresses(servers), Timeouts(start=timeout)
     with checkpoint_tensors(checkpoint) as tensors:
         async with Fleet(addresses, timeouts=timeouts, credentials=context.obj) as fleet:

@@ -36,7 +36,7 @@ async def top(
     timeout: options.AnswerTimeout = 5.0,
     as_json: options.Json = False,
 ) -> int:
-    """Watch a fleet live; off a terminal and as JSON, show it once."""
+    """Watch a fleet live. With --json, or if the output is no terminal, show it once."""
     addresses = options.fleet_addresses(servers)
     timeouts = Timeouts(start=0, call=timeout, probe=timeout, close=0)
     recent = RecentAnswers()

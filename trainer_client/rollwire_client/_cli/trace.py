@@ -50,7 +50,7 @@ async def trace(
     seconds: Annotated[float, options.seconds("Seconds to watch.")] = 10.0,
     interval: Annotated[float, options.seconds("Seconds between two polls.", 0.01)] = 0.05,
     sequences: Annotated[
-        int, typer.Option(min=0, help="Sequences to sample at a time, to show them.")
+        int, typer.Option(min=0, help="Sequences that the command samples at a time, to show them.")
     ] = 4,
     prompt_ids: Annotated[Any, options.token_ids("Token ids of the sequences' prompt.")] = "1,2,3",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 256,

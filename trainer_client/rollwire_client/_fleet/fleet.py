@@ -29,23 +29,24 @@ class Fleet:
     """Rollout servers that serve the same policy; an async context manager.
 
     A sequence goes to the server with the fewest outstanding tokens among those that are ready. If
-    that server gives it up, dies, or is cut off, the sequence goes on at another one, from the
-    tokens that came and under weights that are not older than theirs. A server that missed the last
-    publish through this fleet gets no sequences until it has those weights. Leaving a rollout
-    aborts it; closing the fleet aborts all.
+    that server interrupts it, dies, or is cut off, the sequence continues on another server, from
+    the tokens that have arrived, and never under older weights than theirs. A server that missed
+    the last publish through this fleet gets no sequences until it has those weights. Leaving a
+    rollout aborts it; closing the fleet aborts all rollouts.
 
     Args:
         addresses: HOST:PORT of each server, at least one; or ``dns:///NAME:PORT``, a name that is
-            resolved again and again; or a function, async or not, that returns the addresses.
+            resolved periodically; or a function, async or not, that returns the addresses.
         retries: When to give a sequence up.
         timeouts: How long to wait for a server.
         credentials: TLS and token, for all servers.
-        probe_interval: Seconds between two probes of a server. Of more than 20 ready servers, 20
-            are probed in that time, and each when a sequence starts there after a silence.
+        probe_interval: Seconds between two probes of a server. If more than 20 servers are ready,
+            20 of them are probed per interval. A server that has been silent is also probed when a
+            sequence starts there.
         resolve_interval: Seconds between two lookups of the addresses.
 
     Raises:
-        TypeError, ValueError: An argument cannot be used.
+        TypeError, ValueError: An argument is invalid.
     """
 
     def __init__(
@@ -75,8 +76,8 @@ class Fleet:
         """Opens the channels, and waits until one of the servers has loaded its model.
 
         Raises:
-            UnavailableError: No server has within ``timeouts.start`` seconds; the message names
-                each.
+            UnavailableError: No server has loaded its model within ``timeouts.start`` seconds; the
+                message says why for each.
         """
         await self._pool.open()
         return self
@@ -85,7 +86,7 @@ class Fleet:
         await self.close()
 
     async def close(self) -> None:
-        """Aborts what is under way and closes the channels. Idempotent."""
+        """Aborts the sequences under way and closes the channels. Idempotent."""
         await self._pool.close()
 
     @property
@@ -94,7 +95,7 @@ class Fleet:
         return self._pool.policy.current
 
     def unavailable_reason(self) -> str | None:
-        """Why no server samples now, with the reason of each; None while one does."""
+        """Why no server samples now, with the reason for each; None while any server samples."""
         return self._pool.router.unavailable_reason()
 
     def stream(
@@ -103,22 +104,22 @@ class Fleet:
         sampling: Sampling = DEFAULT_SAMPLING,
         **options: Unpack[RolloutOptions],
     ) -> AsyncGenerator[Chunk, None]:
-        """Samples one sequence and yields its tokens as they come, each once and in order.
+        """Samples one sequence and yields its tokens as they arrive, each once and in order.
 
         The last chunk has ``finish``. Leaving the iteration aborts the sequence.
 
         Args:
-            prompt_ids: Token ids, at least one: any sequence of integers, arrays and tensors of one
-                dimension included.
+            prompt_ids: Token ids, at least one: any sequence of integers, including arrays and
+                tensors of one dimension.
             sampling: How to sample.
-            **options: Those of ``RolloutOptions``, and no others.
+            **options: The options of ``RolloutOptions``.
 
         Raises:
             TypeError: There is no such option.
-            InvalidRequestError: A value does not fit; ``violations`` names the field.
-            RefusedError: A server refused it, and another one would too.
-            RolloutFailedError: It was given up; see ``Retries``.
-            RollwireError: Another error. Each has what was sampled before it in ``.trajectory``.
+            InvalidRequestError: A value is invalid; ``violations`` names the field.
+            RefusedError: A server refused the request, and others would too.
+            RolloutFailedError: The fleet gave the sequence up; see ``Retries``.
+            RollwireError: Another error. ``.trajectory`` of each has the tokens sampled before it.
         """
         return self._pool.rollout(prompt_ids, sampling, options).chunks()
 
@@ -137,13 +138,13 @@ class Fleet:
         """A conversation that begins with these tokens; see ``Session``.
 
         Raises:
-            InvalidRequestError: They are no token ids.
+            InvalidRequestError: They are not token ids.
         """
         self._pool.check_process()
         return Session(prompt_ids, self._pool)
 
     async def info(self) -> dict[str, ServerInfo | RollwireError]:
-        """What each server is and does, or the error that it answered with, by address.
+        """The ``ServerInfo`` of each server, or the error with which it answered, by address.
 
         Raises:
             ClosedError: The fleet is not open.
@@ -161,10 +162,10 @@ class Fleet:
         return {server.address: a for server, a in zip(servers, answers, strict=True)}
 
     async def newest_version(self) -> int | None:
-        """The newest version that any server that answers has committed; None if none has.
+        """The newest version that any answering server has committed; None if there is none.
 
-        A trainer that starts again goes on from here: its next version must be above this one, also
-        if an untagged update was published meanwhile.
+        After a restart, a trainer's next version must be above this one, also if an untagged update
+        was published since.
 
         Raises:
             UnavailableError: No server answers.

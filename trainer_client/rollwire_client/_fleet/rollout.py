@@ -49,20 +49,19 @@ _WEIGHTS_POLL = 0.5  # seconds between two looks whether weights that are waited
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """When a fleet gives a sequence up. A new token starts both counts again. A sequence that a
-    paused server has taken is not given up: it waits, and the log says so.
+    """When a fleet gives a sequence up. A new token resets both limits. A sequence that a paused
+    server has accepted is not given up: it waits, and the log says so.
 
     Attributes:
         attempts: Give up after this many failures in a row without a new token.
-        seconds: Give up after waiting this long in sum for a place on a server: until one is ready,
-            has room in its queue, or comes to serve the weights that are asked for, and between
-            attempts.
-        first_delay: Seconds between the second attempt and the third; each next wait is twice as
-            long. (Between the first and the second there is none.)
-        longest_delay: The longest of these waits, in seconds.
+        seconds: Give up after waiting this long in total, for a server that is ready, has room in
+            its queue and serves a version in range, and between attempts.
+        first_delay: Seconds between the second attempt and the third; each further delay is twice
+            as long. The second attempt follows the first without a delay.
+        longest_delay: The longest of these delays, in seconds.
 
     Raises:
-        TypeError, ValueError: One of them is none of these.
+        TypeError, ValueError: A value is of the wrong type or out of range.
     """
 
     attempts: int = 8

@@ -1,12 +1,12 @@
-"""A conversation: turns that the policy samples, and tokens that are given in between.
+"""A conversation: turns that the policy samples, and tokens that the caller appends between them.
 
     session = fleet.session(prompt_ids)
     while (turn := await session.generate(sampling)).finish.reason is FinishReason.STOP:
         session.append(tokens_of_what_the_tool_said)
     conversation = session.conversation()
 
-Nothing is turned into text and back: each turn goes on from the very tokens that were sampled and
-appended before.
+Tokens are never converted to text and back: each turn continues from exactly the tokens that were
+sampled and appended before.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """All of a session's tokens; each field but the first and last has an entry for every token.
+    """All tokens of a session. All fields except the first and last have one entry per token.
 
     Attributes:
-        session_id: Its name on the servers.
+        session_id: Id of the session on the servers.
         token_ids: Given and sampled tokens, in order.
-        logprobs: Of each token under the policy that sampled it; 0.0 for given tokens.
-        versions: The weight version that sampled each; None for given tokens, and for weights
+        logprobs: Log-probability under the policy that sampled the token; 0.0 for given tokens.
+        versions: The weight version that sampled the token; None for given tokens, and for weights
             without a version.
-        mask: Whether each was sampled.
-        turns: What was sampled at each turn; the prompt of a turn is everything before it.
+        mask: Whether the token was sampled.
+        turns: The trajectory of each turn; the prompt of a turn is everything before it.
     """
 
     session_id: str
@@ -57,7 +57,7 @@ class Conversation:
         return joined(turn.routing for turn in self.turns if turn.routing is not None)
 
     def to_tensors(self) -> TrajectoryTensors:
-        """The conversation as a loss takes it.
+        """The conversation as tensors, for a loss.
 
         Raises:
             MissingDependencyError: torch is not installed.
@@ -68,17 +68,17 @@ class Conversation:
 class Session:
     """A conversation with a fleet, one turn at a time; made by ``Fleet.session``.
 
-    Its turns go to the server whose prefix cache has the conversation, until that is clearly busier
-    than the others, and never to weights that were published before those of the last turn. (After
-    an update the conversation is prefilled again.)
+    A turn goes to the server whose prefix cache has the conversation, unless that server is clearly
+    busier than the others. It is never sampled under older weights than the last turn. After an
+    update the conversation is prefilled again.
 
-    However a turn ends, what was sampled is part of the conversation: also when its iteration was
-    left, it was cancelled, or it failed. ``token_ids`` has what is there.
+    However a turn ends, its sampled tokens are part of the conversation, also if it failed, was
+    cancelled, or its iteration was left. ``token_ids`` has all tokens.
 
     A seed fixes the draws of one turn: give each turn its own.
 
     Attributes:
-        id: Its name on the servers.
+        id: Id of the session on the servers.
     """
 
     def __init__(self, prompt_ids: Sequence[int], pool: ServerPool) -> None:
@@ -94,17 +94,17 @@ class Session:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All that was given and sampled so far."""
+        """All tokens that were given and sampled so far."""
         return tuple(self._token_ids)
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Adds tokens that were not sampled, such as a tool's output or the next question.
 
         Args:
-            token_ids: Any sequence of integers, arrays and tensors of one dimension included.
+            token_ids: Any sequence of integers, including arrays and tensors of one dimension.
 
         Raises:
-            InvalidRequestError: They are no token ids.
+            InvalidRequestError: They are not token ids.
             RuntimeError: A turn is under way.
         """
         self._check_idle()
@@ -120,8 +120,8 @@ class Session:
         """Samples the next turn to its end; see ``Fleet.stream`` for errors.
 
         Args:
-            sampling: How to sample; ``max_new_tokens`` is of this turn.
-            **options: Those of ``RolloutOptions`` but ``session_id``, which is the session's.
+            sampling: How to sample; ``max_new_tokens`` counts the tokens of this turn.
+            **options: The options of ``RolloutOptions``, except ``session_id``.
 
         Raises:
             RuntimeError: A turn is under way.
@@ -134,10 +134,10 @@ class Session:
     async def stream(
         self, sampling: Sampling = DEFAULT_SAMPLING, **options: Unpack[RolloutOptions]
     ) -> AsyncGenerator[Chunk, None]:
-        """Samples the next turn and yields its tokens as they come; see ``generate``.
+        """Samples the next turn and yields its tokens as they arrive; see ``generate``.
 
-        Leaving the iteration ends the turn: close it, as with ``contextlib.aclosing``, before the
-        conversation goes on.
+        Leaving the iteration ends the turn. Close the iterator before the next turn, for example
+        with ``contextlib.aclosing``.
         """
         rollout = self._turn(sampling, options)
         with self._sampling(rollout):
@@ -146,7 +146,7 @@ class Session:
                     yield chunk
 
     def conversation(self) -> Conversation:
-        """As it is now; without a turn that is under way."""
+        """The conversation so far, without a turn that is under way."""
         return Conversation(
             session_id=self.id,
             token_ids=self.token_ids,

@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServerReport:
-    """What a publish did to one server.
+    """The result of a publish on one server.
 
     Attributes:
-        address: Of the server.
-        weights: What it serves now; None if it did not commit.
-        error: Why it did not.
-        received_bytes: Of the update.
-        staging_seconds: From the announcement until it had everything, verified.
-        apply_seconds: Spent on putting the weights in place.
-        paused_seconds: Without any sampling.
-        held_sequences: How many waited meanwhile.
-        kv_tokens_to_recompute: Cache entries that the new policy computes again.
-        already_current: It held these weights before.
+        address: Address of the server.
+        weights: The weights that it serves now; None if it did not commit.
+        error: Why it did not commit.
+        received_bytes: Bytes of the update that it received.
+        staging_seconds: Time from the announcement until the update was received and verified.
+        apply_seconds: Time spent on putting the weights in place.
+        paused_seconds: Time without any sampling.
+        held_sequences: Number of sequences that waited meanwhile.
+        kv_tokens_to_recompute: KV-cache entries, in tokens, that the new policy computes again.
+        already_current: Whether it held these weights before.
     """
 
     address: str
@@ -47,16 +47,16 @@ class ServerReport:
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """What a publish did.
+    """The result of a publish.
 
     Attributes:
-        version: As given to ``publish``.
-        update_id: Names the update on the servers.
-        digest: Of the content that was sent.
-        bytes: Sent to each server.
-        seconds: From ``publish`` to the last commit.
-        servers: One entry a server, in the fleet's order; after ``catch_up`` those that were
-            behind.
+        version: The version given to ``publish``.
+        update_id: Id of the update on the servers.
+        digest: Digest of the content that was sent.
+        bytes: Bytes sent to each server.
+        seconds: Time from ``publish`` to the last commit.
+        servers: One entry per server, in the fleet's order; after ``catch_up``, of the servers that
+            were behind.
     """
 
     version: int | None
@@ -68,8 +68,8 @@ class PublishReport:
 
     @property
     def failed(self) -> tuple[ServerReport, ...]:
-        """Servers that did not commit; they get no sequences until a publish, or ``catch_up``,
-        brings them up.
+        """Servers that did not commit; they get no sequences until the next publish or ``catch_up``
+        updates them.
         """
         return tuple(server for server in self.servers if server.weights is None)
 
@@ -90,9 +90,9 @@ class PublishHandle:
     """A publish under way.
 
     Attributes:
-        version: As given to ``Publisher.publish``.
-        update_id: Names the update on the servers.
-        total_bytes: What each server gets.
+        version: The version given to ``Publisher.publish``.
+        update_id: Id of the update on the servers.
+        total_bytes: Bytes that each server gets.
     """
 
     def __init__(self, progress: PublishProgress, task: asyncio.Task[PublishReport]) -> None:
@@ -105,17 +105,17 @@ class PublishHandle:
 
     @property
     def sent_bytes(self) -> int:
-        """What all servers have."""
+        """Bytes that every server has received."""
         return self._progress.sent_bytes
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, one way or another."""
+        """Whether it has ended, with or without success."""
         return self._task.done()
 
     @property
     def announced(self) -> Awaitable[None]:
-        """Done when every server that can has checked the update and reserved memory for it.
+        """Done when every server that can take the update has checked it and reserved memory.
 
         Raises what ``committed`` raises.
         """
@@ -123,7 +123,7 @@ class PublishHandle:
 
     @property
     def released(self) -> Awaitable[None]:
-        """Done when every server has everything, verified: the tensors may change again.
+        """Done when every server has received and verified everything: the tensors may change.
 
         Raises what ``committed`` raises.
         """
@@ -134,11 +134,11 @@ class PublishHandle:
         """Done when every server that could has committed.
 
         Raises:
-            PublishFailedError: None did.
-            SourceError: The trainer did not give its tensors; no server has committed.
+            PublishFailedError: No server committed.
+            SourceError: The trainer did not provide its tensors; no server has committed.
             TensorsChangedError: They changed before ``released``; no server has committed.
-            PublishError: The publish could not go on; no server has committed.
-            asyncio.CancelledError: It was cancelled.
+            PublishError: The publish could not continue; no server has committed.
+            asyncio.CancelledError: The publish was cancelled.
         """
         self._affinity.check()
         return asyncio.shield(self._task)
@@ -146,7 +146,7 @@ class PublishHandle:
     async def cancel(self) -> None:
         """Ends the publish; servers that have not committed yet discard the update.
 
-        Returns when the tensors may change again. A source that hangs is waited for no longer than
+        Returns when the tensors may change. It waits for a source that hangs no longer than
         ``PublishTimeouts.source``; see ``Publisher.publish``.
         """
         if self._affinity.forked:

@@ -1,9 +1,9 @@
-"""Publishes a policy to every server of a fleet, as one transaction a server.
+"""Publishes a policy to every server of a fleet, as one transaction per server.
 
     publish()            checks the tensors; every server reserves memory for them
-    handle.released      every server has everything, verified: the tensors may change again
-    handle.committed     every server serves it: the report
-    catch_up()           the same for servers that came later, or came back
+    handle.released      every server has received and verified them: they may change
+    handle.committed     every server serves the policy: returns the report
+    catch_up()           does the same for servers that are new or were away
 
 A server that fails or falls silent is left out after a bounded time; the others go on and commit.
 Serving weights are not touched before the commit, so a publish that fails leaves the servers as
@@ -53,21 +53,22 @@ class Publisher:
 
     Args:
         fleet: An open fleet; closing it ends a publish that is under way.
-        id: Names the trainer. Default: host name and process id.
-        term: Counts the lives of the trainer: a higher one takes over from a lower one, which is
-            refused from then on. Default: the time, in milliseconds.
-        backend: Of the transport. Default: the first that this machine and all servers can use of
-            gloo, ucx and nccl; of ucx, nccl and gloo if the tensors lie on a GPU.
-        host: Under which the servers reach this machine. Default: the local address of the route
-            to them.
-        kv_policy: What a commit does with keys and values of sequences that are under way.
-        bucket_bytes: What travels as one message; a multiple of 64. Three of them are held here; a
-            server takes memory for four if they cannot come to where the update is staged.
-            Default: a 64th of the update, from 64 to 256 MiB.
+        id: Name of the trainer. Default: host name and process id.
+        term: Number that rises with each start of the trainer. A publisher with a higher term takes
+            over; those with lower terms are refused from then on. Default: the time in
+            milliseconds.
+        backend: Backend of the transport. Default: the first that this machine and all servers can
+            use, of ucx, nccl and gloo for tensors on a GPU, else of gloo, ucx and nccl.
+        host: Address at which the servers reach this machine. Default: the local address of the
+            route to them.
+        kv_policy: What a commit does with the keys and values of sequences under way.
+        bucket_bytes: Size of one message; a multiple of 64. The trainer holds three buckets. A
+            server allocates four if it cannot receive them where the update is staged. Default: a
+            64th of the update, between 64 and 256 MiB.
         timeouts: How long to wait.
 
     Raises:
-        TypeError, ValueError: An argument cannot be meant, such as a negative ``term``.
+        TypeError, ValueError: An argument is invalid, such as a negative ``term``.
         MissingDependencyError: torch is not installed.
     """
 
@@ -105,11 +106,11 @@ class Publisher:
         self._handle: PublishHandle | None = None
 
     async def schema(self) -> tuple[TensorSpec, ...]:
-        """The tensors that the servers want, in their order; asked once.
+        """The tensors that the servers expect, in order. The servers are asked once.
 
         Raises:
             ClosedError: The fleet is not open.
-            RollwireError: No server gives its schema.
+            RollwireError: No server returned its schema.
         """
         self._pool.check_open()
         if self._schema is None:
@@ -117,17 +118,17 @@ class Publisher:
         return self._schema
 
     async def prepare(self, device: torch.device | str = "cpu") -> None:
-        """Does ahead of time what the first publish would wait for.
+        """Does the work ahead of time for which the first publish would wait.
 
-        It reads the schema. On a GPU it also compiles kernels and lets UCX discover its transports,
-        which takes about 2 s and delays whoever reads tokens in this process meanwhile.
+        It reads the schema. On a GPU it also compiles kernels and lets UCX discover its transports.
+        This takes about 2 s and delays tokens that this process reads meanwhile.
 
         Args:
-            device: Where the tensors will lie.
+            device: Device of the tensors that will be published.
 
         Raises:
             ClosedError: The fleet is not open.
-            RollwireError: No server gives its schema.
+            RollwireError: No server returned its schema.
         """
         import rollwire_transport as transport
         import torch
@@ -149,33 +150,34 @@ class Publisher:
 
         Args:
             version: The trainer's step; None for an untagged update.
-            tensors: The policy by name, as in a checkpoint, unchanged until ``handle.released``; an
-                in-place change before that ends the publish, where torch counts it (not: writes
-                through ``tensor.data``, or to tensors of ``inference_mode``). Or a callable that
-                gives a fresh iterator of (name, tensor) in the order of ``schema()``, aliases left
-                out, so that a sharded trainer gathers one tensor at a time. In place of a tensor it
-                may give a function, which is called if the tensor is needed. It runs in a worker
-                thread, once for each transport group that is needed. If it hangs the publish fails;
-                the thread cannot be killed, and ends when the source does.
-            kv_policy: Instead of the publisher's.
-            partial: Tensors that are not named stay as they are. A server that missed a publish is
-                left out: it would mix two policies.
-            allow_version_rollback: ``version`` may be below what the servers hold, or equal with
-                other content. Servers that miss this are brought to what was published last by
-                the next publish, or by ``catch_up``, without being asked again.
-            coordinator: Of a sharded trainer; ``Ranks.publish`` gives it.
+            tensors: The policy by name, as in a checkpoint. The tensors must not change until
+                ``handle.released``: an in-place change ends the publish, if torch counts it (it
+                does not count writes through ``tensor.data``, by CUDA graphs, or to tensors of
+                ``inference_mode``). Or a callable that returns a fresh iterator of (name, tensor)
+                in the order of ``schema()``, without aliases, so that a sharded trainer can gather
+                one tensor at a time. Instead of a tensor the iterator may yield a function, which
+                is called if the tensor is needed. It runs in a worker thread, once for each
+                transport group. If it hangs, the publish fails; its thread ends when it returns.
+            kv_policy: Replaces the publisher's.
+            partial: Whether some tensors are left out; servers keep the old values of these. A
+                server that missed a publish gets no partial update, since it would mix two
+                policies.
+            allow_version_rollback: Whether ``version`` may be below the servers' version, or equal
+                to it with other content. Servers that miss this update get the policy that was
+                published last by the next publish or ``catch_up``, without this argument.
+            coordinator: Coordinator of a sharded trainer, from ``Ranks.publish``.
 
         Returns:
-            A handle, once every server that can has checked the update and reserved memory for it.
+            A handle, once every server that can take the update has checked it and reserved memory.
 
         Raises:
-            TypeError: ``version`` is no integer, or ``kv_policy`` no ``KvPolicy``.
-            ValueError: It is negative, or does not fit 63 bits.
+            TypeError: ``version`` is not an integer, or ``kv_policy`` is not a ``KvPolicy``.
+            ValueError: ``version`` is negative, or needs more than 63 bits.
             ClosedError: The fleet is not open.
-            SchemaMismatchError: The tensors are not those that the servers want.
-            PublishInProgressError: The publish before has not ended.
+            SchemaMismatchError: The tensors do not match the servers' schema.
+            PublishInProgressError: The previous publish has not ended.
             StalePublisherError: A publisher with a higher term took over.
-            PublishFailedError: No server takes the update.
+            PublishFailedError: No server accepts the update.
         """
         version = checked_version("version", version)
         with self._one_at_a_time():
@@ -201,22 +203,22 @@ class Publisher:
         *,
         coordinator: Coordinator | None = None,
     ) -> PublishReport:
-        """Brings servers that are new, came back, or missed a publish to what the fleet serves.
+        """Publishes the fleet's current policy to servers that are new or missed a publish.
 
-        Only they are sent anything; the others are not disturbed.
+        The other servers are not disturbed.
 
         Args:
-            tensors: Those of the version published last, as given to ``publish``: all of them.
-            coordinator: Of a sharded trainer; ``Ranks.catch_up`` gives it.
+            tensors: All tensors of the version that was published last, as given to ``publish``.
+            coordinator: Coordinator of a sharded trainer, from ``Ranks.catch_up``.
 
         Returns:
-            The report, once all have committed: ``servers`` has those that were behind, and is
-            empty where none was. A server that does not answer, sleeps or drains is left as it is.
+            The report, once these servers have committed. ``servers`` has one entry for each, and
+            is empty if none was behind. Servers that do not answer, sleep or drain are left out.
 
         Raises:
             ClosedError: The fleet is not open.
             DigestMismatchError: The tensors are not those of that version; nothing was committed.
-            PublishFailedError: None of the servers could be brought up.
+            PublishFailedError: None of the servers committed.
             PublishError: Nothing was published to this fleet yet; or see ``publish``.
         """
         with self._one_at_a_time():

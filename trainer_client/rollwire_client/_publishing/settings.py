@@ -16,28 +16,29 @@ if TYPE_CHECKING:
 class PublishTimeouts:
     """How long a publish waits, in seconds.
 
-    Waits for servers and other ranks do not count time in which the event loop did not run, because
-    it could not hear them then.
+    Time in which the event loop did not run does not count for waits for servers and other ranks,
+    because nothing can be received then.
 
     Attributes:
         call: For the answer to a short call.
         ready: For a server to check an update and to reserve memory for it.
-        silence: A server that reports nothing for this long is left out; servers report at least
-            every half second.
+        silence: A server that reports nothing for this long is left out of the publish; servers
+            report at least every half second.
         join: For a transport group to form.
         bucket: For one bucket to reach all servers.
-        source: For the trainer to give the tensors of one bucket. Servers by default wait 30 s for
-            a bucket.
-        stalled: For the servers to report how far they came, once a group failed.
-        staged: For the servers to verify what they have, once all is sent.
+        source: For the trainer to provide the tensors of one bucket. Servers by default wait 30 s
+            for a bucket.
+        stalled: For the servers to report what they have received, after a group failed.
+        staged: For the servers to verify the update, once everything is sent.
         commit: For a server to put an update in place.
-        commit_silence: For the answer to a commit, before the server is asked whether it is alive.
-        discard: For the answer to a discard; a server that does not answer discards by its lease.
+        commit_silence: For the answer to a commit, before the server is probed.
+        discard: For the answer to a discard; a server that does not answer discards the update when
+            its lease ends.
         stage_lease: How long a server keeps an update (announced, stalled or staged) whose
             publisher is gone.
 
     Raises:
-        TypeError, ValueError: One of them is no number of seconds.
+        TypeError, ValueError: A value is not a number of seconds.
     """
 
     call: float = 10.0

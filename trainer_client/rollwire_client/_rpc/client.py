@@ -49,12 +49,12 @@ class Timeouts:
     Attributes:
         start: When a fleet is opened: until the first of its servers has loaded its model.
         call: For the answer to a call.
-        silence: After this long without a message for live sequences, the server is probed.
-        probe: For the answer to a probe; then the stream counts as lost.
-        close: For the server to end what a closing client aborts.
+        silence: The server is probed after this long without a message for live sequences.
+        probe: For the answer to a probe; after that the stream counts as lost.
+        close: For the server to end the sequences that a closing client aborts.
 
     Raises:
-        TypeError, ValueError: One of them is no number of seconds.
+        TypeError, ValueError: A value is not a number of seconds.
     """
 
     start: float = 60.0
@@ -71,8 +71,9 @@ class Timeouts:
 class RolloutClient:
     """A client of one server; an async context manager.
 
-    It holds one channel, and one StreamRollouts call for any number of sequences, which is opened
-    with the first of them and again after it was lost. Closing the client aborts what is under way.
+    It has one channel, and one StreamRollouts call for any number of sequences. The call is opened
+    with the first sequence, and again if it is lost. Closing the client aborts the sequences under
+    way.
 
     Args:
         address: HOST:PORT of the server.
@@ -80,7 +81,7 @@ class RolloutClient:
         credentials: TLS and token.
 
     Raises:
-        TypeError, ValueError: The address is not HOST:PORT, or ``timeouts`` no ``Timeouts``.
+        TypeError, ValueError: The address is not HOST:PORT, or ``timeouts`` is not ``Timeouts``.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class RolloutClient:
         await self.close()
 
     async def close(self) -> None:
-        """Aborts what is under way and closes the channel. Idempotent."""
+        """Aborts the sequences under way and closes the channel. Idempotent."""
         if self._channel is None or self._affinity.forked:
             return
         self._affinity.check()
@@ -134,18 +135,18 @@ class RolloutClient:
 
         Raises:
             ClosedError: The client is not open.
-            NotOpenHereError: It is, in another process or event loop.
+            NotOpenHereError: The client is open in another process or event loop.
         """
         return self._check_open()
 
     @property
     def last_message_at(self) -> float:
-        """When tokens came last, on the event loop's clock."""
+        """When the last tokens arrived, on the event loop's clock."""
         return self._stream.last_message_at if self._stream is not None else -math.inf
 
     @property
     def outstanding_tokens(self) -> int:
-        """Tokens that sequences under way may still bring."""
+        """Most tokens that the sequences under way may still sample."""
         return self._stream.outstanding_tokens if self._stream is not None else 0
 
     def stream(
@@ -154,21 +155,21 @@ class RolloutClient:
         sampling: Sampling = DEFAULT_SAMPLING,
         **options: Unpack[RolloutOptions],
     ) -> AsyncGenerator[Chunk, None]:
-        """Samples one sequence and yields its tokens as they come.
+        """Samples one sequence and yields its tokens as they arrive.
 
-        The last chunk has ``finish``, whatever its reason: an interruption is not resumed here (a
-        ``Fleet`` does that). Leaving the iteration aborts the sequence on the server.
+        The last chunk has ``finish``, whatever its reason. An interrupted sequence is not resumed
+        here; a ``Fleet`` does that. Leaving the iteration aborts the sequence on the server.
 
         Args:
-            prompt_ids: Token ids, at least one: any sequence of integers, arrays and tensors of one
-                dimension included.
+            prompt_ids: Token ids, at least one: any sequence of integers, including arrays and
+                tensors of one dimension.
             sampling: How to sample.
-            **options: Those of ``RolloutOptions``, and no others.
+            **options: The options of ``RolloutOptions``.
 
         Raises:
             TypeError: There is no such option.
-            InvalidRequestError: A value does not fit; ``violations`` names the field.
-            RollwireError: With what was sampled before it in ``.trajectory``.
+            InvalidRequestError: A value is invalid; ``violations`` names the field.
+            RollwireError: Another error; ``.trajectory`` has the tokens sampled before it.
         """
         return self._chunks(*_request(prompt_ids, sampling, options))
 
@@ -207,7 +208,7 @@ class RolloutClient:
         return stream.start(request, output, budget)
 
     async def info(self, *, timeout: float | None = None) -> ServerInfo:
-        """What the server is, holds and is doing.
+        """The server's identity, weights, state and load.
 
         Args:
             timeout: Seconds to wait for the answer, instead of ``timeouts.call``.
@@ -224,7 +225,7 @@ class RolloutClient:
         return conversion.server_info_from_proto(answer, self.address)
 
     async def abort(self, request_ids: Iterable[str]) -> Aborted:
-        """Ends sequences on the server; whoever reads them gets ``FinishReason.ABORTED``.
+        """Ends sequences on the server; their readers get ``FinishReason.ABORTED``.
 
         Raises:
             TypeError: ``request_ids`` is one id, not several.
@@ -245,8 +246,9 @@ class RolloutClient:
         """Stops sampling at the next step and holds every sequence, until ``resume``.
 
         Args:
-            pause_id: Names the pause; "" lets the server make a name.
-            lease: Seconds after which it is lifted by itself; 0 never, None the server's default.
+            pause_id: Id of the pause; "": the server makes one.
+            lease: Seconds after which the pause ends without ``resume``; 0: never; None: the
+                server's default.
         """
         request = rollout_pb2.PauseRequest()
         set_field(request, "pause_id", pause_id)
@@ -257,7 +259,7 @@ class RolloutClient:
         return Pause(answer.pause_id, answer.held_sequences)
 
     async def resume(self, pause_id: str = "") -> Resumed:
-        """Lifts one pause, or all of them if ``pause_id`` is ""."""
+        """Ends one pause, or all pauses if ``pause_id`` is ""."""
         request = rollout_pb2.ResumeRequest()
         set_field(request, "pause_id", pause_id)
         answer = await unary(

@@ -25,26 +25,26 @@ class CredentialsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """How a client gets to servers: what it shows them, and how it knows them.
+    """How a client authenticates to servers, verifies them, and connects to them.
 
-    Files are read again when they change: a token's with the next call, those of TLS with the next
-    connection, as after a server's restart. While they cannot be used (empty, half written, a key
-    of another certificate) the last good ones count, and the log warns.
+    Files are read again when they change: the token file for the next call, TLS files for the next
+    connection. While a file cannot be used (empty, half written, a key of another certificate) the
+    last good content stays in effect, and the log warns.
 
     Attributes:
-        token: Bearer token sent with every call, or a function that gives the one that counts now.
+        token: Bearer token sent with every call, or a function that returns the current one.
             Publishing needs the servers' control token.
-        token_file: File that holds the token, in place of ``token``.
-        tls: Connect by TLS; so does each of the fields that follow, but the last.
+        token_file: File that holds the token, instead of ``token``.
+        tls: Whether to connect by TLS. ``ca``, ``certificate``, ``key`` and ``server_name`` also
+            turn it on.
         ca: File of the authorities (PEM) that sign servers. Default: the system's.
         certificate, key: Files of this client's own certificate (PEM), for mutual TLS.
-        server_name: What the servers' certificate must say, in place of the address's host.
+        server_name: Name in the servers' certificate, if it is not the address's host.
         use_proxy: Connect through the HTTP proxy that the environment names (``grpc_proxy``,
-            ``https_proxy``, ``http_proxy``; ``no_proxy``). Default: straight to the servers,
-            whatever it names.
+            ``https_proxy``, ``http_proxy``; ``no_proxy``). Default: connect directly.
 
     Raises:
-        CredentialsError: ``certificate`` or ``key`` alone; ``token`` and ``token_file``.
+        CredentialsError: ``certificate`` or ``key`` alone, or both ``token`` and ``token_file``.
     """
 
     token: str | Callable[[], str] | None = field(default=None, repr=False)

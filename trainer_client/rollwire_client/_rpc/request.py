@@ -31,25 +31,26 @@ if TYPE_CHECKING:
 
 
 class RolloutOptions(TypedDict, total=False):
-    """The options of a rollout beside prompt and sampling.
+    """The options of a rollout, besides prompt and sampling.
 
     Attributes:
-        request_id: Names the sequence, globally unique. Default: a random one.
+        request_id: Globally unique id of the sequence. Default: a random one.
         logprob_basis: The distribution of the log-probabilities. Default:
             ``LogprobBasis.TEMPERATURE``.
-        min_weight_version: Do not sample under older weights: the sequence waits for newer ones, in
-            a fleet for as long as it waits for a server (``Retries.seconds``).
+        min_weight_version: Do not sample under older weights: the sequence waits for newer ones. In
+            a fleet this counts as waiting for a server (``Retries.seconds``).
         max_weight_version: Do not sample under newer weights: their commit ends the sequence. A
-            fleet goes on with it where older ones are served, until there are none.
-        session_id: Names sequences that share a prefix: a fleet sends them to the server that has
-            it, until that is clearly busier than the others. Default: none.
-        routed_experts: Bring the experts that a mixture of experts chose for each token; says which
-            choice counts where it was made more than once. Default: None, no experts.
+            fleet continues it on a server with older weights, as long as there is one.
+        session_id: Id that sequences with the same prefix share. A fleet sends them to the server
+            that has the prefix, unless it is clearly busier than the others. Default: none.
+        routed_experts: Report the experts that a mixture of experts chose for each token. The value
+            says which choice is kept if a token was computed more than once. Default: None, no
+            experts.
         timeout: Seconds from start to last token, then ``TimedOutError``. Default: no limit.
-        delivery_interval: Seconds for which a server may collect tokens before it sends them, the
-            end of the sequence excepted. Each message costs client and server time; tokens that a
-            dying server has not sent are sampled again elsewhere. Default: 0 (every step is sent)
-            where chunks are streamed, 0.25 where a sequence is generated as a whole.
+        delivery_interval: Seconds for which a server may collect tokens before it sends them; the
+            end of a sequence is sent at once. Each message costs client and server time. Tokens
+            that a dying server has not sent are sampled again elsewhere. Default: 0 (every step is
+            sent) for streams, 0.25 for sequences that are generated as a whole.
     """
 
     request_id: str

@@ -34,29 +34,30 @@ class Ranks:
         with Ranks(torch.distributed.group.WORLD) as ranks:                   # in every process
             publisher = Publisher(fleet) if ranks.rank == 0 else None
             handle = await ranks.publish(publisher, version, model.state_dict())
-            # the tensors may change again, in every process
+            # the tensors may change from now on, in every process
             if handle is not None:
                 report = await handle.committed
 
     Sharded tensors are gathered one at a time while they are sent, so that no process holds more
-    than one whole tensor. Until ``publish`` returns, no process may use the groups of its tensors
-    for anything else. It may use other groups, also on the same GPU: gathers have a stream of their
-    own there.
+    than one whole tensor. Until ``publish`` returns, no process may use the process groups of its
+    tensors for anything else. It may use other groups, also on the same GPU, since gathers run on a
+    stream of their own.
 
-    The processes keep TCP connections with rank 0, over which they coordinate; tensors do not
-    travel there. A process that dies or fails ends the publish on all of them, and servers keep
-    what they serve. A gather that waits for a dead process hangs for as long as its group lets it;
-    it is left behind in a thread of its own (see ``PublishTimeouts.source`` and ``timeout``).
+    The processes coordinate over TCP connections with rank 0; tensors do not travel over these. If
+    a process dies or fails, the publish ends on all of them, and servers keep the weights that they
+    serve. A gather that waits for a dead process hangs until its group times out; its thread is
+    left behind (see ``PublishTimeouts.source`` and ``timeout``).
 
     Args:
-        group: Of the processes; used once, here, to connect them. Blocks until all have come.
-        host: Under which the others reach rank 0. Default: MASTER_ADDR as torch has it, else this
+        group: Process group of the trainer; used once, here, to connect the processes. Blocks until
+            all of them have called.
+        host: Address at which the others reach rank 0. Default: torch's MASTER_ADDR, else this
             machine's name.
         timeout: Seconds that processes wait for each other: to connect, to make the same call, for
             a heartbeat (rank 0 sends one every second), and for a gather to end.
 
     Attributes:
-        rank: Of this process in the group.
+        rank: Rank of this process in the group.
 
     Raises:
         PublishError: The processes cannot connect.
@@ -99,29 +100,30 @@ class Ranks:
         partial: bool = False,
         allow_version_rollback: bool = False,
     ) -> PublishHandle | None:
-        """Publishes; every rank calls it with the same arguments.
+        """Publishes a new policy; every rank calls it with the same arguments.
 
-        Returns when the tensors may change again, on every rank.
+        Returns when the tensors may change, on every rank.
 
         Args:
-            publisher: At rank 0; ignored on other ranks.
+            publisher: The publisher, on rank 0; ignored on other ranks.
             version: As for ``Publisher.publish``.
-            tensors: This rank's tensors by name, in the same order on all ranks: a DTensor is
-                gathered. Or a callable that gives an iterator of (name, tensor), as for
-                ``Publisher.publish``; the ranks iterate in step, each in a worker thread, so that
-                it may gather from all of them, over stages of a pipeline too. What it gives where
-                the rank is not 0 is dropped, but the names must be the same. DTensors and functions
-                in place of tensors are gathered or called on all ranks, if they are needed.
+            tensors: This rank's tensors by name, in the same order on all ranks; DTensors are
+                gathered. Or a callable that returns an iterator of (name, tensor), as for
+                ``Publisher.publish``. The ranks iterate in step, each in a worker thread, so that
+                the iterator may gather from all of them, also across pipeline stages. The tensors
+                of ranks other than 0 are dropped, but their names must be the same. DTensors, and
+                functions instead of tensors, are gathered or called on all ranks, if they are
+                needed.
             kv_policy: As for ``Publisher.publish``.
             partial: As for ``Publisher.publish``.
             allow_version_rollback: As for ``Publisher.publish``.
 
         Returns:
-            The handle, whose ``committed`` is to come, at rank 0; None elsewhere.
+            On rank 0 the handle, whose ``committed`` is still to be awaited; None on other ranks.
 
         Raises:
             SourceError: A rank failed, is gone, or did not make the same call in time.
-            PublishError: See ``Publisher.publish``; on other ranks, with what rank 0 says of it.
+            PublishError: See ``Publisher.publish``; other ranks raise rank 0's message.
         """
         self._affinity.check_process()
         call = f"publishes {'a part of ' if partial else ''}{update_text(version)}"
@@ -147,10 +149,10 @@ class Ranks:
     async def catch_up(
         self, publisher: Publisher | None, tensors: Mapping[str, Tensor] | TensorSource
     ) -> PublishReport | None:
-        """As ``Publisher.catch_up``; every rank calls it with the same arguments, as ``publish``.
+        """Like ``Publisher.catch_up``; every rank calls it with the same arguments.
 
         Returns:
-            The report, at rank 0; None elsewhere.
+            The report on rank 0; None on other ranks.
         """
         self._affinity.check_process()
         if self.rank != 0:
