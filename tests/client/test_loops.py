@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rollwire_client import (
     Batcher,
+    ClosedError,
     Fleet,
     NotOpenHereError,
     Publisher,
@@ -123,3 +124,18 @@ def test_a_fleet_that_was_closed_is_opened_again_in_another_run() -> None:
 
     asyncio.run(use())
     asyncio.run(use())
+
+
+async def test_why_no_server_samples_is_asked_of_a_fleet_that_is_open() -> None:
+    async with FakeServer() as server:
+        fleet = SyncFleet([server.address])
+
+        def ask() -> None:
+            with pytest.raises(ClosedError, match="it is not open"):
+                fleet.unavailable_reason()
+            with fleet:
+                assert fleet.unavailable_reason() is None
+            with pytest.raises(ClosedError, match="it is not open"):
+                fleet.unavailable_reason()
+
+        await asyncio.to_thread(ask)

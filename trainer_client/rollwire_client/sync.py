@@ -160,7 +160,14 @@ class SyncFleet(_Facade[Fleet]):
     stream = _iterating(Fleet.stream)
     info = _blocking(Fleet.info)
     newest_version = _blocking(Fleet.newest_version)
-    unavailable_reason = _in_loop(Fleet.unavailable_reason)
+
+    def unavailable_reason(self) -> str | None:
+        """See ``Fleet.unavailable_reason``; raises ClosedError if the fleet is not open."""
+
+        async def reason() -> str | None:
+            return self._inner.unavailable_reason()
+
+        return self._loop_thread.call(reason())
 
     @property
     def policy(self) -> WeightTag | None:
