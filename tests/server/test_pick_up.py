@@ -17,6 +17,7 @@ from rollwire_server.sequences.request import NOT_COMPARED, Request
 from rollwire_server.sequences.sequence import ReadyQueue, Sequence
 from support.calls import request
 from support.engine_room import serving
+from support.sampling import PARAMETERS
 
 # Each field of a request but its names: another value, and what the refusal calls it.
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
@@ -57,7 +58,7 @@ async def able() -> EngineInfo:
     async with serving() as (_, _, engine):
         return dataclasses.replace(
             engine.describe(), eos_token_ids=(7,), routed_experts=True,
-            logprob_bases=frozenset(LogprobBasis),
+            logprob_bases=frozenset(LogprobBasis), sampling_parameters=frozenset(PARAMETERS),
         )  # fmt: skip
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import pytest_asyncio
+from google.protobuf.descriptor import FieldDescriptor
 from rollwire.reasons import Reason
+from rollwire.v1 import rollout_pb2
+from rollwire_client import Sampling
+from rollwire_client._rpc.request import sampling_to_proto
 from rollwire_server.errors import ServiceError
 from rollwire_server.rpc.validation import SAMPLING_DEFAULTS, read_request
 from support.calls import request
@@ -15,8 +20,13 @@ from support.engine_room import serving
 from support.sampling import NOT_DEFAULT, PARAMETERS
 
 if TYPE_CHECKING:
-    from rollwire.v1 import rollout_pb2
     from rollwire_server.engines.base import EngineInfo
+
+FLOATS = [
+    field.name
+    for field in rollout_pb2.SamplingParams.DESCRIPTOR.fields
+    if field.type in (FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_DOUBLE)
+]
 
 
 @pytest_asyncio.fixture
@@ -56,6 +66,21 @@ def test_each_is_refused_where_the_engine_does_not_support_it(name: str, info: E
 
 def test_defaults_that_are_set_need_no_support(info: EngineInfo) -> None:
     read_request(asked(**SAMPLING_DEFAULTS), replace(info, sampling_parameters=frozenset()), 1)
+
+
+def test_what_a_client_sends_unasked_needs_no_support(info: EngineInfo) -> None:
+    message = asked()
+    message.sampling.CopyFrom(sampling_to_proto(Sampling()))
+    read_request(message, replace(info, sampling_parameters=frozenset()), 1)
+
+
+@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_no_finite_number_is_refused(
+    name: str, value: float, info: EngineInfo
+) -> None:
+    error = refusal(asked(**{name: value}), info)
+    assert (error.reason, error.field) == (Reason.BAD_SAMPLING, f"sampling.{name}")
 
 
 def test_one_of_a_later_api_is_refused(info: EngineInfo) -> None:
