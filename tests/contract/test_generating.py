@@ -154,15 +154,25 @@ async def test_bad_requests_are_refused_by_name(
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-async def test_a_sampling_parameter_is_supported_or_refused_by_name(api: Api, name: str) -> None:
-    asked = request(**{"max_new_tokens": 8, name: NOT_DEFAULT[name]})
+async def test_a_sampling_parameter_changes_what_is_sampled_or_is_refused_by_name(
+    api: Api, name: str
+) -> None:
+    without: dict[str, object] = {"max_new_tokens": 40, "seed": 1}
+    plain = await generate(api, request(**without))  # type: ignore[arg-type]
+    value = NOT_DEFAULT[name]
+    if name == "stop_token_ids":
+        value = plain.tokens[5:6]
+    if name == "min_new_tokens":  # which changes nothing where no stop token comes early
+        without["stop_token_ids"] = plain.tokens[:1]
+        plain = await generate(api, request(**without))  # type: ignore[arg-type]
     try:
-        output = await generate(api, asked)
+        output = await generate(api, request(**{**without, name: value}))  # type: ignore[arg-type]
     except grpc.aio.AioRpcError as error:
         assert reason_of(error) == "BAD_SAMPLING"  # noqa: PT017
         assert f"{name} is not supported by" in error.details()  # noqa: PT017
     else:
-        assert output.reason in ("LENGTH", "STOP")
+        # What ignore_eos changes shows at a model that ends by itself: see test_end_tokens.
+        assert output.tokens != plain.tokens or name == "ignore_eos"
 
 
 async def test_abort_ends_exactly_the_named_and_tells_what_was_sampled(api: Api) -> None:

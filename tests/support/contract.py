@@ -27,6 +27,7 @@ def flags(engine: str, folder: Path, model: str = "builtin:tiny") -> list[str]:
 
 
 _NO_MODEL = "it has no model: its log-probabilities are those of equal logits"
+_NO_SHAPE = "it takes what shapes a distribution, so that a load test may send it, and has none"
 _NO_MINIMUM = "SGLang counts min_new_tokens with a tokenizer, and has none here: it is refused"
 _NO_MIN_P = "SGLang's sampler has no min-p in the mode that honours seeds: it is refused"
 _NO_SCALED = "SGLang never divides the prompt's logits by the temperature: it is refused"
@@ -52,6 +53,11 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "test_prefix_cache.py": _NO_CACHE,
         "test_sampling.py": _NO_MODEL,
         "test_top_and_prompt_logprobs": _NO_MODEL,
+        **{
+            "test_a_sampling_parameter_changes_what_is_sampled_or_is_refused_by_name"
+            f"[{name}]": _NO_SHAPE
+            for name in ("temperature", "top_p", "top_k", "min_p")
+        },
         "test_a_sequence_goes_on_under_the_new_policy_which_computes_all_anew": _NO_MODEL,
         "test_kept_keys_and_values_are_owned_up_to": _NO_MODEL,
         "test_a_manifest_that_does_not_fit_names_every_tensor": "it has one tensor",

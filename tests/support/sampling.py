@@ -6,7 +6,8 @@ from rollwire.v1 import rollout_pb2
 
 PARAMETERS = [field.name for field in rollout_pb2.SamplingParams.DESCRIPTOR.fields]
 
-# What is new in the API needs a value here; each engine has to take it or refuse it.
+# What is new in the API needs a value here that changes what is sampled; each engine has to take it
+# or refuse it.
 NOT_DEFAULT = {
     "temperature": 0.5,
     "top_p": 0.5,
