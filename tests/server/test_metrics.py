@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import re
 import shutil
 import subprocess
 import time
 import urllib.request
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from rollwire.v1 import common_pb2
 from rollwire_server import metrics_server
+from rollwire_server.counters import ServerCounters
+from rollwire_server.metrics import Metrics
 from rollwire_server.metrics_server import MAX_CONNECTIONS, MetricsServer
+from rollwire_server.weights.types import UpdateOutcome
 from support.calls import Generation, connected, generate, request
+from support.engine_room import updating
 from support.publishing import Update, random_weights
 
 if TYPE_CHECKING:
@@ -107,6 +113,21 @@ async def test_a_server_tells_what_it_does(start_server: StartServer) -> None:
         assert ("rollwire_server_info", ("embedded", "builtin:tiny")) in {
             (name, labels[:2]) for name, labels in after
         }
+
+
+async def test_every_counter_is_a_metric() -> None:
+    async with updating() as room:
+        counters = room.counters
+        metrics = Metrics(counters, room.engine, room.state, room.sequences, room.updates)
+        for field in dataclasses.fields(ServerCounters):
+            if field.name == "on_commit":
+                continue
+            before = generate_latest(metrics.registry)
+            if isinstance(counter := getattr(counters, field.name), Counter):
+                counter[UpdateOutcome.FAILED if field.name == "updates" else "draining"] += 1
+            else:
+                setattr(counters, field.name, counter + 1)
+            assert generate_latest(metrics.registry) != before, field.name
 
 
 async def test_lag_is_what_was_announced_and_is_not_served(start_server: StartServer) -> None:
