@@ -114,8 +114,9 @@ def manifest_to_proto(layout: Manifest) -> weights_pb2.Manifest:
             )
             for bucket in layout.buckets
         ],
-        encoding=weights_pb2.ENCODING_FULL,
+        encoding=weights_pb2.Encoding.Value(f"ENCODING_{layout.encoding.name}"),
         partial=layout.partial,
+        base_digest=layout.base_digest,
     )
 
 
