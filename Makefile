@@ -26,7 +26,7 @@ test-protobuf7: .overlay/installed
 
 # Weights over UCX, on TCP without a GPU; 70 MB more.
 test-ucx: .ucx/installed
-	PYTHONPATH=$(CURDIR)/.ucx $(RUN)$(PYTEST) -m "not gpu" tests/transport/test_ucx.py tests/system/weights/test_faults_relays.py tests/server/test_transport_listen.py
+	PYTHONPATH=$(CURDIR)/.ucx $(RUN)$(PYTEST) -m "not gpu" tests/transport/test_ucx.py tests/transport/test_links.py tests/system/weights/test_faults_relays.py tests/server/test_transport_listen.py
 
 # The contract on SGLang, on a CPU; Python 3.11 and 3 GB for an environment of its own. An engine
 # takes 3 GB of memory and a core, so two side by side.

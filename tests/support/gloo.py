@@ -1,4 +1,4 @@
-"""Gloo groups within one process."""
+"""Groups within one process, over gloo or another backend."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ TIMEOUT = 60.0  # seconds that nothing should take, on a machine that is busy wi
 
 
 @contextlib.contextmanager
-def group(epoch: str = "epoch", receivers: int = 1) -> Iterator[list[Link]]:
+def group(epoch: str = "epoch", receivers: int = 1, backend: str = "gloo") -> Iterator[list[Link]]:
     """The links of all ranks of a group, in this process."""
-    rendezvous = open_rendezvous("gloo", epoch=epoch, world_size=receivers + 1)
+    rendezvous = open_rendezvous(backend, epoch=epoch, world_size=receivers + 1)
     links: list[Link] = []
     try:
         with ThreadPoolExecutor(receivers) as pool:
             joining = [
-                pool.submit(join_at, rendezvous, epoch, rank, receivers + 1)
+                pool.submit(join_at, rendezvous, epoch, rank, receivers + 1, backend=backend)
                 for rank in range(1, receivers + 1)
             ]
             links.append(rendezvous.form_group(TIMEOUT))
@@ -48,10 +48,15 @@ def group(epoch: str = "epoch", receivers: int = 1) -> Iterator[list[Link]]:
 
 
 def join_at(
-    rendezvous: Rendezvous, epoch: str, rank: int, world_size: int, timeout: float = TIMEOUT
+    rendezvous: Rendezvous,
+    epoch: str,
+    rank: int,
+    world_size: int,
+    timeout: float = TIMEOUT,
+    backend: str = "gloo",
 ) -> Link:
     return join_group(
-        "gloo",
+        backend,
         epoch=epoch,
         rank=rank,
         world_size=world_size,

@@ -1,8 +1,9 @@
 """What a backend is: how the buckets of a group move.
 
 A backend is one file of this package. It defines a ``Backend`` and a ``Link``, and ends with
-``BACKEND = …``; ``_links/__init__`` lists it. How the members of a group find each other
-(``rendezvous``) and how a member's death is noticed (``failure_detector``) is the same for all.
+``BACKEND = …``; ``_links/__init__`` lists it, and ``tests/transport/test_links.py`` tries it. How
+the members of a group find each other (``rendezvous``) and how a member's death is noticed
+(``failure_detector``) is the same for all.
 
 A group has one sender, rank 0, and its receivers; each member holds one end of the link. An end is
 made with the group, moves buckets in their order, finishes, and is closed. A group is used for one

@@ -1,0 +1,105 @@
+"""What every backend does that this machine can use for tensors on a CPU. A new one is tried as it
+is; what it does when processes die or freeze needs tests of its own, as gloo's and UCX's have.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from rollwire_transport import Sender, TransportError, TransportTimeout, available_backends
+from support.gloo import MANIFEST, TIMEOUT, WEIGHTS, group, in_thread, receiver
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rollwire_transport import Link
+
+BACKENDS = available_backends()
+usable = pytest.mark.parametrize(
+    "backend", [name for name, backend in BACKENDS.items() if backend.ok and name != "nccl"]
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def over_tcp() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UCX_TLS", "tcp,self")  # whatever this machine has
+        yield
+
+
+def test_the_preferred_backend_comes_first() -> None:
+    assert list(BACKENDS) == ["gloo", "ucx", "nccl"]
+    on_gpu = available_backends(device=torch.device("cuda"))
+    assert list(on_gpu) == ["ucx", "nccl", "gloo"]
+
+
+def test_backends_say_why_they_cannot_be_used() -> None:
+    assert all(backend.ok or backend.reason for backend in BACKENDS.values())
+    assert BACKENDS["gloo"].ok
+
+
+@usable
+def test_every_receiver_has_all_once_the_sender_returns(backend: str) -> None:
+    sender, targets = Sender(MANIFEST), [receiver(), receiver()]
+    with (
+        group(receivers=2, backend=backend) as (trainer, *servers),
+        ThreadPoolExecutor(2) as pool,
+    ):
+        receiving = [
+            pool.submit(target.receive, server, first_bucket=0, bucket_timeout=TIMEOUT)
+            for target, server in zip(targets, servers, strict=True)
+        ]
+        sender.send(trainer, WEIGHTS.items, bucket_timeout=TIMEOUT)
+        assert all(target.complete for target in targets)
+        for future in receiving:
+            future.result()
+    assert [target.digest for target in targets] == [sender.digest] * 2
+
+
+@usable
+def test_a_silent_sender_is_named(backend: str) -> None:
+    with group(backend=backend) as (_, server):
+        began = time.monotonic()
+        with pytest.raises(TransportError) as caught:
+            receiver().receive(server, first_bucket=0, bucket_timeout=0.5)
+        assert 0.5 <= time.monotonic() - began < TIMEOUT / 2
+        assert caught.value.peer == "rank 0"
+
+
+@usable
+def test_a_receiver_that_leaves_is_named(backend: str) -> None:
+    with group(receivers=2, backend=backend) as (trainer, staying, leaving):
+        target = receiver()
+        with in_thread(
+            lambda: target.receive(staying, first_bucket=0, bucket_timeout=TIMEOUT)
+        ) as receiving:
+            leaving.abort()
+            with pytest.raises(TransportError) as caught:
+                Sender(MANIFEST).send(trainer, WEIGHTS.items, bucket_timeout=TIMEOUT)
+            assert caught.value.peer == "rank 2"
+            assert not isinstance(caught.value, TransportTimeout)
+            receiving.exception()
+
+
+@usable
+@pytest.mark.parametrize("who", ["trainer", "server"])
+def test_an_abort_ends_waits_at_both_ends(backend: str, who: str) -> None:
+    with group(backend=backend) as (trainer, server):
+        began = time.monotonic()
+        aborted: Link = trainer if who == "trainer" else server
+        threading.Timer(0.1, aborted.abort).start()
+        with pytest.raises(TransportError) as caught:
+            receiver().receive(server, first_bucket=0, bucket_timeout=TIMEOUT)
+        assert not isinstance(caught.value, TransportTimeout)
+        with pytest.raises(TransportError):
+            Sender(MANIFEST).send(trainer, WEIGHTS.items, bucket_timeout=TIMEOUT)
+        assert time.monotonic() - began < TIMEOUT / 2
+        aborted.abort()  # any number of times
+        assert aborted.close()
+        with pytest.raises(TransportError):
+            aborted.send(torch.zeros(4, dtype=torch.int64), WEIGHTS["w"])
