@@ -4,9 +4,11 @@ is; what it does when processes die or freeze needs tests of its own, as gloo's 
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -41,6 +43,12 @@ def test_the_preferred_backend_comes_first() -> None:
 def test_backends_say_why_they_cannot_be_used() -> None:
     assert all(backend.ok or backend.reason for backend in BACKENDS.values())
     assert BACKENDS["gloo"].ok
+
+
+def test_operators_read_where_each_listens() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+    for name in BACKENDS:
+        assert re.search(rf"^ *\| {name} +\|", page, re.MULTILINE), name
 
 
 @usable
