@@ -93,7 +93,13 @@ async def test_a_server_tells_what_it_does(start_server: StartServer) -> None:
         after = await scrape(server)
         assert after["rollwire_sampled_tokens_total", ()] == 29
         assert after["rollwire_ended_sequences_total", ("length",)] == 2
-        assert after.keys() >= before.keys()  # rates are known from the first event on
+        assert after.keys() >= before.keys()
+        # Rates are known from the first event on, so every value of a label is there before it.
+        first = {name for name, _ in after.keys() - before.keys()}
+        assert first == {
+            f"rollwire_weights_{name}"
+            for name in ("version", "announced_version", "committed_timestamp_seconds")
+        }
         assert after["rollwire_refusals_total", ("empty_prompt",)] == 1
         assert after["rollwire_updates_total", ("committed",)] == 1
         assert after["rollwire_weights_version", ()] == 7
