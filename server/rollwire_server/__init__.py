@@ -31,5 +31,5 @@ def builtin_model(name: str) -> PreTrainedModel:
     from rollwire_server.engines.embedded.builtin import BUILTIN, build
 
     if name not in BUILTIN:
-        raise ValueError(f"there is no built-in model {name!r}, but {', '.join(sorted(BUILTIN))}")
+        raise ValueError(f"there is no built-in model {name!r}, only {', '.join(sorted(BUILTIN))}")
     return build(name)

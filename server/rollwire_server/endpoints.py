@@ -161,14 +161,14 @@ def transport_listen_options(settings: ServerSettings) -> transport.ListenOption
             socket.create_server((host, 0), family=family).close()
         except OSError as error:
             raise StartError(
-                f"--transport-listen is {address}: {host} is no address of this machine"
+                f"--transport-listen is {address}: {host} is not an address of this machine"
             ) from error
     listening = transport.ListenOptions(host, ports)
     backends = transport.available_backends(listening).values()
     if not any(backend.ok for backend in backends):
         reasons = "; ".join(backend.reason for backend in backends)
         raise StartError(
-            f"--transport-listen is {address}, and no backend can be kept to it: {reasons}"
+            f"--transport-listen is {address}, and no backend can be limited to it: {reasons}"
         )
     return listening
 

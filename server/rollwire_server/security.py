@@ -124,7 +124,7 @@ class TokenAuthorizer:
         self._tokens = self._read_tokens()
         if self._files and settings.tls_cert is None and not _is_loopback(settings.listen):
             raise StartError(
-                f"tokens would travel in the clear to {settings.listen}: give --tls-cert and "
+                f"tokens would travel unencrypted to {settings.listen}: give --tls-cert and "
                 "--tls-key, or listen on a loopback address"
             )
 
@@ -173,8 +173,8 @@ class TokenAuthorizer:
         tokens = {scope: file.content.strip() for scope, file in self._files.items()}
         if len(set(tokens.values())) < len(tokens):
             raise StartError(
-                "the rollout token and the control token are the same, so that whoever may sample "
-                "could change the weights: make two"
+                "the rollout token and the control token are the same, so that every client that "
+                "may sample could change the weights: use two different tokens"
             )
         return tokens
 

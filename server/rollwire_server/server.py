@@ -125,7 +125,9 @@ class RolloutServer:
     def _check_ready_file(self) -> None:
         path = self._settings.ready_file
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise StartError(f"cannot write the ready file {path}: it is a folder, or in none")
+            raise StartError(
+                f"cannot write the ready file {path}: it is a folder, or its folder does not exist"
+            )
 
     def _add_services(
         self, api: grpc.aio.Server, updates: UpdateManager, tasks: asyncio.TaskGroup

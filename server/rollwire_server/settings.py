@@ -39,16 +39,16 @@ def parse_listen_range(value: str) -> tuple[str | None, tuple[int, int] | None]:
         open_choice = ipaddress.ip_address(host).is_unspecified
     except ValueError as error:
         raise ValueError(
-            f"{host} is no IP address: name one of this machine, or 0.0.0.0 to leave it open"
+            f"{host} is not an IP address: use one of this machine, or 0.0.0.0 for any"
         ) from error
     if match["first"] is None:
         return None if open_choice else host, None
     first, last = int(match["first"]), int(match["last"])
     if not 0 < first <= last <= 65535:
-        raise ValueError(f"there are no ports {first} to {last}")
+        raise ValueError(f"{first}-{last} is not a range of ports")
     if last - first + 1 < MIN_PORTS:
         raise ValueError(
-            f"{first} to {last} are fewer than {MIN_PORTS} ports: every transfer takes some anew"
+            f"{first}-{last} has fewer than {MIN_PORTS} ports: every transfer needs new ones"
         )
     return None if open_choice else host, (first, last)
 

@@ -85,8 +85,8 @@ class SleepController:
         if advice is not None:
             raise ServiceError(
                 Reason.UNSUPPORTED_SLEEP,
-                f"this server does not sleep with weights {weights.name}: {advice}; it is "
-                f"{self._state.current.value} as before",
+                f"this server does not support sleep with weights {weights.name}: {advice}; it is "
+                f"still {self._state.current.value}",
             )
 
     async def _wake(self, *, reload_checkpoint: bool) -> None:

@@ -192,13 +192,13 @@ class StateMachine:
         if pause_id == COMMIT:
             raise ServiceError(
                 Reason.BAD_REQUEST,
-                f"{COMMIT!r} names the server's own hold: choose another pause_id",
+                f"{COMMIT!r} is reserved for the server: choose another pause_id",
                 field="pause_id",
             )
         if len(self._holds) >= MAX_HOLDS and pause_id not in self._holds:
             raise ServiceError(
                 Reason.BAD_REQUEST,
-                f"{len(self.pauses)} pauses hold this server, the most there may be: resume some",
+                f"{len(self.pauses)} pauses hold this server, the limit: resume some",
                 field="pause_id",
             )
         self.pauses_started += pause_id not in self._holds

@@ -118,7 +118,7 @@ async def test_one_that_cannot_be_caught_up_is_an_error() -> None:
 
 async def test_before_the_first_publish_there_is_nothing_to_catch_up_with() -> None:
     async with publishing(1) as (_, _, publisher):
-        with pytest.raises(PublishError, match="nothing was published by this"):
+        with pytest.raises(PublishError, match="nothing was published through this"):
             await publisher.catch_up(policy())
         await publish(publisher)
 

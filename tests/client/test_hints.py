@@ -70,30 +70,30 @@ def renamed(rename: Callable[[str], str]) -> dict[str, Tensor]:
     [
         (
             lambda name: f"module.{name}",
-            "take `module.` (DistributedDataParallel, DeepSpeed) off the name, or publish "
+            "remove `module.` (DistributedDataParallel, DeepSpeed) from the name, or publish "
             "model.module.state_dict()",
         ),
         (
             lambda name: f"_orig_mod.{name}",
-            "take `_orig_mod.` (torch.compile) off the name, or publish "
+            "remove `_orig_mod.` (torch.compile) from the name, or publish "
             "model._orig_mod.state_dict()",
         ),
         (
             lambda name: f"module._orig_mod.{name}",
-            "take `module.` (DistributedDataParallel, DeepSpeed) and `_orig_mod.` (torch.compile) "
-            "off the name, or publish model.module._orig_mod.state_dict()",
+            "remove `module.` (DistributedDataParallel, DeepSpeed) and `_orig_mod.` "
+            "(torch.compile) from the name, or publish model.module._orig_mod.state_dict()",
         ),
         (
             lambda name: (
                 "_fsdp_wrapped_module." + re.sub(r"(\d)", r"\1._fsdp_wrapped_module", name)
             ),
-            "take `_fsdp_wrapped_module.` (FSDP) out of the name",
+            "remove `_fsdp_wrapped_module.` (FSDP) from the name",
         ),
-        (lambda name: f"policy.{name}", "take `policy.` off the name"),
+        (lambda name: f"policy.{name}", "remove `policy.` from the name"),
         (lambda name: name.removeprefix("model."), "put `model.` before the name"),
         (
             lambda name: name.replace("model.", "model.language_model."),
-            "say `model.` for `model.language_model.` in the name",
+            "replace `model.language_model.` by `model.` in the name",
         ),
     ],
 )
@@ -113,8 +113,8 @@ def test_what_wraps_some_modules_is_told_of_them() -> None:
     )
     assert told(tensors, DENSE) == (
         "model.layers.1._checkpoint_wrapped_module.self_attn.q_proj.weight and 3 more like it are "
-        "unknown to the servers: take `_checkpoint_wrapped_module.` (activation checkpointing) out "
-        "of the name"
+        "unknown to the servers: remove `_checkpoint_wrapped_module.` (activation checkpointing) "
+        "from the name"
     )
 
 
@@ -176,7 +176,7 @@ def test_an_adapter_is_to_be_merged_never_its_base_published(*, merged: bool) ->
     assert "model.merge_and_unload().state_dict()" in answer
     assert "missing" not in answer
     assert "rename" not in answer
-    assert "off the name" not in answer
+    assert "from the name" not in answer
 
 
 def test_packed_experts_are_to_be_split() -> None:
@@ -208,9 +208,9 @@ def test_fused_projections_are_to_be_split_and_single_ones_to_be_fused() -> None
     [
         ("model.rotary_emb.inv_freq", "servers compute such a buffer themselves: leave it out"),
         ("model.layers.0.attn.masked_bias", "such a buffer themselves: leave it out"),
-        ("score.weight", "a value or reward head is no part of the policy: leave it out"),
-        ("v_head.summary.weight", "head is no part of the policy: leave it out"),
-        ("module.v_head.summary.bias", "head is no part of the policy: leave it out"),
+        ("score.weight", "a value or reward head is not part of the policy: leave it out"),
+        ("v_head.summary.weight", "head is not part of the policy: leave it out"),
+        ("module.v_head.summary.bias", "head is not part of the policy: leave it out"),
         ("model.layers.0.self_attn.q_proj.weight.absmax", "its layer is quantized"),
         ("model.layers.0._flat_param", "FSDP has flattened parameters into it: publish what"),
     ],

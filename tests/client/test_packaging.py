@@ -66,11 +66,11 @@ def test_all_that_is_exported_exists() -> None:
 
 
 def test_timeouts_and_retries_are_no_numbers() -> None:
-    with pytest.raises(TypeError, match=r"timeouts is 5: say Timeouts\(call=5\)"):
+    with pytest.raises(TypeError, match=r"timeouts is 5: use for example Timeouts\(call=5\)"):
         Fleet(["127.0.0.1:5"], timeouts=5)
-    with pytest.raises(TypeError, match=r"timeouts is 5: say Timeouts\(call=5\)"):
+    with pytest.raises(TypeError, match=r"timeouts is 5: use for example Timeouts\(call=5\)"):
         RolloutClient("127.0.0.1:5", timeouts=5)
-    with pytest.raises(TypeError, match=r"retries is 3: say Retries\(attempts=3\)"):
+    with pytest.raises(TypeError, match=r"retries is 3: use for example Retries\(attempts=3\)"):
         Fleet(["127.0.0.1:5"], retries=3)
 
 

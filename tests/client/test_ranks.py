@@ -252,7 +252,7 @@ async def test_a_rank_without_a_tensor_that_rank_0_gathers_says_so(
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ({"embed.weight": Source}, "embed.weight: a type is no tensor of torch's"),
+        ({"embed.weight": Source}, "embed.weight: a type is not a torch tensor"),
         (list(policy().items()), "a list is neither a mapping"),
     ],
 )
@@ -316,7 +316,7 @@ async def test_rank_0_that_does_not_come_is_not_waited_for_for_ever(
     monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
 ) -> None:
     async with trainer(monkeypatch, group, size=2, timeout=0.2) as (_, publisher, ranks):
-        with pytest.raises(SourceError, match=r"rank 0 has said nothing for 0\.2 s"):
+        with pytest.raises(SourceError, match=r"rank 0 has been silent for 0\.2 s"):
             await ranks[1].publish(None, 1, Source())
         with pytest.raises(SourceError, match="rank 1 of the trainer is gone"):
             await ranks[0].publish(publisher, 1, Source())

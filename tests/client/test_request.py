@@ -98,7 +98,7 @@ def test_an_option_that_there_is_not_is_a_type_error() -> None:
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Sampling)])
 def test_how_to_sample_is_said_in_one_place_alone(field: str) -> None:
     assert field not in RolloutOptions.__annotations__
-    with pytest.raises(TypeError, match=rf"say Sampling\({field}="):
+    with pytest.raises(TypeError, match=rf"use Sampling\({field}="):
         generate_request([1], Sampling(), {field: 5})
 
 

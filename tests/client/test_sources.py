@@ -75,7 +75,7 @@ IMPATIENT = replace(TIMEOUTS, source=0.5)
 async def test_a_source_that_hangs_ends_the_publish(hanging: Hanging) -> None:
     async with publishing(2, IMPATIENT) as (servers, fleet, publisher):
         handle = await publisher.publish(1, hanging)
-        with pytest.raises(SourceError, match=r"did not give layer\.weight within 0\.5 s"):
+        with pytest.raises(SourceError, match=r"did not provide layer\.weight within 0\.5 s"):
             await handle.released
         with pytest.raises(SourceError, match="the servers keep what they serve"):
             await handle.committed

@@ -129,7 +129,7 @@ async def test_a_message_that_does_not_come_is_waited_for_so_long(
     monkeypatch.setattr(interceptor, "MESSAGE_SECONDS", 0.1)
     async with receiving(10) as channel:
         for _ in range(20):  # more than there may be at once
-            with pytest.raises(grpc.aio.AioRpcError, match="did not come whole") as caught:
+            with pytest.raises(grpc.aio.AioRpcError, match="did not arrive completely") as caught:
                 await channel.stream_stream("/a/One")(timeout=60).read()
             assert reason_of(caught.value) == "TIMED_OUT"
         monkeypatch.undo()
@@ -141,7 +141,7 @@ async def test_a_call_without_a_message(server: ServerProcess) -> None:
     async with connected(server.address) as api:
         for name in ("GetServerInfo", "Generate"):
             call = api.channel.stream_stream(ROLLOUTS + name)(iter([]), timeout=60)
-            with pytest.raises(grpc.aio.AioRpcError, match="no message came") as caught:
+            with pytest.raises(grpc.aio.AioRpcError, match="no message arrived") as caught:
                 await call.read()
             assert reason_of(caught.value) == "BAD_REQUEST"
 
@@ -290,7 +290,7 @@ async def test_what_is_nothing_but_parts_is_not_parsed(
     before = resident_bytes(server.process.pid)
     async with connected(server.address) as api:
         call = api.channel.stream_stream(method)(iter([part * size]), timeout=60)
-        with pytest.raises(grpc.aio.AioRpcError, match="the most that") as caught:
+        with pytest.raises(grpc.aio.AioRpcError, match="the limit of") as caught:
             await call.read()
         assert reason_of(caught.value) == "BAD_REQUEST"
         assert (await generate(api, request((1,), 3))).reason == "LENGTH"

@@ -47,9 +47,9 @@ def fails(folder: Path, *flags: str, environment: dict[str, str] | None = None) 
         (["--model", "builtin:tiny", "--max-running", "0"], 2, "--max-running"),
         (["--model", "builtin:tiny", "--drain-seconds", "-1"], 2, "--drain-seconds"),
         (["--model", "builtin:tiny", "--engine", "steam"], 2, "--engine"),
-        (["--model", "x", "--engine-arg", "a=1"], 1, "the embedded engine takes none"),
+        (["--model", "x", "--engine-arg", "a=1"], 1, "the embedded engine has none"),
         (["--model", "x", "--engine", "synthetic", "--engine-arg", "a=1"], 1, "has no a, only"),
-        (["--model", "x", "--engine", "sglang", "--engine-arg", "pp-size=2"], 1, "tp-size only"),
+        (["--model", "x", "--engine", "sglang", "--engine-arg", "pp-size=2"], 1, "use tp-size"),
         (
             ["--model", "x", "--engine", "sglang", "--engine-arg", "dp-size=2"],
             1,

@@ -229,7 +229,7 @@ async def test_the_health_port_serves_nothing_else(start_server: StartServer) ->
         (["--control-token-file", "nowhere"], "cannot read"),
         (["--control-token-file", "empty"], "it is empty"),
         (["--rollout-token-file", "token", "--control-token-file", "token"], "are the same"),
-        (["--control-token-file", "token", "--listen", "0.0.0.0:0"], "in the clear"),
+        (["--control-token-file", "token", "--listen", "0.0.0.0:0"], "unencrypted"),
         (["--tls-cert", "token"], "--tls-key"),
         (["--tls-client-ca", "token"], "needs both"),
         (["--tls-cert", "token", "--tls-key", "nowhere"], "cannot read"),

@@ -49,11 +49,11 @@ def test_what_it_says(told: str, means: object) -> None:
         ("127.0.0.1:52000-", "must be HOST:FIRST-LAST"),
         ("127.0.0.1:-52000", "must be HOST:FIRST-LAST"),
         ("127.0.0.1:٥٢٠٠٠-٥٢٩٩٩", "must be HOST:FIRST-LAST"),
-        ("localhost:0", "localhost is no IP address"),
-        ("eth0:52000-52999", "eth0 is no IP address"),
-        ("0.0.0.0:52999-52000", "there are no ports 52999 to 52000"),
-        ("0.0.0.0:0-100", "there are no ports 0 to 100"),
-        ("0.0.0.0:60000-70000", "there are no ports 60000 to 70000"),
+        ("localhost:0", "localhost is not an IP address"),
+        ("eth0:52000-52999", "eth0 is not an IP address"),
+        ("0.0.0.0:52999-52000", "52999-52000 is not a range of ports"),
+        ("0.0.0.0:0-100", "0-100 is not a range of ports"),
+        ("0.0.0.0:60000-70000", "60000-70000 is not a range of ports"),
         ("0.0.0.0:52000-52014", "fewer than 16 ports"),
     ],
 )
@@ -80,15 +80,15 @@ def test_it_is_an_environment_variable_too(monkeypatch: pytest.MonkeyPatch) -> N
 def test_ports_that_cannot_be_kept() -> None:
     code, line = fails("--transport-listen", "0.0.0.0:1-16", "--log-level", "error")
     assert code == 1
-    assert "no backend can be kept to it" in line
-    assert f"gloo takes ports of the system's choice, {SYSTEM[0]} to {SYSTEM[1]} here" in line
+    assert "no backend can be limited to it" in line
+    assert f"gloo uses ports that the system chooses, {SYSTEM[0]} to {SYSTEM[1]} here" in line
     assert "set net.ipv4.ip_local_port_range" in line
 
 
 def test_an_address_of_another_machine() -> None:
     code, line = fails("--transport-listen", "192.0.2.77:0", "--log-level", "error")
     assert code == 1
-    assert "192.0.2.77 is no address of this machine" in line
+    assert "192.0.2.77 is not an address of this machine" in line
 
 
 def fails(*flags: str) -> tuple[int, str]:
@@ -112,7 +112,7 @@ def test_who_is_found_by_an_interface_is_not_kept_to_an_address() -> None:
     assert not anywhere.ephemeral_ports_problem("nccl")
     refused = transport.available_backends(transport.ListenOptions(ports=(1, 16)))["gloo"]
     assert not refused.ok
-    with pytest.raises(transport.TransportError, match="gloo cannot be used: gloo takes ports"):
+    with pytest.raises(transport.TransportError, match="gloo cannot be used: gloo uses ports"):
         transport.join_group(
             "gloo", epoch="e", rank=1, world_size=2, rendezvous="127.0.0.1:1", timeout=1,
             listen=transport.ListenOptions(ports=(1, 16)),

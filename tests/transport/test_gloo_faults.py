@@ -153,7 +153,7 @@ def test_ends_that_disagree_on_the_first_bucket_fail_with_the_reason() -> None:
         ) as receiving:
             with pytest.raises(TransportError):
                 Sender(MANIFEST).send(trainer, WEIGHTS.items, bucket_timeout=TIMEOUT)
-            with pytest.raises(TransportError, match="the header tells of bucket 0 with 32768"):
+            with pytest.raises(TransportError, match="the header is of bucket 0 with 32768"):
                 receiving.result()
 
 

@@ -168,7 +168,7 @@ def test_strangers_are_sent_away_and_hurt_nobody() -> None:
         noisy.sendall(b"GET / HTTP/1.1\r\n" * 100)
         with pytest.raises(TransportError, match="no group of this epoch"):
             it.join(2, epoch="other").result()
-        with pytest.raises(TransportError, match="has 3 members, this one was told of 2"):
+        with pytest.raises(TransportError, match="has 3 members, but this member expects 2"):
             it.join(2, world_size=2).result()
         pair = {one, it.join(1)}
         refused = wait(pair, TIMEOUT, FIRST_COMPLETED).done.pop()

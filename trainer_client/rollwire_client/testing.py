@@ -308,7 +308,7 @@ def _no_routing(handle: int) -> rollout_pb2.SequenceEvent:
     error = rollout_pb2.SequenceError(
         code=grpc.StatusCode.INVALID_ARGUMENT.value[0],
         reason="UNSUPPORTED_ROUTING",
-        message="no mixture of experts: say FakeServer(routing=(layers, top_k))",
+        message="this server has no experts: use FakeServer(routing=(layers, top_k))",
         field="routed_experts",
     )
     return rollout_pb2.SequenceEvent(handle=handle, error=error)

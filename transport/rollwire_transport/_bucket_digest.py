@@ -98,13 +98,13 @@ def check_header(header: Sequence[int], expected: Sequence[int], peer: str | Non
     _, index, size, digest = expected
     if magic != MAGIC:
         raise TransportError(
-            f"bucket {index} came with something that is no header of this format: both ends must "
+            f"bucket {index} has no header of this format: both ends must "
             "run the same format of rollwire's transport",
             peer,
         )
     if (got_index, got_size) != (index, size):
         raise TransportError(
-            f"the header tells of bucket {got_index} with {got_size} bytes, expected was bucket "
+            f"the header is of bucket {got_index} with {got_size} bytes, expected was bucket "
             f"{index} with {size}: both ends must hold the same manifest and first bucket",
             peer,
         )

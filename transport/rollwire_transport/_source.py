@@ -135,7 +135,7 @@ class SourceReader:
 
     def _check_stop(self) -> None:
         if self._stop.is_set():
-            raise TransportError("the transfer was ended here")
+            raise TransportError("this end stopped the transfer")
 
     def _unexpected(self, given: str) -> ManifestError:
         wanted = _summary(self._specs[self._index])

@@ -26,7 +26,7 @@ def _create_embedded(settings: ServerSettings) -> Engine:
     from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine, StagingPlace
 
     if settings.engine_arg:
-        raise EngineError("--engine-arg: the embedded engine takes none, it has flags of its own")
+        raise EngineError("--engine-arg: the embedded engine has none, only flags of its own")
     return EmbeddedEngine(
         EmbeddedConfig(
             model=settings.model,

@@ -271,7 +271,7 @@ class SyntheticEngine:
     def _awake_state(self) -> _State:
         state = self._running_state()
         if state.asleep:
-            raise EngineError("the weights' memory is given back: wake the engine up first")
+            raise EngineError("the weights' memory is freed: wake the engine up first")
         return state
 
     # Sampling.

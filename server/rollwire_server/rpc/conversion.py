@@ -147,7 +147,7 @@ def manifest_from_proto(message: weights_pb2.Manifest) -> transport.Manifest:
     if message.encoding not in ENCODINGS:
         raise ServiceError(
             Reason.UNSUPPORTED_ENCODING,
-            f"encoding {message.encoding} is not known here",
+            f"unknown encoding {message.encoding}",
             field="manifest.encoding",
         )
     return transport.Manifest(

@@ -126,7 +126,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             raise ServiceError(
                 Reason.TOO_MANY_CALLS,
                 f"{self._calls[key]} calls of {name} by {client} are under way on this server, "
-                "the most there may be: try again, or use another server",
+                "the limit: try again, or use another server",
             )
         self._calls[key] += 1
         try:
@@ -150,10 +150,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             except TimeoutError as error:
                 raise ServiceError(
                     Reason.TIMED_OUT,
-                    f"the message of {name} did not come whole within {MESSAGE_SECONDS:g} s",
+                    f"the message of {name} did not arrive completely within {MESSAGE_SECONDS:g} s",
                 ) from error
             if data is grpc.aio.EOF:
-                raise ServiceError(Reason.BAD_REQUEST, f"no message came: {name} takes one")
+                raise ServiceError(Reason.BAD_REQUEST, f"no message arrived: {name} needs one")
             return await parser.parse(data)
 
 

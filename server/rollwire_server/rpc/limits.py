@@ -69,8 +69,8 @@ class MessageParser:
             if not readable:
                 raise ServiceError(
                     Reason.BAD_REQUEST,
-                    f"the message has more than {self._max_fields} parts, the most that "
-                    f"{self._method} takes, or it cannot be read",
+                    f"the message has more than {self._max_fields} parts, the limit of "
+                    f"{self._method}, or it cannot be parsed",
                 )
         return self._parse(data)
 
@@ -88,8 +88,8 @@ class MessageParser:
         if len(data) > self._max_bytes:
             raise ServiceError(
                 Reason.BAD_REQUEST,
-                f"the message has {len(data)} bytes, {self._method} takes {self._max_bytes} at "
-                "most",
+                f"the message has {len(data)} bytes, the limit of {self._method} is "
+                f"{self._max_bytes}",
             )
 
     def _parse(self, data: bytes) -> Any:
@@ -98,7 +98,7 @@ class MessageParser:
         except DecodeError as error:
             raise ServiceError(
                 Reason.BAD_REQUEST,
-                f"the message cannot be read: it is not what {self._method} takes",
+                f"the message cannot be parsed: it is not a request of {self._method}",
             ) from error
 
 

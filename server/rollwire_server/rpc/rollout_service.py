@@ -128,7 +128,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         if len(request.sequences) > MAX_ABORTED_SEQUENCES:
             raise ServiceError(
                 Reason.BAD_REQUEST,
-                f"{len(request.sequences)} sequences in one call, the most is "
+                f"{len(request.sequences)} sequences in one call, the limit is "
                 f"{MAX_ABORTED_SEQUENCES}",
                 field="sequences",
             )
@@ -168,7 +168,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_pb2.SleepResponse:
         if request.weights not in SLEEPING_WEIGHTS_FROM_PROTO:
             raise ServiceError(
-                Reason.BAD_REQUEST, f"weights {request.weights} is not known", field="weights"
+                Reason.BAD_REQUEST, f"unknown value {request.weights} of weights", field="weights"
             )
         freed = await self._sleep.sleep(SLEEPING_WEIGHTS_FROM_PROTO[request.weights])
         return rollout_pb2.SleepResponse(freed_bytes=freed)

@@ -72,7 +72,7 @@ def read_request(message: rollout_pb2.GenerateRequest, info: EngineInfo, key: in
     if minimum is not None and maximum is not None and minimum > maximum:
         raise ServiceError(
             Reason.BAD_REQUEST,
-            f"no weights are at least version {minimum} and at most version {maximum}",
+            f"min_weight_version {minimum} is above max_weight_version {maximum}",
             field="min_weight_version",
         )
     return Request(
@@ -155,7 +155,7 @@ def _check_lengths(message: rollout_pb2.GenerateRequest, info: EngineInfo) -> in
     if (size := message.ByteSize()) > limit:  # of fields that this server does not know
         raise ServiceError(
             Reason.BAD_REQUEST,
-            f"the request has {size} bytes, the most that makes sense is {limit}",
+            f"the request has {size} bytes, more than a valid one can have ({limit})",
         )
     return prompt
 
@@ -178,7 +178,7 @@ def _check_extras(
         offered = ", ".join(sorted(basis.name for basis in info.logprob_bases))
         raise ServiceError(
             Reason.UNSUPPORTED_LOGPROB_BASIS,
-            f"this server gives log-probabilities of the basis {offered} only",
+            f"this server reports log-probabilities of the basis {offered} only",
             field="logprob_basis",
         )
     if message.top_logprobs > info.max_top_logprobs:
@@ -191,8 +191,8 @@ def _check_extras(
     if message.prompt_logprobs and scaled and not info.scaled_prompt_logprobs:
         raise ServiceError(
             Reason.BAD_SAMPLING,
-            f"prompt_logprobs come from the {info.engine} engine at temperature 0 or 1 only, not "
-            f"at {float_text(sampling.temperature)}: ask for them in a request of their own",
+            f"the {info.engine} engine reports prompt_logprobs at temperature 0 or 1 only, not at "
+            f"{float_text(sampling.temperature)}: ask for them in a separate request",
             field="prompt_logprobs",
         )
     if message.routed_experts and not info.routed_experts:

@@ -104,13 +104,15 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         if len(request.ranks) != 1:
             raise ServiceError(
                 Reason.BAD_REQUEST,
-                f"this server receives on one device and takes one rank, not {len(request.ranks)}",
+                f"this server receives on one device and needs one rank, not {len(request.ranks)}",
                 field="ranks",
             )
         for field in ("epoch", "backend", "rendezvous"):
             check_id(field, getattr(request, field))
         if not request.epoch:
-            raise ServiceError(Reason.BAD_REQUEST, "epoch names the group", field="epoch")
+            raise ServiceError(
+                Reason.BAD_REQUEST, "epoch is empty: a group needs a name", field="epoch"
+            )
         left = context.time_remaining()
         await self._updates.join(
             _publisher(request.publisher),
@@ -132,7 +134,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
     ) -> weights_pb2.CommitWeightsResponse:
         if request.kv_policy not in KV_POLICY_FROM_PROTO:
             raise ServiceError(
-                Reason.BAD_REQUEST, f"KV policy {request.kv_policy} is not known", field="kv_policy"
+                Reason.BAD_REQUEST, f"unknown KV policy {request.kv_policy}", field="kv_policy"
             )
         commit = await self._updates.commit(
             _publisher(request.publisher),

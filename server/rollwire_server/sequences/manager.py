@@ -266,8 +266,8 @@ class Sequences:
         if self._registry.unread.full:
             raise ServiceError(
                 Reason.QUEUE_FULL,
-                "what has ended and was not read yet takes all the memory that it may: read the "
-                "streams that are open, or use another server",
+                "ended sequences that were not read use all the memory allowed for them: read the "
+                "open streams, or use another server",
             )
 
     def _check_not_too_new(self, request: Request) -> None:
@@ -275,7 +275,7 @@ class Sequences:
             raise ServiceError(
                 Reason.WEIGHTS_TOO_NEW,
                 f"the server serves {version_text(self._version)}, newer than max_weight_version "
-                f"{request.max_weight_version}: use a server that holds it",
+                f"{request.max_weight_version}: use a server with that version or an older one",
                 metadata={"version": str(self._version)},
             )
 
@@ -409,12 +409,12 @@ def _end_of(sequence: Sequence, end: SequenceEnd) -> Finish | ServiceError:
             return ServiceError(
                 Reason.STEP_FAILED,
                 f"the engine failed at this sequence after {len(sequence.tokens)} output tokens: "
-                f"{end.message}; the server serves others: try another one once or twice, then "
+                f"{end.message}; other sequences continue: try another server once or twice, then "
                 "give the sequence up",
             )
         case EndReason.NOT_FINITE:
             return ServiceError(
                 Reason.NOT_FINITE,
                 f"the logits after {len(sequence.tokens)} output tokens are NaN or infinite: the "
-                "weights may be broken; other sequences go on",
+                "weights may be broken; other sequences continue",
             )

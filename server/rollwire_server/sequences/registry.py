@@ -124,6 +124,6 @@ def check_pick_up(sequence: Sequence, request: Request) -> int:
         raise ServiceError(
             Reason.PREFIX_MISMATCH,
             f"this attempt began after {sequence.prefix_length} output tokens and cannot send "
-            f"again what came before: pick it up from there, not from {len(given)}",
+            f"earlier ones: pick it up from there, not from {len(given)}",
         )
     return len(given)

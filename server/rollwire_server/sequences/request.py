@@ -75,7 +75,7 @@ def check_same_request(first: Request, request: Request) -> None:
     raise ServiceError(
         Reason.REQUEST_MISMATCH,
         f"attempt {request.attempt} of {request.request_id} is another request here: {listed}; "
-        "nothing was changed: ask for the same to pick it up, or choose a request_id of its own",
+        "nothing was changed: send the same request to pick it up, or choose a new request_id",
         metadata={"field": name, "asked": _format(asked[name]), "first": _format(before[name])},
     )
 

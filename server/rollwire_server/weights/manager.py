@@ -226,7 +226,7 @@ class UpdateManager:
         if manifest.encoding is not transport.Encoding.FULL:
             raise ServiceError(
                 Reason.UNSUPPORTED_ENCODING,
-                "deltas are not supported: publish a full update",
+                "delta encoding is not supported: send the update in full encoding",
                 field="manifest.encoding",
             )
         if manifest.partial and state in (ServerState.QUARANTINED, ServerState.AWAITING_WEIGHTS):
@@ -241,8 +241,8 @@ class UpdateManager:
         if self.current is None or self.current.announcement.update_id != update_id:
             raise ServiceError(
                 Reason.NOT_STAGED,
-                f"no update {update_id} is under way (discarded, its lease over, or never "
-                f"announced); the server serves {weights_text(self.weights.current)}",
+                f"no update {update_id} is under way: it was discarded, its lease ended, or it was "
+                f"never announced; the server serves {weights_text(self.weights.current)}",
             )
         bind(version=self.current.announcement.version)
         return self.current

@@ -228,8 +228,8 @@ def flip(data: bytes) -> bytes:
         (lambda data: data[:-3], "is damaged"),
         (lambda data: data[:20], "is damaged"),
         (lambda data: data.replace(b"buffer 1", b"buffer 2", 1), "has the format '2'"),
-        (lambda data: b"", "is no buffer"),
-        (lambda data: b"\x80\x04", "is no buffer"),
+        (lambda data: b"", "is not a buffer"),
+        (lambda data: b"\x80\x04", "is not a buffer"),
     ],
 )
 async def test_a_damaged_file_is_told_and_changes_nothing(saved: Path, damage, told: str) -> None:

@@ -390,9 +390,9 @@ def returns(value: object):
 
 
 NO_REWARDS = [
-    (away, r"could not be had: LookupError\('the judge is away'\)"),
-    (lambda *_: next(iter(())), "could not be had: .*StopIteration"),
-    (cancelled, "could not be had: .*CancelledError"),
+    (away, r"could not be computed: LookupError\('the judge is away'\)"),
+    (lambda *_: next(iter(())), "could not be computed: .*StopIteration"),
+    (cancelled, "could not be computed: .*CancelledError"),
     (returns(None), "is None, no finite number"),
     (returns("good"), "is 'good', no finite number"),
     (returns(float("nan")), "is nan, no finite number"),

@@ -98,7 +98,7 @@ def test_credentials_are_not_given_away() -> None:
 
 
 async def test_a_token_does_not_travel_in_the_clear() -> None:
-    with pytest.raises(ValueError, match=r"in the clear to 192\.0\.2\.1:5"):
+    with pytest.raises(ValueError, match=r"unencrypted to 192\.0\.2\.1:5"):
         async with Fleet(["192.0.2.1:5"], credentials=Credentials(token=TOKEN)):
             pass
 

@@ -132,7 +132,9 @@ FAULTS = {
     "a rank dies": Fault(1, "die", "rank 1 of the trainer is gone", "died"),
     "rank 0 dies": Fault(0, "die", "died", "rank 0 of the trainer is gone"),
     "a rank raises": Fault(1, "raise", "rank 1 failed: ZeroDivisionError", "ZeroDivisionError"),
-    "a rank hangs": Fault(1, "hang", "the source did not give", "has not ended what rank 0 asked"),
+    "a rank hangs": Fault(
+        1, "hang", "the source did not provide", "has not finished rank 0's request"
+    ),
 }
 
 

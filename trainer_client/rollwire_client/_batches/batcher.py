@@ -312,7 +312,7 @@ class Batcher:
         if self.version is not None and version is None:
             raise ValueError(
                 f"the trainer has no version, and was at {self.version}: a batcher goes with one "
-                "run, whose versions rise; publish first, or say version=…"
+                "run, whose versions rise; publish first, or pass version=…"
             )
         return version
 
@@ -354,4 +354,6 @@ class Batcher:
 
 def _check_unseeded(sampling: Sampling) -> None:
     if sampling.seed is not None:
-        raise ValueError("sampling has a seed, which all samples would share: say seed=…")
+        raise ValueError(
+            "sampling has a seed, which all samples would share: pass seed=… to the batcher"
+        )

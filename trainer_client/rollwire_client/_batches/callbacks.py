@@ -170,7 +170,8 @@ class RewardCaller:
                 failures += 1
                 if failures > self._retries:
                     raise CallbackError(
-                        f"the reward of {subject} could not be had: {error!r}", callback="reward"
+                        f"the reward of {subject} could not be computed: {error!r}",
+                        callback="reward",
                     ) from error
                 logger.warning(
                     "the reward of %s raised %r: it is called again (%d of %d)",

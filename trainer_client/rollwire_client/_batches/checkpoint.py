@@ -117,7 +117,7 @@ def _content(path: Path) -> bytes:
     data = path.read_bytes()
     line, _, rest = data.partition(b"\n")
     if not line.startswith(_NAME):
-        raise BufferFileError(f"{path} is no buffer that a Batcher saved")
+        raise BufferFileError(f"{path} is not a buffer that a Batcher saved")
     if line != _NAME + _FORMAT:
         raise BufferFileError(
             f"{path} has the format {line[len(_NAME) :].decode(errors='replace')!r}, and this "

@@ -70,7 +70,7 @@ class BatchPlan:
         if self.max_lag is None:
             return
         if self.version is None:
-            raise ValueError("max_lag needs the trainer's version: publish one, or say version=…")
+            raise ValueError("max_lag needs the trainer's version: publish one, or pass version=…")
         if self.max_lag == 0 and (self.carried or self.prefetch):
             raise ValueError(
                 "with max_lag=0 no batch can use what was sampled for an earlier one: drop the "

@@ -109,7 +109,7 @@ def checkpoint_tensors(folder: Path) -> Iterator[Mapping[str, Tensor]]:
         ) from error
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise SourceError(f"{folder} has no .safetensors files: it is no checkpoint folder")
+        raise SourceError(f"{folder} has no .safetensors files: it is not a checkpoint folder")
     with contextlib.ExitStack() as stack:
         file_of: dict[str, Any] = {}
         for path in files:

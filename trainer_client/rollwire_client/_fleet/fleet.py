@@ -61,7 +61,7 @@ class Fleet:
     ) -> None:
         if not isinstance(retries, Retries | None):
             raise TypeError(
-                f"retries is {retries!r}: say Retries(attempts={retries!r}), or another"
+                f"retries is {retries!r}: use for example Retries(attempts={retries!r})"
             )
         self._pool = ServerPool(
             addresses,

@@ -349,7 +349,7 @@ class Rollout:
 
     def _timed_out(self) -> TimedOutError:
         return TimedOutError(
-            f"sequence {self._request.request_id}: its time is up after "
+            f"sequence {self._request.request_id}: timed out after "
             f"{len(self.output.token_ids)} tokens"
         )
 

@@ -146,8 +146,8 @@ class Router:
             server.is_newer_than(max_version) for server in self.servers
         ):
             raise WeightVersionError(
-                f"no server serves version {max_version} or an older one any more, and none will, "
-                f"unless the policy is rolled back: {self.problems(max_version)}",
+                f"no server serves version {max_version} or an older one, and none will unless the "
+                f"policy is rolled back: {self.problems(max_version)}",
                 reason="WEIGHTS_TOO_NEW",
             )
 

@@ -71,7 +71,7 @@ class ServerPool:
     ) -> None:
         if not isinstance(timeouts, Timeouts | None):
             raise TypeError(
-                f"timeouts is {timeouts!r}: say Timeouts(call={timeouts!r}), or another"
+                f"timeouts is {timeouts!r}: use for example Timeouts(call={timeouts!r})"
             )
         self._source = address_source(addresses)
         self.policy = Policy(self._policy_changed)

@@ -137,8 +137,8 @@ def _wrapped(spec: TensorSpec, missing: _Missing) -> _Advice | None:
     outer = parts[: next(i for i, part in enumerate(parts) if part not in _WRAPPERS)]
     wrappers = " and ".join(f"`{part}.` ({_WRAPPERS[part]})" for part in dict.fromkeys(found))
     if outer != found or "_fsdp_wrapped_module" in found:
-        return f"take {wrappers} out of the name", [plain]
-    advice = f"take {wrappers} off the name, or publish model.{'.'.join(outer)}.state_dict()"
+        return f"remove {wrappers} from the name", [plain]
+    advice = f"remove {wrappers} from the name, or publish model.{'.'.join(outer)}.state_dict()"
     return advice, [plain]
 
 
@@ -213,7 +213,7 @@ def _superfluous(spec: TensorSpec, _: _Missing) -> _Advice | None:
     if _BUFFER.search(spec.name):
         return "servers compute such a buffer themselves: leave {it} out", ()
     if _HEAD.search(spec.name):
-        return "a value or reward head is no part of the policy: leave {it} out", ()
+        return "a value or reward head is not part of the policy: leave {it} out", ()
     if _QUANTIZED.search(spec.name):
         return "its layer is quantized: publish the weights as the servers want them", ()
     return None
@@ -231,8 +231,8 @@ def _elsewhere(spec: TensorSpec, missing: _Missing) -> _Advice | None:
     if not before:
         return f"put `{wanted}` before the name", candidates
     if not wanted:
-        return f"take `{before}` off the name", candidates
-    return f"say `{wanted}` for `{before}` in the name", candidates
+        return f"remove `{before}` from the name", candidates
+    return f"replace `{before}` by `{wanted}` in the name", candidates
 
 
 def _without_common_ending(name: str, other: str) -> tuple[str, str]:

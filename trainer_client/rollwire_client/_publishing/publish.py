@@ -290,7 +290,8 @@ class Publish:
             return common
         theirs = "; ".join(f"{t.address}: {', '.join(t.transports) or 'none'}" for t in targets)
         raise PublishError(
-            f"no transport that all can use: here {', '.join(usable) or 'none'}; {theirs}"
+            "no backend that this trainer and all servers can use: here "
+            f"{', '.join(usable) or 'none'}; {theirs}"
         )
 
     async def _find_host(self) -> str:
@@ -299,7 +300,7 @@ class Publish:
             return await asyncio.to_thread(local_address, addresses)
         except OSError as error:
             raise PublishError(
-                f"no address of this machine by which servers reach it: {error}; name one as `host`"
+                f"servers cannot reach this machine: {error}; pass an address as `host`"
             ) from error
 
     def _on_progress(self, sent_bytes: int) -> None:

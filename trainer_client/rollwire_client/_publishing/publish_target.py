@@ -93,9 +93,9 @@ class PublishTarget:
             self.transports = info.transports
             if request.manifest.partial and not policy.accepts(info.weights):
                 raise PublishError(
-                    f"{self.address}: serves {version_text(info.weights.version)} and missed what "
-                    "was published last: a partial update would mix the two, so that it gets none; "
-                    "catch_up() brings it up, or a publish of all tensors",
+                    f"{self.address}: serves {version_text(info.weights.version)} and missed the "
+                    "last publish: a partial update would mix two policies, so it was not sent; "
+                    "call catch_up(), or publish all tensors",
                     server=self.address,
                 )
             if policy.missed_rollback(info.weights) and not request.allow_version_rollback:

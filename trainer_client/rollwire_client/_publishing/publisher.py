@@ -87,7 +87,7 @@ class Publisher:
         _require_transport()
         if not isinstance(timeouts, PublishTimeouts | None):
             raise TypeError(
-                f"timeouts is {timeouts!r}: say PublishTimeouts(source={timeouts!r}), or another"
+                f"timeouts is {timeouts!r}: use for example PublishTimeouts(source={timeouts!r})"
             )
         self.id = id or f"{socket.gethostname()}-{os.getpid()}"
         term = term if term is not None else time.time_ns() // 1_000_000
@@ -225,8 +225,8 @@ class Publisher:
             policy = self._pool.policy.current
             if policy is None:
                 raise PublishError(
-                    "there is nothing to catch up with: nothing was published by this `Fleet` "
-                    "yet, whatever its servers hold; publish first"
+                    "there is nothing to catch up with: nothing was published through this `Fleet` "
+                    "yet; publish first"
                 )
             behind = await self._pool.outdated_servers()
             if not behind:
@@ -259,7 +259,7 @@ class Publisher:
         self._pool.check_open()
         if self._starting or (self._handle is not None and not self._handle.done):
             raise PublishInProgressError(
-                "the publish before has not ended: await its `committed` first"
+                "the previous publish has not ended: await its `committed` first"
             )
         self._starting = True
         try:
@@ -329,7 +329,7 @@ class Publisher:
             else:
                 return conversion.schema_from_proto(answer)
         raise PublishError(
-            f"no server tells which tensors it wants: {'; '.join(map(str, problems))}"
+            f"no server returned its schema: {'; '.join(map(str, problems))}"
         ) from problems[0]
 
 

@@ -119,7 +119,7 @@ def _select(
         if more := len(problems) - len(shown):
             shown.append(f"and {more} more")
         raise SchemaMismatchError(
-            "the tensors are not those that the servers want; nothing was sent: " + "; ".join(shown)
+            "the tensors do not match the servers' schema; nothing was sent: " + "; ".join(shown)
         )
     return selected
 

@@ -30,7 +30,7 @@ def check_tensors(tensors: Mapping[str, torch.Tensor] | TensorSource) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise SchemaMismatchError(
-                f"nothing was sent: {name}: a {type(tensor).__name__} is no tensor of torch's"
+                f"nothing was sent: {name}: a {type(tensor).__name__} is not a torch tensor"
             )
 
 

@@ -164,8 +164,8 @@ class WeightTransfer:
             ) from error.__cause__
         except transport.ManifestError as error:
             raise SchemaMismatchError(
-                f"the tensors do not come as the servers want them, in the order of "
-                f"Publisher.schema(); nothing was committed: {error}"
+                "the tensors do not match Publisher.schema() or its order; nothing was committed: "
+                f"{error}"
             ) from error
         finally:
             # In the background: a backend may take half a second.
@@ -184,8 +184,8 @@ class WeightTransfer:
             )
         except (transport.TransportError, OSError) as error:
             raise TransferError(
-                f"this trainer opens no group at {self._host}: {error}; nothing was sent, the "
-                "servers keep what they serve: name another `backend` or `host`, or leave them out"
+                f"this trainer cannot open a group at {self._host}: {error}; nothing was sent, the "
+                "servers keep what they serve: pass another `backend` or `host`, or neither"
             ) from error
         forming = run_in_thread(lambda: rendezvous.form_group(self._timeouts.join))
         joining = {
@@ -258,8 +258,8 @@ class WeightTransfer:
             left = limit if packing is None else limit - elapsed(packing.started_at)
             if packing is not None and left <= 0:
                 return SourceError(
-                    f"the source did not give {packing.tensor} within {limit:g} s: its thread is "
-                    "left to itself; nothing was committed, the servers keep what they serve"
+                    f"the source did not provide {packing.tensor} within {limit:g} s: its thread "
+                    "stays behind; nothing was committed, the servers keep what they serve"
                 )
             await asyncio.sleep(left)
 
@@ -318,7 +318,7 @@ async def _wait_settled(group: Sequence[PublishTarget], timeout: float) -> list[
 async def _wait_closed(closing: Sequence[asyncio.Future[bool]]) -> None:
     done, late = await asyncio.wait(closing, timeout=_CLOSE_SECONDS)
     if late:
-        logger.warning("a link has not closed within %g s: it is left to itself", _CLOSE_SECONDS)
+        logger.warning("a link has not closed within %g s: its thread stays behind", _CLOSE_SECONDS)
     for error in filter(None, (future.exception() for future in done)):
         logger.warning("a link did not close as it should: %s", error)
 

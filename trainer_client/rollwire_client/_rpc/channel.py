@@ -51,7 +51,7 @@ def connect(address: str, credentials: Credentials) -> grpc.aio.Channel:
     """
     check_grpc()
     if credentials.has_token and not credentials.secure and not _is_loopback(address):
-        raise CredentialsError(f"the token would travel in the clear to {address}: use TLS")
+        raise CredentialsError(f"the token would travel unencrypted to {address}: use TLS")
     return _ServerChannel(address, credentials)
 
 

@@ -93,7 +93,7 @@ class RolloutClient:
     ) -> None:
         if not isinstance(timeouts, Timeouts | None):
             raise TypeError(
-                f"timeouts is {timeouts!r}: say Timeouts(call={timeouts!r}), or another"
+                f"timeouts is {timeouts!r}: use for example Timeouts(call={timeouts!r})"
             )
         self.address = server_address(address)
         self._credentials = credentials or Credentials()

@@ -172,11 +172,11 @@ def set_duration(message: Message, field: str, seconds: float | None) -> None:
 def _check_names(options: RolloutOptions) -> None:
     for name in options:
         if name in _SAMPLING_FIELDS:
-            raise TypeError(f"{name} is no option of its own: say Sampling({name}=…)")
+            raise TypeError(f"{name} is a sampling parameter: use Sampling({name}=…)")
         if name not in _OPTIONS:
             raise TypeError(
-                f"a rollout has no option {name}; there are {', '.join(sorted(_OPTIONS))}, and "
-                f"those of Sampling"
+                f"a rollout has no option {name}; its options are {', '.join(sorted(_OPTIONS))}, "
+                "and sampling parameters are those of Sampling"
             )
 
 

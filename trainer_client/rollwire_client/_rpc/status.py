@@ -80,7 +80,7 @@ _CLASSES: Mapping[Reason, type[RollwireError]] = {
     Reason.TRANSPORT_TIMEOUT: TransferError,
 }
 if missing := set(Reason) - set(_CLASSES):
-    raise AssertionError(f"say which class of error these become: {missing}")
+    raise AssertionError(f"add an exception for these reasons: {missing}")
 
 # What an error without a known reason becomes, such as one of a proxy, or of a later release.
 _BY_CODE: Mapping[int, tuple[type[RollwireError], ErrorScope]] = {

@@ -79,7 +79,7 @@ def open_rendezvous(
         OSError: The address cannot be listened on.
     """
     if world_size < 2:
-        raise ValueError(f"a group of {world_size} has nobody to send to")
+        raise ValueError(f"a group of {world_size} has no receiver")
     chosen = _require(backend, _ANYWHERE)
     member = GroupMember(epoch, 0, world_size, chosen.bucket_device(device or _CPU))
     return Rendezvous(chosen, member, host, port)
@@ -117,7 +117,7 @@ def join_group(
             for this rank, or ``cancelled`` was set.
     """
     if not 0 < rank < world_size:
-        raise TransportError(f"rank {rank} is no receiver's in a group of {world_size}")
+        raise TransportError(f"rank {rank} is not a receiver in a group of {world_size}")
     chosen = _require(backend, listen)
     member = GroupMember(epoch, rank, world_size, chosen.bucket_device(device or _CPU), listen)
     return join(chosen, member, rendezvous, timeout, cancelled or threading.Event())
@@ -143,7 +143,7 @@ def _require(name: str, listen: ListenOptions) -> Backend:
     backend = _BACKENDS.get(name)
     if backend is None:
         names = ", ".join(sorted(_BACKENDS))
-        raise TransportError(f"there is no backend {name!r}, but there are {names}")
+        raise TransportError(f"there is no backend {name!r}, only {names}")
     if reason := backend.unavailable_reason(listen):
         raise TransportError(f"backend {name} cannot be used: {reason}")
     return backend

@@ -72,11 +72,13 @@ class ListenOptions:
         try:
             lowest, highest = map(int, _EPHEMERAL_PORTS.read_text().split())
         except (OSError, ValueError):
-            return f"{backend} takes ports of the system's choice, and those are not known here"
+            return (
+                f"{backend} uses ports that the system chooses, and their range is not known here"
+            )
         if first <= lowest and highest <= last:
             return ""
         return (
-            f"{backend} takes ports of the system's choice, {lowest} to {highest} here, which are "
+            f"{backend} uses ports that the system chooses, {lowest} to {highest} here, which are "
             f"not within {first} to {last}: set net.ipv4.ip_local_port_range to those"
         )
 
@@ -85,7 +87,7 @@ class ListenOptions:
         if self.host is None:
             return ""
         return (
-            f"{backend} cannot be told to listen on {self.host}: name no address, and its "
+            f"{backend} cannot be limited to {self.host}: leave the address open, and name the "
             f"interface in {variable}"
         )
 

@@ -78,7 +78,7 @@ def load() -> ctypes.CDLL:
     version = c_int()
     library.ncclGetVersion(ctypes.byref(version))
     if version.value < _OLDEST:
-        raise OSError(f"{_SONAME} is of version {version.value}, needed is {_OLDEST} or later")
+        raise OSError(f"{_SONAME} has version {version.value}, but {_OLDEST} or later is needed")
     return library
 
 

@@ -149,7 +149,7 @@ class _NcclLink(Link):
             self._broadcast_stream.wait_stream(torch.cuda.current_stream(self.device))
             self.wait_for(self._post((mark,), deadline), deadline)
             if bytes(mark.tolist()) != seal:
-                raise TransportError("the group's first broadcast came with another's bytes")
+                raise TransportError("the group's first broadcast has unexpected bytes")
             if self._sends:
                 self._await(
                     lambda: self._detector.fewest_steps > 0, deadline, "the group did not stand"

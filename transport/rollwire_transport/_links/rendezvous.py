@@ -200,7 +200,7 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     if ipaddress.ip_address(address[0]).is_unspecified:
-        raise ValueError(f"host {host!r} is no address by which the others reach this machine")
+        raise ValueError(f"host {host!r} is not an address at which others can reach this machine")
     # Bound here and handed over: a port that is found free and bound later may be taken.
     listener = socket.create_server(address[:2], family=family, backlog=512)
     port = listener.getsockname()[1]
@@ -281,10 +281,10 @@ def _require_accepted(frame: Frame, member: GroupMember) -> None:
     reply, number = _REPLY.unpack(frame.body)
     rank = member.rank
     if reply == _Reply.UNKNOWN_EPOCH:
-        raise TransportError("no group of this epoch meets there", "rank 0")
+        raise TransportError("there is no group of this epoch", "rank 0")
     if reply == _Reply.OTHER_SIZE:
         raise TransportError(
-            f"the group has {number} members, this one was told of {member.world_size}", "rank 0"
+            f"the group has {number} members, but this member expects {member.world_size}", "rank 0"
         )
     if reply == _Reply.RANK_TAKEN:
         raise TransportError(f"rank {rank} has joined this group already", f"rank {rank}")
@@ -303,4 +303,4 @@ def _start_token(frame: Frame, member: GroupMember) -> bytes:
 
 
 def _no_rendezvous() -> TransportError:
-    return TransportError("what answers there does not speak rollwire's protocol", "rank 0")
+    return TransportError("the peer there does not speak rollwire's protocol", "rank 0")

@@ -162,7 +162,7 @@ class ModelWeights:
 
     def _target(self, name: str) -> Tensor:
         if not self._serving:
-            raise EngineError("the weights' memory is given back: wake the engine up first")
+            raise EngineError("the weights' memory is freed: wake the engine up first")
         if name not in self._serving:
             raise EngineError(f"{name} is not a tensor of this model, or an alias of one")
         return self._serving[name]

@@ -65,7 +65,7 @@ class SglangConfig:
         if refused := sorted(OWN & self.arguments.keys()):
             raise EngineError(f"--engine-arg: {', '.join(refused)}: the server sets this itself")
         if self.arguments.get("pp_size", 1) != 1:
-            raise EngineError("--engine-arg: pp-size: a server spreads by tp-size only")
+            raise EngineError("--engine-arg: pp-size is not supported: use tp-size")
         if not isinstance(self.unresponsive_seconds, int | float) or self.unresponsive_seconds <= 0:
             raise EngineError("--engine-arg: unresponsive-seconds must be a number above 0")
 

@@ -371,7 +371,7 @@ class SglangEngine:
     def _awake(self) -> None:
         self._running()
         if self._asleep:
-            raise EngineError("the weights' memory is given back: wake the engine up first")
+            raise EngineError("the weights' memory is freed: wake the engine up first")
 
     def _free_device_bytes(self) -> int:
         devices = [] if self._config.on_cpu else self._config.devices

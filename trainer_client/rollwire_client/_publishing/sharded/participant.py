@@ -76,8 +76,8 @@ class Participant:
             working.cancel()
             self._connection.close()
             raise SourceError(
-                f"this rank has not ended what rank 0 asked for within {self._timeout:g} s: its "
-                f"thread is left to itself{f'; rank 0: {why}' if why else ''}"
+                f"this rank has not finished rank 0's request within {self._timeout:g} s: its "
+                f"thread stays behind{f'; rank 0: {why}' if why else ''}"
             )
         error = working.exception()
         # If this rank's error ended the publish, rank 0 repeats it. Any other one is a consequence.
@@ -117,7 +117,7 @@ class Participant:
                     self._commands.put((message, text))
         except TimeoutError as error:
             raise SourceError(
-                f"rank 0 has said nothing for {self._timeout:g} s: these ranks cannot publish any "
+                f"rank 0 has been silent for {self._timeout:g} s: these ranks cannot publish any "
                 "more"
             ) from error
         except ConnectionError as error:
@@ -176,7 +176,7 @@ class Participant:
         if value is None:
             raise SourceError(f"rank 0 gathers {name}, which this rank does not have")
         if not (callable(value) or hasattr(value, "full_tensor")):
-            raise SourceError(f"rank 0 gathers {name}, which is no DTensor here")
+            raise SourceError(f"rank 0 gathers {name}, which is not a DTensor here")
         materialize(value)
 
     def _check_in_step(self, name: str) -> None:

@@ -53,7 +53,7 @@ def _accept_others(
     except (OSError, ValueError) as error:
         _broadcast(group, "")
         raise PublishError(
-            f"the ranks cannot meet at {host}: {error}; name another address as `host`"
+            f"the ranks cannot meet at {host}: {error}; pass another address as `host`"
         ) from error
     secret = secrets.token_hex(_SECRET_BYTES // 2)
     connections: dict[int, Connection] = {}
@@ -92,7 +92,7 @@ def _connect_to_rank_0(group: ProcessGroup, rank: int, timeout: float) -> Connec
         connected.sendall(f"{secret}{rank:0{_RANK_BYTES}d}".encode())
     except OSError as error:
         raise PublishError(
-            f"rank 0 cannot be reached at {rendezvous}: {error}; name another address as `host`"
+            f"rank 0 cannot be reached at {rendezvous}: {error}; pass another address as `host`"
         ) from error
     return Connection(connected)
 
