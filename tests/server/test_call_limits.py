@@ -153,7 +153,7 @@ REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 async def test_what_is_no_message_in_a_stream(server: ServerProcess, method: str) -> None:
     async with connected(server.address) as api:
         call = api.channel.stream_stream(method)(iter([b"\x0a\x05a"]), timeout=20)
-        with pytest.raises(grpc.aio.AioRpcError, match="cannot be read") as caught:
+        with pytest.raises(grpc.aio.AioRpcError, match="cannot be parsed") as caught:
             await call.read()
         assert reason_of(caught.value) == "BAD_REQUEST"
 

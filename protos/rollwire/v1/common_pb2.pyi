@@ -26,11 +26,11 @@ class _KvPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvPolicy.Val
     KV_POLICY_UNSPECIFIED: _KvPolicy.ValueType  # 0
     """as RECOMPUTE"""
     KV_POLICY_RECOMPUTE: _KvPolicy.ValueType  # 1
-    """They are prefilled again, bit by bit beside decoding: every later token is sampled as if the new policy had read the
-    whole prefix. Costs a prefill of all that is under way.
+    """Computes them again, interleaved with decoding: every later token is sampled as if the new policy had read the
+    whole prefix. Costs a prefill of all sequences under way.
     """
     KV_POLICY_KEEP: _KvPolicy.ValueType  # 2
-    """They stay. Costs nothing; later tokens attend to what the old policy computed, and say so (oldest_kv_revision)."""
+    """Keeps them. Costs nothing; later tokens attend to keys and values of an older policy (oldest_kv_revision)."""
 
 class KvPolicy(_KvPolicy, metaclass=_KvPolicyEnumTypeWrapper):
     """What a commit does with the keys and values of sequences that are under way."""
@@ -38,11 +38,11 @@ class KvPolicy(_KvPolicy, metaclass=_KvPolicyEnumTypeWrapper):
 KV_POLICY_UNSPECIFIED: KvPolicy.ValueType  # 0
 """as RECOMPUTE"""
 KV_POLICY_RECOMPUTE: KvPolicy.ValueType  # 1
-"""They are prefilled again, bit by bit beside decoding: every later token is sampled as if the new policy had read the
-whole prefix. Costs a prefill of all that is under way.
+"""Computes them again, interleaved with decoding: every later token is sampled as if the new policy had read the
+whole prefix. Costs a prefill of all sequences under way.
 """
 KV_POLICY_KEEP: KvPolicy.ValueType  # 2
-"""They stay. Costs nothing; later tokens attend to what the old policy computed, and say so (oldest_kv_revision)."""
+"""Keeps them. Costs nothing; later tokens attend to keys and values of an older policy (oldest_kv_revision)."""
 Global___KvPolicy: _TypeAlias = KvPolicy  # noqa: Y015
 
 class _ServerState:
@@ -78,7 +78,7 @@ Global___ServerState: _TypeAlias = ServerState  # noqa: Y015
 
 @_typing.final
 class WeightTag(_message.Message):
-    """Which weights a server holds. Stamped on every token by the engine step that sampled it."""
+    """The weights that a server holds. The engine step that samples a token stamps them on it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -89,14 +89,14 @@ class WeightTag(_message.Message):
     version: _builtins.int
     """The trainer's step, as given to UpdateWeights. Absent for the initial checkpoint and for untagged updates."""
     revision: _builtins.int
-    """Counts the commits of this server process, from 0. Changes whenever the weights do, tagged or not."""
+    """Counts the commits of this server process, from 0. It changes whenever the weights do, with or without a version."""
     server_id: _builtins.str
-    """The server process: a random id made at start, so that revisions of two servers, or of one before and after a
-    restart, are not confused.
+    """A random id of the server process, made at start. It tells apart the revisions of two servers, and those of one
+    server before and after a restart.
     """
     digest: _builtins.int
-    """Of the content, as Manifest defines it: the same on every server that holds the same weights. It tells apart two
-    weights that were given the same version.
+    """Digest of the content, as Manifest defines it: the same on every server that holds the same weights. It tells apart
+    different weights that were given the same version.
     """
     def __init__(
         self,

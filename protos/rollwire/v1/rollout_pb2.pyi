@@ -34,10 +34,10 @@ class _LogprobBasisEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LogprobB
     LOGPROB_BASIS_MODEL: _LogprobBasis.ValueType  # 2
     """log-softmax of the logits"""
     LOGPROB_BASIS_SAMPLED: _LogprobBasis.ValueType  # 3
-    """of what was really drawn from: after temperature, top-k, top-p and min-p, renormalized"""
+    """the distribution drawn from: after temperature, top-k, top-p and min-p, renormalized"""
 
 class LogprobBasis(_LogprobBasis, metaclass=_LogprobBasisEnumTypeWrapper):
-    """Which distribution `logprobs` are taken from. GetServerInfo says which of them a server can give."""
+    """The distribution from which `logprobs` are taken. GetServerInfo lists those that a server supports."""
 
 LOGPROB_BASIS_UNSPECIFIED: LogprobBasis.ValueType  # 0
 """as TEMPERATURE"""
@@ -46,7 +46,7 @@ LOGPROB_BASIS_TEMPERATURE: LogprobBasis.ValueType  # 1
 LOGPROB_BASIS_MODEL: LogprobBasis.ValueType  # 2
 """log-softmax of the logits"""
 LOGPROB_BASIS_SAMPLED: LogprobBasis.ValueType  # 3
-"""of what was really drawn from: after temperature, top-k, top-p and min-p, renormalized"""
+"""the distribution drawn from: after temperature, top-k, top-p and min-p, renormalized"""
 Global___LogprobBasis: _TypeAlias = LogprobBasis  # noqa: Y015
 
 class _FinishReason:
@@ -61,11 +61,11 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_new_tokens or the context length is reached"""
     FINISH_REASON_ABORTED: _FinishReason.ValueType  # 3
-    """somebody asked for it"""
+    """a client aborted it"""
     FINISH_REASON_SUPERSEDED: _FinishReason.ValueType  # 4
-    """a newer attempt, or a newer stream of this one, took over"""
+    """a newer attempt, or a newer stream of this attempt, took over"""
     FINISH_REASON_INTERRUPTED: _FinishReason.ValueType  # 5
-    """the server gives it up (drain, sleep, quarantine, max_weight_version): go on elsewhere"""
+    """The server stopped sampling it (drain, sleep, quarantine, max_weight_version); it can continue on another server."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -75,11 +75,11 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_new_tokens or the context length is reached"""
 FINISH_REASON_ABORTED: FinishReason.ValueType  # 3
-"""somebody asked for it"""
+"""a client aborted it"""
 FINISH_REASON_SUPERSEDED: FinishReason.ValueType  # 4
-"""a newer attempt, or a newer stream of this one, took over"""
+"""a newer attempt, or a newer stream of this attempt, took over"""
 FINISH_REASON_INTERRUPTED: FinishReason.ValueType  # 5
-"""the server gives it up (drain, sleep, quarantine, max_weight_version): go on elsewhere"""
+"""The server stopped sampling it (drain, sleep, quarantine, max_weight_version); it can continue on another server."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _SleepingWeights:
@@ -93,7 +93,7 @@ class _SleepingWeightsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Sleep
     SLEEPING_WEIGHTS_KEEP: _SleepingWeights.ValueType  # 1
     """stay on the device"""
     SLEEPING_WEIGHTS_HOST_BACKUP: _SleepingWeights.ValueType  # 2
-    """go to host memory, come back at WakeUp"""
+    """move to host memory, and back at WakeUp"""
     SLEEPING_WEIGHTS_DISCARD: _SleepingWeights.ValueType  # 3
 
 class SleepingWeights(_SleepingWeights, metaclass=_SleepingWeightsEnumTypeWrapper): ...
@@ -103,14 +103,15 @@ SLEEPING_WEIGHTS_UNSPECIFIED: SleepingWeights.ValueType  # 0
 SLEEPING_WEIGHTS_KEEP: SleepingWeights.ValueType  # 1
 """stay on the device"""
 SLEEPING_WEIGHTS_HOST_BACKUP: SleepingWeights.ValueType  # 2
-"""go to host memory, come back at WakeUp"""
+"""move to host memory, and back at WakeUp"""
 SLEEPING_WEIGHTS_DISCARD: SleepingWeights.ValueType  # 3
 Global___SleepingWeights: _TypeAlias = SleepingWeights  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """proto3 zeros differ from sensible defaults, so every field is optional; the default stands behind it. A field that the
-    engine does not support, or the server does not know, is refused (BAD_SAMPLING) unless it is set to its default.
+    """proto3 zeros differ from sensible defaults, so every field is optional; its comment begins with the default. A field
+    that the engine does not support, or that the server does not know, is refused (BAD_SAMPLING) unless it is set to its
+    default.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -133,20 +134,20 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """0.0"""
     max_new_tokens: _builtins.int
-    """Counted from the end of the prompt, a given prefix (`output_token_ids`) included, so it is the same number in the
-    first attempt and in every later one. Default and upper bound: the context length less the prompt.
+    """Counted from the end of the prompt, including a given prefix (`output_token_ids`), so that every attempt has the
+    same number. Default and upper bound: the context length minus the prompt.
     """
     min_new_tokens: _builtins.int
     """0; counted the same way"""
     ignore_eos: _builtins.bool
     """false"""
     seed: _builtins.int
-    """With a seed, the random draw of a token depends on the seed and on its position after the prompt alone: not on the
-    batch, the server, or how often the sequence was interrupted.
+    """With a seed, the random draw of a token depends only on the seed and on the token's position after the prompt. It
+    does not depend on the batch, the server, or how often the sequence was interrupted.
     """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """beside the model's end-of-sequence tokens"""
+        """besides the model's end-of-sequence tokens"""
 
     def __init__(
         self,
@@ -220,28 +221,32 @@ class GenerateRequest(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     DELIVERY_INTERVAL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Names the sequence: globally unique, so a UUID. Required on StreamRollouts; Generate makes one when it is empty."""
+    """Globally unique id of the sequence, such as a UUID. Required on StreamRollouts; Generate makes one if it is empty."""
     attempt: _builtins.int
-    """Fences retries. A higher attempt supersedes a lower one that is live on this server, and takes nothing over from it:
-    it starts from the prefix that it brings, and what it asks for is not compared. A lower one than the server has seen
-    is refused (STALE_ATTEMPT). An equal one picks up what is live or kept, at the given prefix, which must be the
-    server's own (PREFIX_MISMATCH), and ends the stream that had it; it must ask for the same, in every field but
-    session_id, detach_grace, timeout and delivery_interval (REQUEST_MISMATCH). Where nothing is, it starts from the
-    prefix.
+    """Fences retries:
+
+    - A higher attempt supersedes a lower one that is live on this server. It starts from its own prefix, and its other
+      fields are not compared.
+    - A lower attempt than the server has seen is refused (STALE_ATTEMPT).
+    - An equal attempt picks up the sequence that is live or kept, at the given prefix, and ends the stream that had
+      it. The prefix must be the server's own (PREFIX_MISMATCH). All fields except session_id, detach_grace, timeout
+      and delivery_interval must be the same (REQUEST_MISMATCH). If there is no such sequence, it starts from the
+      prefix.
     """
     logprob_basis: Global___LogprobBasis.ValueType
     top_logprobs: _builtins.int
-    """Log-probabilities of this many likeliest tokens beside the sampled one. 0: none."""
+    """Also report the log-probabilities of this many likeliest tokens. 0: none."""
     prompt_logprobs: _builtins.bool
     routed_experts: _builtins.bool
     """The experts that the routers chose, for mixture-of-experts models (routing replay)."""
     min_weight_version: _builtins.int
-    """Do not sample under older weights than these: the request waits until the server has caught up, and fails with
-    FAILED_PRECONDITION (WEIGHTS_TOO_OLD) when its time is up first. An absent version is older than any.
+    """Do not sample under older weights than this version. The request waits until the server has caught up, and fails
+    with FAILED_PRECONDITION (WEIGHTS_TOO_OLD) if its timeout passes first. Weights without a version are older than
+    any.
     """
     max_weight_version: _builtins.int
-    """Do not sample under newer weights than these: their commit ends the sequence with FINISH_REASON_INTERRUPTED. With
-    min_weight_version, evaluates exactly one policy.
+    """Do not sample under newer weights than this version: their commit ends the sequence with FINISH_REASON_INTERRUPTED.
+    If min_weight_version is the same, exactly one policy samples the sequence.
     """
     session_id: _builtins.str
     """Sequences of one session share a prefix; routers send them to one server. Opaque."""
@@ -249,33 +254,33 @@ class GenerateRequest(_message.Message):
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """What earlier attempts sampled. The sequence goes on right after it, and offsets count it. If it is complete already
-        (its budget is used up, or it ends in a stop token), the answer is no tokens and the Finish that it had.
+        """The prefix: tokens that earlier attempts sampled. The sequence continues after them, and offsets count them. If the
+        prefix is already complete (max_new_tokens is used up, or it ends in a stop token), the response has no tokens,
+        only the Finish.
         """
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
     def detach_grace(self) -> _duration_pb2.Duration:
-        """When the stream is lost, the sequence stays this long to be picked up, finished or not. Absent or zero: it is aborted
-        at once. (A server cannot tell a cut link from a cancelled call: who wants it to end aborts it.) At most as long as a
-        sequence may last on this server, and of those that have finished the server keeps the newest 10,000, fewer where
-        they are so long that they would take more than 512 MiB.
+        """If the stream is lost, the server keeps the sequence this long for a pick-up, finished or not. Absent or zero: it
+        is aborted at once. A server cannot tell a broken connection from a cancelled call, so a client that wants the
+        sequence to end must abort it. The limit is the longest time that a sequence may take on this server. Of finished
+        sequences, the server keeps the newest 10,000, or fewer if these take more than 512 MiB.
         """
 
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
-        """From arrival to the last token, then DEADLINE_EXCEEDED. Absent: none of its own (the call's deadline on Generate, the
-        server's limit).
+        """From arrival to the last token, then DEADLINE_EXCEEDED. Absent: only the call's deadline (on Generate) and the
+        server's limit hold.
         """
 
     @_builtins.property
     def delivery_interval(self) -> _duration_pb2.Duration:
-        """How often the caller wants to hear of this sequence: its tokens, and what belongs to them, are held back until this
-        long after the first of them, and then come together, in one message with those of the stream's other sequences of
-        the same interval. The end of the sequence is told at once, with all that was held back; so is an error, an abort and
-        an interruption. What is not delivered yet is lost with the server. Absent or zero: every step is told. An interval
-        that is longer than the sequence takes: told at its end.
+        """How long the server may collect tokens of this sequence, with their log-probabilities and events, after the first
+        of them. It then sends them in one message with those of the stream's other sequences of the same interval. The end
+        of the sequence (also an error, abort or interruption) is sent at once, with all that was collected. Tokens that
+        were not sent are lost if the server dies. Absent or zero: every step is sent.
         """
 
     def __init__(
@@ -327,7 +332,7 @@ class Finish(_message.Message):
     message: _builtins.str
     prompt_tokens: _builtins.int
     output_tokens: _builtins.int
-    """prefix included: a receiver that has fewer has a gap"""
+    """including the prefix; a receiver with fewer tokens has a gap"""
     cached_prompt_tokens: _builtins.int
     def __init__(
         self,
@@ -351,9 +356,9 @@ Global___Finish: _TypeAlias = Finish  # noqa: Y015
 
 @_typing.final
 class RoutedExperts(_message.Message):
-    """Row i is the routing of the token at `start_position` + i of prompt + output, as input. The last sampled token was never
-    an input and has no row, so a whole sequence has prompt + output - 1. A row that is sent again was computed again,
-    by the weights that its message names.
+    """Row i is the routing of the token at `start_position` + i of prompt + output, as an input. The last sampled token was
+    never an input and has no row, so a whole sequence has prompt + output - 1 rows. A row that is sent again was
+    computed again, by the weights in its message.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -374,7 +379,7 @@ class RoutedExperts(_message.Message):
     """[num_tokens, num_layers, top_k], each 1 or 2 bytes, little-endian."""
     bytes_per_expert: _builtins.int
     oldest_kv_revision: _builtins.int
-    """The lowest revision under which any key or value that these rows attended to was computed."""
+    """The lowest revision that computed a key or value to which these rows attended."""
     @_builtins.property
     def weights(self) -> _common_pb2.WeightTag: ...
     def __init__(
@@ -434,10 +439,12 @@ class PromptLogprobs(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     OLDEST_KV_REVISION_FIELD_NUMBER: _builtins.int
     start_position: _builtins.int
-    """Of prompt tokens start_position, start_position + 1, …; token 0 has none. The message's `weights` computed them."""
+    """`logprobs` are those of prompt tokens start_position, start_position + 1, …; token 0 has none. The message's
+    `weights` computed them.
+    """
     oldest_kv_revision: _builtins.int
-    """The lowest revision under which any key or value that they attended to was computed. Below weights.revision only
-    after a commit that kept the KV cache while the prompt was prefilled.
+    """The lowest revision that computed a key or value to which they attended. Below weights.revision only after a commit
+    that kept the KV cache while the prompt was prefilled.
     """
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
@@ -476,12 +483,12 @@ class GenerateResponse(_message.Message):
     request_id: _builtins.str
     attempt: _builtins.int
     offset: _builtins.int
-    """Output tokens before these, the given prefix included. The first message of a stream starts at the prefix's length,
-    each next one where the last ended, also when it brings no tokens.
+    """Number of output tokens before these, including the given prefix. The first message of a stream starts at the
+    length of the prefix, each later one where the last ended, also if it has no tokens.
     """
     oldest_kv_revision: _builtins.int
-    """The lowest revision under which any key or value that these tokens (and the prompt log-probabilities, of a message
-    without tokens) attended to was computed. Below weights.revision only after a commit that kept the KV cache.
+    """The lowest revision that computed a key or value to which these tokens attended (in a message without tokens: the
+    prompt log-probabilities). Below weights.revision only after a commit that kept the KV cache.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -571,9 +578,10 @@ Global___AbortSequence: _TypeAlias = AbortSequence  # noqa: Y015
 
 @_typing.final
 class StreamRolloutsResponse(_message.Message):
-    """What engine steps under one set of weights added to the sequences of the stream. Column i of `handles`, `counts`,
-    `offsets` and `oldest_kv_revisions` belongs together, a handle appears once; `token_ids` and `logprobs` hold counts[0]
-    entries, then counts[1], … A slow reader gets fewer, larger messages, of at most about 1 MiB; nothing is dropped.
+    """The tokens that engine steps under one set of weights added to the sequences of the stream. Entry i of `handles`,
+    `counts`, `offsets` and `oldest_kv_revisions` describes one sequence; each handle appears once. `token_ids` and
+    `logprobs` have the counts[0] entries of the first sequence, then the counts[1] entries of the second, … A slow
+    reader gets fewer, larger messages, of at most about 1 MiB; nothing is dropped.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -604,7 +612,7 @@ class StreamRolloutsResponse(_message.Message):
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceEvent]:
-        """What does not fit columns."""
+        """Everything that is not in the columns."""
 
     def __init__(
         self,
@@ -628,7 +636,7 @@ Global___StreamRolloutsResponse: _TypeAlias = StreamRolloutsResponse  # noqa: Y0
 
 @_typing.final
 class SequenceEvent(_message.Message):
-    """Belongs after the columns of its message. A sequence ends with exactly one of `finish` and `error`."""
+    """To be applied after the columns of its message. A sequence ends with exactly one of `finish` and `error`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -671,9 +679,9 @@ Global___SequenceEvent: _TypeAlias = SequenceEvent  # noqa: Y015
 
 @_typing.final
 class SequenceError(_message.Message):
-    """What the call's status would be on Generate. May come after tokens. NOT_FINITE and STEP_FAILED concern this sequence
-    alone, and the server serves on. A sequence that ends with STEP_FAILED (the engine raised an error at it) may succeed on
-    another server; when it ends so there too, the sequence itself is the likely cause.
+    """The error that Generate would return as the status of the call. It may follow tokens. NOT_FINITE and STEP_FAILED
+    concern this sequence alone; other sequences continue. A sequence that ends with STEP_FAILED (the engine raised an
+    error at it) may succeed on another server; if it fails there too, the sequence itself is the likely cause.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -710,12 +718,12 @@ class SequenceError(_message.Message):
     """as ErrorInfo.reason"""
     message: _builtins.str
     field: _builtins.str
-    """The field of the request that is wrong, where it is one. As in BadRequest."""
+    """The wrong field of the request, if there is one, as in BadRequest."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def retry_delay(self) -> _duration_pb2.Duration:
-        """Where waiting helps: for how long. As RetryInfo."""
+        """Set if waiting helps: how long to wait, as in RetryInfo."""
 
     def __init__(
         self,
@@ -742,7 +750,7 @@ class AbortRequest(_message.Message):
     SEQUENCES_FIELD_NUMBER: _builtins.int
     ALL_FIELD_NUMBER: _builtins.int
     all: _builtins.bool
-    """Every sequence of this server; `sequences` is then empty."""
+    """Abort every sequence of this server; `sequences` is then empty."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceKey]: ...
     def __init__(
@@ -767,7 +775,7 @@ class SequenceKey(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
-    """Only this attempt; absent: whichever is live."""
+    """Abort only this attempt; absent: the live one."""
     def __init__(
         self,
         *,
@@ -814,11 +822,11 @@ class PauseRequest(_message.Message):
     PAUSE_ID_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     pause_id: _builtins.str
-    """Names this pause, so that another one's Resume does not lift it. Empty: the server makes one."""
+    """Id of this pause, so that Resume of another pause does not end it. Empty: the server makes one."""
     @_builtins.property
     def lease(self) -> _duration_pb2.Duration:
-        """Lifted by itself after this long, so that a trainer that died does not leave the fleet paused for ever. Absent: the
-        server's default. Zero: never.
+        """The pause ends after this time without Resume, so that a trainer that died does not leave the fleet paused for
+        ever. Absent: the server's default. Zero: never.
         """
 
     def __init__(
@@ -1030,7 +1038,7 @@ class GetServerInfoResponse(_message.Message):
     vocab_size: _builtins.int
     context_length: _builtins.int
     deterministic: _builtins.bool
-    """Seeded sequences are equal bit for bit under any batch; otherwise up to near-ties of floating point."""
+    """Seeded sequences are equal bit for bit under any batch. If false, they are equal up to near-ties of floating point."""
     accepts_updates: _builtins.bool
     """Accepts UpdateWeights; false for a frozen server (a judge or reward model)."""
     max_running_sequences: _builtins.int
@@ -1040,8 +1048,8 @@ class GetServerInfoResponse(_message.Message):
     kv_tokens_used: _builtins.int
     kv_tokens_total: _builtins.int
     highest_version: _builtins.int
-    """The highest version that this process has ever committed, whatever it serves now: an untagged update and a rollback
-    leave it as it is. A trainer that starts again goes on above it.
+    """The highest version that this process has ever committed, whatever it serves now: untagged updates and rollbacks do
+    not change it. A trainer that restarts continues above it.
     """
     sampled_tokens: _builtins.int
     """since this process started"""
@@ -1057,7 +1065,7 @@ class GetServerInfoResponse(_message.Message):
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def pauses(self) -> _containers.RepeatedCompositeFieldContainer[Global___ActivePause]:
-        """that hold it now"""
+        """the pauses that hold it now"""
 
     def __init__(
         self,
@@ -1104,7 +1112,7 @@ class ActivePause(_message.Message):
     pause_id: _builtins.str
     @_builtins.property
     def lease_left(self) -> _duration_pb2.Duration:
-        """until it lifts by itself; absent: until somebody resumes it"""
+        """until the pause ends without Resume; absent: never"""
 
     def __init__(
         self,

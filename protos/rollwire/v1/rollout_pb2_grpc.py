@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class RolloutServiceStub(object):
-    """Serves one model. Sequences outlive weight updates: a stream that is open when the weights change goes on under the
-    new policy, and says from which token on.
+    """Serves one model. Sequences outlive weight updates: a stream that is open when the weights change continues under the
+    new policy, and every message names the weights that sampled its tokens.
     """
 
     def __init__(self, channel):
@@ -79,8 +79,8 @@ class RolloutServiceStub(object):
 
 
 class RolloutServiceServicer(object):
-    """Serves one model. Sequences outlive weight updates: a stream that is open when the weights change goes on under the
-    new policy, and says from which token on.
+    """Serves one model. Sequences outlive weight updates: a stream that is open when the weights change continues under the
+    new policy, and every message names the weights that sampled its tokens.
     """
 
     def Generate(self, request, context):
@@ -91,8 +91,9 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StreamRollouts(self, request_iterator, context):
-        """Generates many sequences over one stream: one message an engine step instead of one a token and sequence, or fewer
-        (delivery_interval). When the client half-closes, what runs is finished, and the stream ends after the last.
+        """Generates many sequences over one stream. The server sends one message per engine step, or fewer
+        (delivery_interval), instead of one per token and sequence. When the client half-closes, running sequences are
+        finished, and the stream ends after the last.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,7 +101,7 @@ class RolloutServiceServicer(object):
 
     def Abort(self, request, context):
         """Ends sequences now. Their streams get everything sampled so far and FINISH_REASON_ABORTED. Ids match exactly.
-        Idempotent: an id that is unknown or already finished is reported, and is no error.
+        Idempotent: an id that is unknown or already finished is reported in the response, not as an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,32 +115,33 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Lifts one pause, or all. Sampling goes on when nothing holds it any more (other pauses, a commit), under whatever
-        weights are committed then. Idempotent.
+        """Ends one pause, or all. Sampling continues once no other pause or commit holds it, under the weights that are
+        committed then. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Frees device memory: the KV cache, and the weights as asked. Live sequences end with FINISH_REASON_INTERRUPTED. What
-        cannot become of this engine's weights is refused before anything ends (UNSUPPORTED_SLEEP). Where the engine fails
-        at it (ENGINE_FAILED, NO_MEMORY), nothing is freed and the server goes on as before.
+        """Frees device memory: the KV cache, and the weights if the request says so. Live sequences end with
+        FINISH_REASON_INTERRUPTED. A mode that the engine does not support is refused before any sequence ends
+        (UNSUPPORTED_SLEEP). If the engine fails (ENGINE_FAILED, NO_MEMORY), nothing is freed and the server serves as
+        before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WakeUp(self, request, context):
-        """Takes the memory back. Discarded weights are gone: the server then awaits an update, or reloads its checkpoint. Where
-        that fails (NO_MEMORY, ENGINE_FAILED), the server sleeps on, and can be asked again.
+        """Allocates the memory again. If the weights were discarded, the server awaits an update or reloads its checkpoint.
+        If WakeUp fails (NO_MEMORY, ENGINE_FAILED), the server still sleeps, and WakeUp can be called again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """What this server is, holds and is doing.
+        """The server's identity, weights, state and load.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -197,8 +199,8 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RolloutService(object):
-    """Serves one model. Sequences outlive weight updates: a stream that is open when the weights change goes on under the
-    new policy, and says from which token on.
+    """Serves one model. Sequences outlive weight updates: a stream that is open when the weights change continues under the
+    new policy, and every message names the weights that sampled its tokens.
     """
 
     @staticmethod

@@ -13,42 +13,44 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RolloutServiceStub:
-    """Serves one model. Sequences outlive weight updates: a stream that is open when the weights change goes on under the
-    new policy, and says from which token on.
+    """Serves one model. Sequences outlive weight updates: a stream that is open when the weights change continues under the
+    new policy, and every message names the weights that sampled its tokens.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]
     """Generates one sequence. Made for grpcurl and small clients; a trainer uses StreamRollouts."""
     StreamRollouts: _aio.StreamStreamMultiCallable[_rollout_pb2.StreamRolloutsRequest, _rollout_pb2.StreamRolloutsResponse]
-    """Generates many sequences over one stream: one message an engine step instead of one a token and sequence, or fewer
-    (delivery_interval). When the client half-closes, what runs is finished, and the stream ends after the last.
+    """Generates many sequences over one stream. The server sends one message per engine step, or fewer
+    (delivery_interval), instead of one per token and sequence. When the client half-closes, running sequences are
+    finished, and the stream ends after the last.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_rollout_pb2.AbortRequest, _rollout_pb2.AbortResponse]
     """Ends sequences now. Their streams get everything sampled so far and FINISH_REASON_ABORTED. Ids match exactly.
-    Idempotent: an id that is unknown or already finished is reported, and is no error.
+    Idempotent: an id that is unknown or already finished is reported in the response, not as an error.
     """
     Pause: _aio.UnaryUnaryMultiCallable[_rollout_pb2.PauseRequest, _rollout_pb2.PauseResponse]
     """Stops sampling at the next step boundary and holds every sequence. Returns once no step is in flight."""
     Resume: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ResumeRequest, _rollout_pb2.ResumeResponse]
-    """Lifts one pause, or all. Sampling goes on when nothing holds it any more (other pauses, a commit), under whatever
-    weights are committed then. Idempotent.
+    """Ends one pause, or all. Sampling continues once no other pause or commit holds it, under the weights that are
+    committed then. Idempotent.
     """
     Sleep: _aio.UnaryUnaryMultiCallable[_rollout_pb2.SleepRequest, _rollout_pb2.SleepResponse]
-    """Frees device memory: the KV cache, and the weights as asked. Live sequences end with FINISH_REASON_INTERRUPTED. What
-    cannot become of this engine's weights is refused before anything ends (UNSUPPORTED_SLEEP). Where the engine fails
-    at it (ENGINE_FAILED, NO_MEMORY), nothing is freed and the server goes on as before.
+    """Frees device memory: the KV cache, and the weights if the request says so. Live sequences end with
+    FINISH_REASON_INTERRUPTED. A mode that the engine does not support is refused before any sequence ends
+    (UNSUPPORTED_SLEEP). If the engine fails (ENGINE_FAILED, NO_MEMORY), nothing is freed and the server serves as
+    before.
     """
     WakeUp: _aio.UnaryUnaryMultiCallable[_rollout_pb2.WakeUpRequest, _rollout_pb2.WakeUpResponse]
-    """Takes the memory back. Discarded weights are gone: the server then awaits an update, or reloads its checkpoint. Where
-    that fails (NO_MEMORY, ENGINE_FAILED), the server sleeps on, and can be asked again.
+    """Allocates the memory again. If the weights were discarded, the server awaits an update or reloads its checkpoint.
+    If WakeUp fails (NO_MEMORY, ENGINE_FAILED), the server still sleeps, and WakeUp can be called again.
     """
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetServerInfoRequest, _rollout_pb2.GetServerInfoResponse]
-    """What this server is, holds and is doing."""
+    """The server's identity, weights, state and load."""
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Serves one model. Sequences outlive weight updates: a stream that is open when the weights change goes on under the
-    new policy, and says from which token on.
+    """Serves one model. Sequences outlive weight updates: a stream that is open when the weights change continues under the
+    new policy, and every message names the weights that sampled its tokens.
     """
 
     @_abc_1.abstractmethod
@@ -65,8 +67,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _abc.AsyncIterator[_rollout_pb2.StreamRolloutsRequest],
         context: _aio.ServicerContext[_abc.AsyncIterator[_rollout_pb2.StreamRolloutsRequest], _abc.AsyncIterator[_rollout_pb2.StreamRolloutsResponse]],
     ) -> _abc.AsyncIterator[_rollout_pb2.StreamRolloutsResponse]:
-        """Generates many sequences over one stream: one message an engine step instead of one a token and sequence, or fewer
-        (delivery_interval). When the client half-closes, what runs is finished, and the stream ends after the last.
+        """Generates many sequences over one stream. The server sends one message per engine step, or fewer
+        (delivery_interval), instead of one per token and sequence. When the client half-closes, running sequences are
+        finished, and the stream ends after the last.
         """
 
     @_abc_1.abstractmethod
@@ -76,7 +79,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_rollout_pb2.AbortRequest, _abc.Awaitable[_rollout_pb2.AbortResponse]],
     ) -> _abc.Awaitable[_rollout_pb2.AbortResponse]:
         """Ends sequences now. Their streams get everything sampled so far and FINISH_REASON_ABORTED. Ids match exactly.
-        Idempotent: an id that is unknown or already finished is reported, and is no error.
+        Idempotent: an id that is unknown or already finished is reported in the response, not as an error.
         """
 
     @_abc_1.abstractmethod
@@ -93,8 +96,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.ResumeRequest,
         context: _aio.ServicerContext[_rollout_pb2.ResumeRequest, _abc.Awaitable[_rollout_pb2.ResumeResponse]],
     ) -> _abc.Awaitable[_rollout_pb2.ResumeResponse]:
-        """Lifts one pause, or all. Sampling goes on when nothing holds it any more (other pauses, a commit), under whatever
-        weights are committed then. Idempotent.
+        """Ends one pause, or all. Sampling continues once no other pause or commit holds it, under the weights that are
+        committed then. Idempotent.
         """
 
     @_abc_1.abstractmethod
@@ -103,9 +106,10 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.SleepRequest,
         context: _aio.ServicerContext[_rollout_pb2.SleepRequest, _abc.Awaitable[_rollout_pb2.SleepResponse]],
     ) -> _abc.Awaitable[_rollout_pb2.SleepResponse]:
-        """Frees device memory: the KV cache, and the weights as asked. Live sequences end with FINISH_REASON_INTERRUPTED. What
-        cannot become of this engine's weights is refused before anything ends (UNSUPPORTED_SLEEP). Where the engine fails
-        at it (ENGINE_FAILED, NO_MEMORY), nothing is freed and the server goes on as before.
+        """Frees device memory: the KV cache, and the weights if the request says so. Live sequences end with
+        FINISH_REASON_INTERRUPTED. A mode that the engine does not support is refused before any sequence ends
+        (UNSUPPORTED_SLEEP). If the engine fails (ENGINE_FAILED, NO_MEMORY), nothing is freed and the server serves as
+        before.
         """
 
     @_abc_1.abstractmethod
@@ -114,8 +118,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.WakeUpRequest,
         context: _aio.ServicerContext[_rollout_pb2.WakeUpRequest, _abc.Awaitable[_rollout_pb2.WakeUpResponse]],
     ) -> _abc.Awaitable[_rollout_pb2.WakeUpResponse]:
-        """Takes the memory back. Discarded weights are gone: the server then awaits an update, or reloads its checkpoint. Where
-        that fails (NO_MEMORY, ENGINE_FAILED), the server sleeps on, and can be asked again.
+        """Allocates the memory again. If the weights were discarded, the server awaits an update or reloads its checkpoint.
+        If WakeUp fails (NO_MEMORY, ENGINE_FAILED), the server still sleeps, and WakeUp can be called again.
         """
 
     @_abc_1.abstractmethod
@@ -124,6 +128,6 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.GetServerInfoRequest,
         context: _aio.ServicerContext[_rollout_pb2.GetServerInfoRequest, _abc.Awaitable[_rollout_pb2.GetServerInfoResponse]],
     ) -> _abc.Awaitable[_rollout_pb2.GetServerInfoResponse]:
-        """What this server is, holds and is doing."""
+        """The server's identity, weights, state and load."""
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: _aio.Server) -> None: ...

@@ -31,8 +31,8 @@ class _EncodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Encoding.Val
     """as FULL"""
     ENCODING_FULL: _Encoding.ValueType  # 1
     ENCODING_DELTA: _Encoding.ValueType  # 2
-    """For each span: how many elements changed, their positions, their new bits. Lossless: what did not change keeps its
-    bits, and "changed" compares bits.
+    """For each span: the number of changed elements, their positions, and their new bits. Lossless: elements are compared
+    bit by bit, and unchanged ones keep their bits.
     """
 
 class Encoding(_Encoding, metaclass=_EncodingEnumTypeWrapper): ...
@@ -41,8 +41,8 @@ ENCODING_UNSPECIFIED: Encoding.ValueType  # 0
 """as FULL"""
 ENCODING_FULL: Encoding.ValueType  # 1
 ENCODING_DELTA: Encoding.ValueType  # 2
-"""For each span: how many elements changed, their positions, their new bits. Lossless: what did not change keeps its
-bits, and "changed" compares bits.
+"""For each span: the number of changed elements, their positions, and their new bits. Lossless: elements are compared
+bit by bit, and unchanged ones keep their bits.
 """
 Global___Encoding: _TypeAlias = Encoding  # noqa: Y015
 
@@ -164,7 +164,7 @@ class Bucket(_message.Message):
     SPANS_FIELD_NUMBER: _builtins.int
     SENDER_FIELD_NUMBER: _builtins.int
     size: _builtins.int
-    """of a delta: the most it can be; the header that travels with a bucket has the real one"""
+    """for deltas an upper bound; the header that travels with a bucket has its actual size"""
     sender: _builtins.int
     """index among the trainer's senders"""
     @_builtins.property
@@ -186,9 +186,9 @@ Global___Bucket: _TypeAlias = Bucket  # noqa: Y015
 
 @_typing.final
 class Manifest(_message.Message):
-    """The layout of an update; digests are not known before the bytes are. The digest of a set of tensors is the sum, modulo
-    2^64, of one hash a tensor over its name, dtype, shape and bytes: it does not depend on order, so that shards, deltas
-    and partial updates can be added up.
+    """The layout of an update. It has no digests, since these are known only with the bytes. The digest of a set of tensors
+    is the sum, modulo 2^64, of one hash per tensor over its name, dtype, shape and bytes. It does not depend on their
+    order, so that the digests of shards, deltas and partial updates can be added.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -200,9 +200,9 @@ class Manifest(_message.Message):
     BASE_DIGEST_FIELD_NUMBER: _builtins.int
     encoding: Global___Encoding.ValueType
     partial: _builtins.bool
-    """Tensors that are not named stay as they are; otherwise every tensor of the schema must be there."""
+    """If true, tensors that are not listed stay as they are. If false, every tensor of the schema must be listed."""
     base_digest: _builtins.int
-    """For deltas: what the server must hold."""
+    """For deltas: digest of the weights that the server must hold."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]: ...
     @_builtins.property
@@ -240,9 +240,10 @@ class UpdateWeightsRequest(_message.Message):
     version: _builtins.int
     """The trainer's step, from 0 on. Absent: an untagged update, whose tokens carry a new revision and no version.
 
-    Against the last version that this server has committed: above, it goes on; equal with an equal digest, the commit
-    answers already_current; equal with another digest, VERSION_CONFLICT; below, VERSION_NOT_NEWER. Both are allowed with
-    allow_version_rollback (a trainer that went back to a checkpoint).
+    The server compares it with the last version that it has committed. A higher version is accepted. With an equal
+    version and an equal digest, the commit answers already_current. An equal version with another digest is refused
+    with VERSION_CONFLICT, a lower version with VERSION_NOT_NEWER; allow_version_rollback permits both (for a trainer
+    that went back to a checkpoint).
     """
     allow_version_rollback: _builtins.bool
     @_builtins.property
@@ -251,8 +252,8 @@ class UpdateWeightsRequest(_message.Message):
     def manifest(self) -> Global___Manifest: ...
     @_builtins.property
     def stage_lease(self) -> _duration_pb2.Duration:
-        """How long an update waits for its publisher before it is discarded: READY or STALLED for a group to join, STAGED for
-        its commit.
+        """How long an update waits for its publisher before it is discarded: in READY or STALLED for a group to join, in
+        STAGED for its commit.
         """
 
     def __init__(
@@ -277,7 +278,7 @@ Global___UpdateWeightsRequest: _TypeAlias = UpdateWeightsRequest  # noqa: Y015
 
 @_typing.final
 class UpdateWeightsResponse(_message.Message):
-    """At least every 500 ms, so that silence means trouble."""
+    """Sent at least every 500 ms, so that a longer silence means a failure."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -293,15 +294,15 @@ class UpdateWeightsResponse(_message.Message):
     forwarded_bytes: _builtins.int
     """by a relay"""
     next_bucket: _builtins.int
-    """all before it are here"""
+    """all buckets before it have been received"""
     digest: _builtins.int
-    """With STAGED: of the tensors that the update sent, as the server computed it from what came. After the commit of a full
-    update it is the digest of the weights; a partial one adds what it did not name.
+    """With STAGED: digest of the update's tensors, which the server computed from the bytes that it received. For a full
+    update this becomes the digest of the weights; for a partial one the tensors that it left out are added.
     """
     detail: _builtins.str
     """with STALLED: which peer, and how it failed"""
     epoch: _builtins.str
-    """of the group in which it came to this phase; empty before the first"""
+    """of the group in which the update reached this phase; empty before the first group"""
     def __init__(
         self,
         *,
@@ -335,12 +336,12 @@ class JoinTransportRequest(_message.Message):
     FIRST_BUCKET_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     epoch: _builtins.str
-    """Names the group; random, and secret to its members. Joining it again is a no-op."""
+    """Name of the group; random, and known only to its members. Joining it again is a no-op."""
     backend: _builtins.str
     """"nccl", "gloo", "ucx" """
     world_size: _builtins.int
     rendezvous: _builtins.str
-    """Where the members meet: host:port of the trainer, also where a server receives from another (ucx)."""
+    """Where the members meet: host:port of the trainer, also if a server receives from another server (ucx)."""
     first_bucket: _builtins.int
     @_builtins.property
     def publisher(self) -> Global___Publisher: ...
@@ -393,8 +394,8 @@ class CommitWeightsRequest(_message.Message):
     KV_POLICY_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     expected_digest: _builtins.int
-    """Of the tensors that it sent, as the trainer computed it meanwhile. Compared before anything is touched
-    (DIGEST_MISMATCH).
+    """Digest of the update's tensors, computed by the trainer. The server compares it before it touches the serving
+    weights (DIGEST_MISMATCH).
     """
     kv_policy: _common_pb2.KvPolicy.ValueType
     @_builtins.property
@@ -559,8 +560,8 @@ class GetWeightStatusRequest(_message.Message):
 
     VERIFY_FIELD_NUMBER: _builtins.int
     verify: _builtins.bool
-    """Read the weights in the engine's memory again and compare them with how they were right after the commit. Refused
-    while the server sleeps (SLEEPING), and where the engine cannot read them (ENGINE_FAILED).
+    """Read the weights in the engine's memory again and compare them with those of the last commit. Refused while the
+    server sleeps (SLEEPING), or if the engine cannot read them (ENGINE_FAILED).
     """
     def __init__(
         self,
@@ -596,7 +597,7 @@ class GetWeightStatusResponse(_message.Message):
     update_version: _builtins.int
     update_phase: Global___UpdatePhase.ValueType
     intact: _builtins.bool
-    """With verify: whether the memory is as it was committed."""
+    """With verify: whether the memory holds what was committed."""
     @_builtins.property
     def weights(self) -> _common_pb2.WeightTag: ...
     @_builtins.property
@@ -605,7 +606,7 @@ class GetWeightStatusResponse(_message.Message):
     def publisher(self) -> Global___Publisher: ...
     @_builtins.property
     def history(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.WeightTag]:
-        """The last commits, newest first: what each revision was."""
+        """The weights of the last commits, newest first."""
 
     def __init__(
         self,

@@ -26,18 +26,18 @@ if _version_not_supported:
 
 
 class WeightServiceStub(object):
-    """An update is a transaction of one server, and touches nothing that serves before its commit:
+    """An update is a transaction of one server. It does not touch the serving weights before its commit:
 
     UpdateWeights → READY          announced, checked, memory reserved
     JoinTransport                  the servers that are READY and the trainer form a group
-    RECEIVING … STAGED             received beside the serving weights, which go on sampling
-    CommitWeights                  hold, put in place, KV policy, go on
+    RECEIVING … STAGED             received into separate memory, while sampling continues
+    CommitWeights                  hold sampling, put weights in place, apply the KV policy, continue
 
-    A fleet commits in two phases: all stage, then all commit. When a member fails in the transfer, the others keep what
-    they have (STALLED), form a new group, and go on from the lowest bucket that one of them misses.
+    A fleet commits in two phases: all servers stage, then all commit. If a member fails during the transfer, the others
+    keep what they have received (STALLED), form a new group, and continue from the lowest bucket that any of them lacks.
 
-    A publisher is one trainer's life: a higher term takes over from a lower one (a restarted trainer), and discards what
-    that left behind; a lower one is refused (STALE_PUBLISHER).
+    A publisher is one run of a trainer. A publisher with a higher term (a restarted trainer) takes over from one with a
+    lower term, and discards its unfinished update; one with a lower term is refused (STALE_PUBLISHER).
     """
 
     def __init__(self, channel):
@@ -79,60 +79,60 @@ class WeightServiceStub(object):
 
 
 class WeightServiceServicer(object):
-    """An update is a transaction of one server, and touches nothing that serves before its commit:
+    """An update is a transaction of one server. It does not touch the serving weights before its commit:
 
     UpdateWeights → READY          announced, checked, memory reserved
     JoinTransport                  the servers that are READY and the trainer form a group
-    RECEIVING … STAGED             received beside the serving weights, which go on sampling
-    CommitWeights                  hold, put in place, KV policy, go on
+    RECEIVING … STAGED             received into separate memory, while sampling continues
+    CommitWeights                  hold sampling, put weights in place, apply the KV policy, continue
 
-    A fleet commits in two phases: all stage, then all commit. When a member fails in the transfer, the others keep what
-    they have (STALLED), form a new group, and go on from the lowest bucket that one of them misses.
+    A fleet commits in two phases: all servers stage, then all commit. If a member fails during the transfer, the others
+    keep what they have received (STALLED), form a new group, and continue from the lowest bucket that any of them lacks.
 
-    A publisher is one trainer's life: a higher term takes over from a lower one (a restarted trainer), and discards what
-    that left behind; a lower one is refused (STALE_PUBLISHER).
+    A publisher is one run of a trainer. A publisher with a higher term (a restarted trainer) takes over from one with a
+    lower term, and discards its unfinished update; one with a lower term is refused (STALE_PUBLISHER).
     """
 
     def GetWeightSchema(self, request, context):
-        """The tensors that this server wants: names, dtypes, shapes and aliases, as a checkpoint has them.
+        """The tensors that this server expects: names, dtypes, shapes and aliases, as in its checkpoint.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request, context):
-        """Announces an update and reports on it until it is staged. Ending the call before STAGED discards the update. Without
-        memory for it beside what serves, it ends with STAGING_FAILED.
+        """Announces an update and reports on it until it is staged. Ending the call before STAGED discards the update. If
+        there is no memory for it beside the serving weights, the call fails with STAGING_FAILED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def JoinTransport(self, request, context):
-        """Joins the transport group of an announced update, leaving the update's former group if it had one. Called on all
-        members at once; returns when the group stands, or fails by the call's deadline. A no-op once the update is staged:
-        a new group is made of those that miss something.
+        """Joins the transport group of an announced update, and leaves the update's former group if it had one. The publisher
+        calls it on all members at once. It returns when the group is complete, or fails at the call's deadline. A no-op
+        once the update is staged: a new group has only the servers that lack buckets.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CommitWeights(self, request, context):
-        """Makes a staged update the weights that serve. Idempotent by update_id, also after the answer was lost.
+        """Makes a staged update the serving weights. Idempotent by update_id, so it can be repeated if the response was lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DiscardUpdate(self, request, context):
-        """Drops an announced or staged update; the server serves what it served before. Idempotent.
+        """Discards an announced or staged update; the serving weights stay as they are. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetWeightStatus(self, request, context):
-        """What is committed, what is under way, and whether the memory still holds what was committed.
+        """The committed weights, the update under way, and whether the memory still holds what was committed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -180,18 +180,18 @@ def add_WeightServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightService(object):
-    """An update is a transaction of one server, and touches nothing that serves before its commit:
+    """An update is a transaction of one server. It does not touch the serving weights before its commit:
 
     UpdateWeights → READY          announced, checked, memory reserved
     JoinTransport                  the servers that are READY and the trainer form a group
-    RECEIVING … STAGED             received beside the serving weights, which go on sampling
-    CommitWeights                  hold, put in place, KV policy, go on
+    RECEIVING … STAGED             received into separate memory, while sampling continues
+    CommitWeights                  hold sampling, put weights in place, apply the KV policy, continue
 
-    A fleet commits in two phases: all stage, then all commit. When a member fails in the transfer, the others keep what
-    they have (STALLED), form a new group, and go on from the lowest bucket that one of them misses.
+    A fleet commits in two phases: all servers stage, then all commit. If a member fails during the transfer, the others
+    keep what they have received (STALLED), form a new group, and continue from the lowest bucket that any of them lacks.
 
-    A publisher is one trainer's life: a higher term takes over from a lower one (a restarted trainer), and discards what
-    that left behind; a lower one is refused (STALE_PUBLISHER).
+    A publisher is one run of a trainer. A publisher with a higher term (a restarted trainer) takes over from one with a
+    lower term, and discards its unfinished update; one with a lower term is refused (STALE_PUBLISHER).
     """
 
     @staticmethod

@@ -13,52 +13,52 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WeightServiceStub:
-    """An update is a transaction of one server, and touches nothing that serves before its commit:
+    """An update is a transaction of one server. It does not touch the serving weights before its commit:
 
       UpdateWeights → READY          announced, checked, memory reserved
       JoinTransport                  the servers that are READY and the trainer form a group
-      RECEIVING … STAGED             received beside the serving weights, which go on sampling
-      CommitWeights                  hold, put in place, KV policy, go on
+      RECEIVING … STAGED             received into separate memory, while sampling continues
+      CommitWeights                  hold sampling, put weights in place, apply the KV policy, continue
 
-    A fleet commits in two phases: all stage, then all commit. When a member fails in the transfer, the others keep what
-    they have (STALLED), form a new group, and go on from the lowest bucket that one of them misses.
+    A fleet commits in two phases: all servers stage, then all commit. If a member fails during the transfer, the others
+    keep what they have received (STALLED), form a new group, and continue from the lowest bucket that any of them lacks.
 
-    A publisher is one trainer's life: a higher term takes over from a lower one (a restarted trainer), and discards what
-    that left behind; a lower one is refused (STALE_PUBLISHER).
+    A publisher is one run of a trainer. A publisher with a higher term (a restarted trainer) takes over from one with a
+    lower term, and discards its unfinished update; one with a lower term is refused (STALE_PUBLISHER).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetWeightSchema: _aio.UnaryUnaryMultiCallable[_weights_pb2.GetWeightSchemaRequest, _weights_pb2.GetWeightSchemaResponse]
-    """The tensors that this server wants: names, dtypes, shapes and aliases, as a checkpoint has them."""
+    """The tensors that this server expects: names, dtypes, shapes and aliases, as in its checkpoint."""
     UpdateWeights: _aio.UnaryStreamMultiCallable[_weights_pb2.UpdateWeightsRequest, _weights_pb2.UpdateWeightsResponse]
-    """Announces an update and reports on it until it is staged. Ending the call before STAGED discards the update. Without
-    memory for it beside what serves, it ends with STAGING_FAILED.
+    """Announces an update and reports on it until it is staged. Ending the call before STAGED discards the update. If
+    there is no memory for it beside the serving weights, the call fails with STAGING_FAILED.
     """
     JoinTransport: _aio.UnaryUnaryMultiCallable[_weights_pb2.JoinTransportRequest, _weights_pb2.JoinTransportResponse]
-    """Joins the transport group of an announced update, leaving the update's former group if it had one. Called on all
-    members at once; returns when the group stands, or fails by the call's deadline. A no-op once the update is staged:
-    a new group is made of those that miss something.
+    """Joins the transport group of an announced update, and leaves the update's former group if it had one. The publisher
+    calls it on all members at once. It returns when the group is complete, or fails at the call's deadline. A no-op
+    once the update is staged: a new group has only the servers that lack buckets.
     """
     CommitWeights: _aio.UnaryUnaryMultiCallable[_weights_pb2.CommitWeightsRequest, _weights_pb2.CommitWeightsResponse]
-    """Makes a staged update the weights that serve. Idempotent by update_id, also after the answer was lost."""
+    """Makes a staged update the serving weights. Idempotent by update_id, so it can be repeated if the response was lost."""
     DiscardUpdate: _aio.UnaryUnaryMultiCallable[_weights_pb2.DiscardUpdateRequest, _weights_pb2.DiscardUpdateResponse]
-    """Drops an announced or staged update; the server serves what it served before. Idempotent."""
+    """Discards an announced or staged update; the serving weights stay as they are. Idempotent."""
     GetWeightStatus: _aio.UnaryUnaryMultiCallable[_weights_pb2.GetWeightStatusRequest, _weights_pb2.GetWeightStatusResponse]
-    """What is committed, what is under way, and whether the memory still holds what was committed."""
+    """The committed weights, the update under way, and whether the memory still holds what was committed."""
 
 class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
-    """An update is a transaction of one server, and touches nothing that serves before its commit:
+    """An update is a transaction of one server. It does not touch the serving weights before its commit:
 
       UpdateWeights → READY          announced, checked, memory reserved
       JoinTransport                  the servers that are READY and the trainer form a group
-      RECEIVING … STAGED             received beside the serving weights, which go on sampling
-      CommitWeights                  hold, put in place, KV policy, go on
+      RECEIVING … STAGED             received into separate memory, while sampling continues
+      CommitWeights                  hold sampling, put weights in place, apply the KV policy, continue
 
-    A fleet commits in two phases: all stage, then all commit. When a member fails in the transfer, the others keep what
-    they have (STALLED), form a new group, and go on from the lowest bucket that one of them misses.
+    A fleet commits in two phases: all servers stage, then all commit. If a member fails during the transfer, the others
+    keep what they have received (STALLED), form a new group, and continue from the lowest bucket that any of them lacks.
 
-    A publisher is one trainer's life: a higher term takes over from a lower one (a restarted trainer), and discards what
-    that left behind; a lower one is refused (STALE_PUBLISHER).
+    A publisher is one run of a trainer. A publisher with a higher term (a restarted trainer) takes over from one with a
+    lower term, and discards its unfinished update; one with a lower term is refused (STALE_PUBLISHER).
     """
 
     @_abc_1.abstractmethod
@@ -67,7 +67,7 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.GetWeightSchemaRequest,
         context: _aio.ServicerContext[_weights_pb2.GetWeightSchemaRequest, _abc.Awaitable[_weights_pb2.GetWeightSchemaResponse]],
     ) -> _abc.Awaitable[_weights_pb2.GetWeightSchemaResponse]:
-        """The tensors that this server wants: names, dtypes, shapes and aliases, as a checkpoint has them."""
+        """The tensors that this server expects: names, dtypes, shapes and aliases, as in its checkpoint."""
 
     @_abc_1.abstractmethod
     def UpdateWeights(
@@ -75,8 +75,8 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.UpdateWeightsRequest,
         context: _aio.ServicerContext[_weights_pb2.UpdateWeightsRequest, _abc.AsyncIterator[_weights_pb2.UpdateWeightsResponse]],
     ) -> _abc.AsyncIterator[_weights_pb2.UpdateWeightsResponse]:
-        """Announces an update and reports on it until it is staged. Ending the call before STAGED discards the update. Without
-        memory for it beside what serves, it ends with STAGING_FAILED.
+        """Announces an update and reports on it until it is staged. Ending the call before STAGED discards the update. If
+        there is no memory for it beside the serving weights, the call fails with STAGING_FAILED.
         """
 
     @_abc_1.abstractmethod
@@ -85,9 +85,9 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.JoinTransportRequest,
         context: _aio.ServicerContext[_weights_pb2.JoinTransportRequest, _abc.Awaitable[_weights_pb2.JoinTransportResponse]],
     ) -> _abc.Awaitable[_weights_pb2.JoinTransportResponse]:
-        """Joins the transport group of an announced update, leaving the update's former group if it had one. Called on all
-        members at once; returns when the group stands, or fails by the call's deadline. A no-op once the update is staged:
-        a new group is made of those that miss something.
+        """Joins the transport group of an announced update, and leaves the update's former group if it had one. The publisher
+        calls it on all members at once. It returns when the group is complete, or fails at the call's deadline. A no-op
+        once the update is staged: a new group has only the servers that lack buckets.
         """
 
     @_abc_1.abstractmethod
@@ -96,7 +96,7 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.CommitWeightsRequest,
         context: _aio.ServicerContext[_weights_pb2.CommitWeightsRequest, _abc.Awaitable[_weights_pb2.CommitWeightsResponse]],
     ) -> _abc.Awaitable[_weights_pb2.CommitWeightsResponse]:
-        """Makes a staged update the weights that serve. Idempotent by update_id, also after the answer was lost."""
+        """Makes a staged update the serving weights. Idempotent by update_id, so it can be repeated if the response was lost."""
 
     @_abc_1.abstractmethod
     def DiscardUpdate(
@@ -104,7 +104,7 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.DiscardUpdateRequest,
         context: _aio.ServicerContext[_weights_pb2.DiscardUpdateRequest, _abc.Awaitable[_weights_pb2.DiscardUpdateResponse]],
     ) -> _abc.Awaitable[_weights_pb2.DiscardUpdateResponse]:
-        """Drops an announced or staged update; the server serves what it served before. Idempotent."""
+        """Discards an announced or staged update; the serving weights stay as they are. Idempotent."""
 
     @_abc_1.abstractmethod
     def GetWeightStatus(
@@ -112,6 +112,6 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.GetWeightStatusRequest,
         context: _aio.ServicerContext[_weights_pb2.GetWeightStatusRequest, _abc.Awaitable[_weights_pb2.GetWeightStatusResponse]],
     ) -> _abc.Awaitable[_weights_pb2.GetWeightStatusResponse]:
-        """What is committed, what is under way, and whether the memory still holds what was committed."""
+        """The committed weights, the update under way, and whether the memory still holds what was committed."""
 
 def add_WeightServiceServicer_to_server(servicer: WeightServiceServicer, server: _aio.Server) -> None: ...
