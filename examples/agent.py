@@ -3,9 +3,9 @@
     rollwire-server --model builtin:tiny --listen 127.0.0.1:50051 --log-level warning &
     python examples/agent.py
 
-The tool is a toy: a token below 64 asks for its square, which comes back as two tokens. The loop is
-real. Everything is token ids: what the policy sampled is never turned into text and back, so what
-the trainer sees is what was sampled.
+The tool is a toy: a token below 64 asks for its square, and the tool answers with two tokens. The
+loop is real. Everything is token ids: sampled tokens are never converted to text and back, so the
+trainer sees exactly the tokens that were sampled.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A judge: a frozen server that reads what the policy wrote, and says what it is worth.
+"""A judge: a frozen server that reads the policy's answers and rates them.
 
     rollwire-server --model builtin:tiny --listen 127.0.0.1:50051 --log-level warning &
     rollwire-server --model builtin:tiny --listen 127.0.0.1:50061 --log-level warning --frozen &

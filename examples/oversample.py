@@ -1,14 +1,14 @@
 """A trainer that does not wait for the longest rollouts.
 
-It starts more groups than it needs, and carries what is unfinished to the next step, where it goes
-on under the new policy.
+It starts more groups than it needs. Unfinished groups are carried to the next step, where they
+continue under the new policy.
 
     rollwire-server --model builtin:tiny --listen 127.0.0.1:50051 --log-level warning &
     rollwire-server --model builtin:tiny --listen 127.0.0.1:50052 --log-level warning &
     python examples/oversample.py
 
-Policy, loss and toy task are those of train.py; here a rollout ends at a stop token. Started again,
-it goes on with the policy and with the groups that were under way.
+Policy, loss and toy task are those of train.py; here a rollout ends at a stop token. When it is
+started again, it continues with the policy and with the groups that were under way.
 """
 
 import argparse

@@ -5,7 +5,7 @@
     python examples/train.py
 
 The task is a toy: a token below 128 is worth 1, any other 0. The loop is real. It keeps the policy
-in a folder, and started again it goes on from there.
+in a folder, and continues from there when it is started again.
 """
 
 import argparse

@@ -56,12 +56,16 @@ class Metrics(Collector):
         self._sequences = sequences
         self._updates = updates
         self.registry = CollectorRegistry()
-        self._paused = self._histogram("commit_paused", "Sampling held by a commit.", PAUSE_BUCKETS)
+        self._paused = self._histogram(
+            "commit_paused", "Time for which a commit held sampling.", PAUSE_BUCKETS
+        )
         self._apply = self._histogram(
-            "commit_apply", "Putting staged weights in place, of that.", PAUSE_BUCKETS
+            "commit_apply", "Part of that in which weights were put in place.", PAUSE_BUCKETS
         )
         self._staging = self._histogram(
-            "update_staging", "Receiving and verifying an update, beside sampling.", STAGING_BUCKETS
+            "update_staging",
+            "Time to receive and verify an update, while sampling continues.",
+            STAGING_BUCKETS,
         )
         self.registry.register(self)
         counters.on_commit.append(self._on_commit)
@@ -78,14 +82,14 @@ class Metrics(Collector):
         counters, state = self._counters, self._state.current
         yield _gauge(
             "state",
-            "1 for the state that the server is in.",
+            "1 for the server's current state.",
             {s.value: int(s is state) for s in SERVER_STATE_TO_PROTO},
             "state",
         )
         yield _counter("sampled_tokens", "Tokens sampled.", counters.sampled_tokens)
         yield _counter(
             "ended_sequences",
-            "Sequences by how they ended.",
+            "Ended sequences by reason.",
             dict.fromkeys(ENDS, 0) | counters.ended_sequences,
             "reason",
         )
@@ -101,15 +105,19 @@ class Metrics(Collector):
             {outcome.value: counters.updates[outcome] for outcome in UpdateOutcome},
             "outcome",
         )
-        yield _counter("update_received_bytes", "Bytes of updates.", counters.received_bytes)
+        yield _counter(
+            "update_received_bytes", "Bytes of updates received.", counters.received_bytes
+        )
         yield _counter(
             "update_forwarded_bytes",
-            "Of those, passed on to other servers.",
+            "Bytes of updates forwarded to other servers.",
             counters.forwarded_bytes,
         )
-        yield _counter("pauses", "Pauses that callers began.", self._state.pauses_started)
+        yield _counter("pauses", "Pauses that clients began.", self._state.pauses_started)
         yield _counter(
-            "held_seconds", "Sampling held, by pauses and commits.", self._state.held_seconds
+            "held_seconds",
+            "Time for which pauses and commits held sampling.",
+            self._state.held_seconds,
         )
         if state is not ServerState.STARTING:
             yield from self._engine_metrics()
@@ -119,37 +127,38 @@ class Metrics(Collector):
         engine, load = self._engine.describe(), self._engine.load()
         yield InfoMetricFamily(
             "rollwire_server",
-            "What the server is.",
+            "Version, engine and model of the server.",
             {"version": __version__, "engine": engine.engine, "model": engine.model},
         )
         yield _gauge(
-            "sequences", "Live sequences by what they do.", self._sequences.by_activity(), "state"
+            "sequences", "Live sequences by state.", self._sequences.by_activity(), "state"
         )
         yield _gauge("kv_used_tokens", "KV-cache entries in use.", load.kv_tokens_used)
-        yield _gauge("kv_capacity_tokens", "KV-cache entries there are.", load.kv_tokens_total)
+        yield _gauge("kv_capacity_tokens", "All KV-cache entries.", load.kv_tokens_total)
 
     def _weight_metrics(self) -> Iterator[Metric]:
         update, announced = self._updates.current, self._updates.announced_version
         weights, committed_at = self._updates.weights.current, self._updates.weights.committed_at
         yield _gauge(
             "update_phase",
-            "1 for how far the update under way is, if there is one.",
+            "1 for the phase of the update under way, if there is one.",
             {p.value: int(update is not None and update.phase is p) for p in UPDATE_PHASE_TO_PROTO},
             "phase",
         )
         if weights.version is not None:
-            yield _gauge("weights_version", "The trainer's step.", weights.version)
+            yield _gauge("weights_version", "Version of the serving weights.", weights.version)
         if announced is not None:
             yield _gauge(
                 "weights_announced_version",
-                "What the trainer last said that it would send: above weights_version until it is "
-                "committed.",
+                "Version that was announced last: above weights_version until it is committed.",
                 announced,
             )
-        yield _gauge("weights_revision", "Commits of this process.", weights.revision)
+        yield _gauge("weights_revision", "Number of commits of this process.", weights.revision)
         if committed_at is not None:
             yield _gauge(
-                "weights_committed_timestamp_seconds", "When they were committed.", committed_at
+                "weights_committed_timestamp_seconds",
+                "When the serving weights were committed.",
+                committed_at,
             )
 
 
