@@ -66,7 +66,7 @@ async def train(servers: list[str], folder: Path, steps: int) -> None:
         for version in range(first, first + steps):
             handle = await publisher.publish(version, model.state_dict())
             report = await handle.committed  # raises if no server took it
-            for server in report.failed:  # gets no rollouts until a later publish brings it up
+            for server in report.failed:  # gets no rollouts until a later publish updates it
                 print(f"{server.address} does not serve version {version}: {server.error}")
 
             prompts = torch.randint(model.config.vocab_size, (PROMPTS, 16)).repeat_interleave(

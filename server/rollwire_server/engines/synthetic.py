@@ -265,7 +265,7 @@ class SyntheticEngine:
 
     def _running_state(self) -> _State:
         if self._state is None:
-            raise EngineError("the engine does not run")
+            raise EngineError("the engine is not running")
         return self._state
 
     def _awake_state(self) -> _State:

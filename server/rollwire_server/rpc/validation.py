@@ -184,7 +184,7 @@ def _check_extras(
     if message.top_logprobs > info.max_top_logprobs:
         raise ServiceError(
             Reason.BAD_SAMPLING,
-            f"top_logprobs is {message.top_logprobs}, the most is {info.max_top_logprobs}",
+            f"top_logprobs is {message.top_logprobs}, the limit is {info.max_top_logprobs}",
             field="top_logprobs",
         )
     scaled = basis is LogprobBasis.TEMPERATURE and sampling.temperature not in (0.0, 1.0)
@@ -224,7 +224,7 @@ def _read_sampling(
     if limit == 0:
         raise _bad_sampling("max_new_tokens", "is 0: nothing would be sampled")
     if message.min_new_tokens > limit:
-        raise _bad_sampling("min_new_tokens", f"is {message.min_new_tokens}, the most is {limit}")
+        raise _bad_sampling("min_new_tokens", f"is {message.min_new_tokens}, the limit is {limit}")
     stop = frozenset(message.stop_token_ids)
     if message.min_new_tokens and len(stop.union(info.eos_token_ids)) >= info.vocab_size:
         raise _bad_sampling("min_new_tokens", "leaves nothing to sample: every token is a stop")

@@ -390,7 +390,7 @@ async def test_a_version_that_comes_to_nothing_is_told() -> None:
         await until(lambda: server.running == 2)
         server.commit(3)
         server.state = ServerState.SERVING
-        with pytest.raises(RolloutFailedError, match="did not come to serve version 4"):
+        with pytest.raises(RolloutFailedError, match="did not reach version 4"):
             await collecting
 
 

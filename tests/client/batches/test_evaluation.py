@@ -142,7 +142,7 @@ async def test_a_version_that_nobody_comes_to_serve_is_told() -> None:
         fleet_of(server, retries=Retries(seconds=0.3)) as fleet,
         batcher_of(fleet, refills=0) as batcher,
     ):
-        with pytest.raises(RolloutFailedError, match="did not come to serve version 9"):
+        with pytest.raises(RolloutFailedError, match="did not reach version 9"):
             await batcher.evaluate(itertools.islice(prompts(), 1), version=9)
 
 

@@ -101,7 +101,7 @@ async def is_not_taken_for_current(server: ServerProcess, fleet: Fleet, old: int
     (member,) = [m for m in fleet._pool.servers if m.address == server.address]
 
     async def known() -> bool:
-        return "the next publish brings it up" in str(member.problem) or (
+        return "the next publish or catch_up() updates it" in str(member.problem) or (
             member.problem is None and member.version == new
         )
 

@@ -67,7 +67,7 @@ async def test_a_server_that_missed_a_rollback_serves_again_once_it_has_it(
             """The victim serves a higher version when it is there again."""
             with frozen(victim):
                 await roll_back(publisher, version)
-            await until(lambda: "the next publish brings it up" in str(other.problem))
+            await until(lambda: "the next publish or catch_up() updates it" in str(other.problem))
 
         await (await publisher.publish(57, tensors(57))).committed
         await miss(50)

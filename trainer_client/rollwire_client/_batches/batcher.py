@@ -346,7 +346,7 @@ class Batcher:
                 texts = ", ".join(sorted({version_text(w.version) for w in served})) or "nothing"
                 raise StalenessError(
                     f"the trainer is at version {plan.version}, and max_lag is {plan.max_lag}; the "
-                    f"servers serve {texts}, and version {oldest} did not come within "
+                    f"servers serve {texts}, and none reached version {oldest} within "
                     f"{self._weights_timeout:g} s: publish the policy, or allow more lag"
                 )
             await asyncio.sleep(_POLL)

@@ -320,7 +320,7 @@ class Rollout:
             ) from cause
         if self._patience <= 0:
             never_came = UnavailableError(
-                f"{server.address}: serves {serves}, and did not come to serve version {bound} "
+                f"{server.address}: serves {serves}, and did not reach version {bound} "
                 f"within {self._retries.seconds:g} s",
                 server=server.address,
             )

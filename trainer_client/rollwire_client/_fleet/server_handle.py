@@ -319,9 +319,9 @@ class ServerHandle:
             return ServerStatus.NOT_SERVING, self._not_ready(f"is {info.state.value}")
         policy = self._policy.current
         if policy is not None and not self._policy.accepts(info.weights):
-            cure = "the next publish brings it up, or catch_up()"
+            cure = "the next publish or catch_up() updates it"
             if self._policy.next_publish_is_refused_by(info.weights):
-                cure = f"catch_up() brings it there, or a publish above version {self.version}"
+                cure = f"catch_up() or a publish above version {self.version} updates it"
             return ServerStatus.BEHIND, self._not_ready(
                 f"serves {_compared(info.weights, policy)}, which was published last here: {cure}"
             )

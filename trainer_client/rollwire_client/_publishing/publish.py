@@ -200,7 +200,7 @@ class Publish:
                         server=target.address,
                     )
                 )
-        await self._require_a_server("no server has received what was sent")
+        await self._require_a_server("no server has received the update intact")
         if self._coordinator is not None:
             await self._coordinator.confirm_unchanged()
         self._detector.check()

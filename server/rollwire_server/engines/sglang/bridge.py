@@ -284,7 +284,7 @@ class Bridge:
                 return await self._unless_dead(call)
         except TimeoutError:
             self.declare_dead(f"its scheduler has not answered for {limit:.3g} s")
-            raise self._dead or EngineError("SGLang does not run") from None
+            raise self._dead or EngineError("SGLang is not running") from None
 
     async def _unless_dead(self, call: Awaitable[T]) -> T:
         """Awaits ``call``; raises EngineError if SGLang dies meanwhile."""
@@ -304,12 +304,12 @@ class Bridge:
         if self._dead is not None:
             raise self._dead
         if self._manager is None:
-            raise EngineError("SGLang does not run")
+            raise EngineError("SGLang is not running")
         return self._manager
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
-            raise EngineError("SGLang does not run")
+            raise EngineError("SGLang is not running")
         return self._loop
 
     # ManagerListener.

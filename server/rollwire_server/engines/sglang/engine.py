@@ -365,7 +365,7 @@ class SglangEngine:
 
     def _running(self) -> Sink:
         if self._sink is None:
-            raise EngineError("the engine does not run")
+            raise EngineError("the engine is not running")
         return self._sink
 
     def _awake(self) -> None:
