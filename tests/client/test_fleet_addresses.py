@@ -250,6 +250,11 @@ async def test_what_a_name_resolves_to(monkeypatch: pytest.MonkeyPatch) -> None:
         await address_source("dns:///nowhere.invalid:5").resolve(20)
 
 
+@pytest.mark.parametrize("address", ["[fe80::1%br-lan]:5", "[::1]:5", "name.svc:5"])
+async def test_what_is_an_address_is_taken_as_it_is(address: str) -> None:
+    assert await address_source([address]).resolve(1) == (address,)
+
+
 @pytest.mark.parametrize("wrong", ["dns:///name", "dns:///:5", "dns://name:5/", "name:5"])
 def test_what_is_no_address_is_refused_at_once(wrong: str) -> None:
     with pytest.raises((TypeError, ValueError)):
