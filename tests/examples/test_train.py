@@ -66,5 +66,5 @@ async def test_the_built_in_model_is_what_servers_begin_with(start_server: Start
 
 
 def test_a_built_in_model_that_there_is_not() -> None:
-    with pytest.raises(ValueError, match="no built-in model 'tiny', but builtin:tiny, "):
+    with pytest.raises(ValueError, match="no built-in model 'tiny', only builtin:tiny, "):
         builtin_model("tiny")

@@ -12,7 +12,7 @@ NOT_DEFAULT = {
     "temperature": 0.5,
     "top_p": 0.5,
     "top_k": 3,
-    "min_p": 0.25,
+    "min_p": 0.875,
     "max_new_tokens": 4,
     "min_new_tokens": 2,
     "stop_token_ids": [5],
