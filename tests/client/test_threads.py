@@ -10,7 +10,7 @@ import threading
 
 import pytest
 from client.scripted import until
-from rollwire_client._concurrency.threads import WorkerThread, run_in_thread
+from rollwire_client._concurrency import WorkerThread, run_in_thread
 
 
 async def test_what_work_returns_or_raises() -> None:
@@ -43,7 +43,7 @@ async def test_one_that_is_given_up_tells_nobody() -> None:
 def test_the_interpreter_does_not_wait_for_one_that_hangs() -> None:
     code = (
         "import asyncio, threading\n"
-        "from rollwire_client._concurrency.threads import run_in_thread\n"
+        "from rollwire_client._concurrency import run_in_thread\n"
         "async def main():\n"
         "    begun = threading.Event()\n"
         "    future = run_in_thread(lambda: (begun.set(), threading.Event().wait()))\n"

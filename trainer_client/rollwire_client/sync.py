@@ -18,7 +18,7 @@ import functools
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from rollwire_client._batches.batcher import Batcher
-from rollwire_client._concurrency.loop_thread import LoopThread
+from rollwire_client._concurrency import LoopThread
 from rollwire_client._errors import ClosedError
 from rollwire_client._fleet.fleet import Fleet
 from rollwire_client._fleet.session import Session

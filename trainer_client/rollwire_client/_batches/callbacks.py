@@ -10,14 +10,14 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from rollwire_client._concurrency.threads import WorkerThread, as_exception
+from rollwire_client._concurrency import WorkerThread, as_exception
 from rollwire_client._errors import CallbackError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from rollwire_client._batches.batch import Prompt
-    from rollwire_client._concurrency.threads import Call
+    from rollwire_client._concurrency import Call
     from rollwire_client._trajectory import Trajectory
 
     Reward = Callable[[Prompt, Trajectory], float | Awaitable[float]]

@@ -11,7 +11,7 @@ from rollwire_client._batches.batch import DropReason, Evaluation, Group, Part
 from rollwire_client._batches.group import drop_reason, ends_group
 from rollwire_client._batches.group_buffer import GroupBuffer
 from rollwire_client._batches.progress_bar import ProgressBar
-from rollwire_client._concurrency.tasks import cancel_all
+from rollwire_client._concurrency import cancel_all
 from rollwire_client._errors import CallbackError, InvalidRequestError, WeightVersionError
 
 if TYPE_CHECKING:

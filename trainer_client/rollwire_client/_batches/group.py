@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rollwire.reasons import ErrorScope
 
 from rollwire_client._batches.batch import DropReason, Group, Prompt, Sample
-from rollwire_client._concurrency.tasks import cancel_all
+from rollwire_client._concurrency import cancel_all
 from rollwire_client._errors import (
     CallbackError,
     ClosedError,

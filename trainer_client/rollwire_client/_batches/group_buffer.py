@@ -23,7 +23,7 @@ from rollwire_client._arguments import checked_version
 from rollwire_client._batches.batch import Carry, Drop, DropReason, Group, Prompt, Tail
 from rollwire_client._batches.group import GroupState
 from rollwire_client._batches.trainer_steps import TrainerSteps
-from rollwire_client._concurrency.tasks import cancel_all
+from rollwire_client._concurrency import cancel_all
 
 if TYPE_CHECKING:
     from rollwire_client._batches.group import GroupSampler, LiveGroup

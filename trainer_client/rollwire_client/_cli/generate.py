@@ -15,7 +15,7 @@ from rich.text import Text
 from rollwire.types import FinishReason, WeightTag
 
 from rollwire_client._cli import options, output
-from rollwire_client._concurrency.tasks import cancel_all
+from rollwire_client._concurrency import cancel_all
 from rollwire_client._data import Sampling
 from rollwire_client._fleet.fleet import Fleet
 from rollwire_client._fleet.rollout import Retries

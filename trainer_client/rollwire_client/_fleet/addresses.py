@@ -8,7 +8,7 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rollwire_client._concurrency.threads import run_in_thread
+from rollwire_client._concurrency import run_in_thread
 from rollwire_client._rpc.host_address import server_address
 
 if TYPE_CHECKING:

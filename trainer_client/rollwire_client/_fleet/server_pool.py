@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollwire.types import ServerState
 
+from rollwire_client._affinity import LoopAffinity
 from rollwire_client._arguments import seconds
-from rollwire_client._concurrency.affinity import LoopAffinity
-from rollwire_client._concurrency.tasks import cancel_all
+from rollwire_client._concurrency import cancel_all
 from rollwire_client._errors import ClosedError, UnavailableError
 from rollwire_client._fleet.addresses import address_source
 from rollwire_client._fleet.committed_policy import Policy

@@ -14,7 +14,7 @@ from rollwire.conversion import duration_to_proto, weight_tag_from_proto
 from rollwire.types import UpdatePhase
 from rollwire.v1 import weights_pb2
 
-from rollwire_client._concurrency.tasks import cancel_all, run_to_end
+from rollwire_client._concurrency import cancel_all, run_to_end
 from rollwire_client._errors import (
     ClosedError,
     DigestMismatchError,

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rollwire_client._concurrency.affinity import LoopAffinity
+from rollwire_client._affinity import LoopAffinity
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable

@@ -21,8 +21,7 @@ from rollwire.deadlines import Timeout, elapsed
 from rollwire.types import UpdatePhase
 from rollwire.v1 import weights_pb2
 
-from rollwire_client._concurrency.tasks import cancel_all, run_to_end
-from rollwire_client._concurrency.threads import run_in_thread
+from rollwire_client._concurrency import cancel_all, run_in_thread, run_to_end
 from rollwire_client._errors import RollwireError, SchemaMismatchError, SourceError, TransferError
 
 if TYPE_CHECKING:

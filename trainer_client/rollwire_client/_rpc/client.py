@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Self, Unpack
 from rollwire.conversion import weight_tag_from_proto
 from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
 
+from rollwire_client._affinity import LoopAffinity
 from rollwire_client._arguments import all_seconds, seconds
-from rollwire_client._concurrency.affinity import LoopAffinity
 from rollwire_client._data import Aborted, Pause, Resumed, Sampling, ServerInfo
 from rollwire_client._errors import ClosedError, RollwireError, ServerUnreachableError
 from rollwire_client._rpc import conversion

@@ -18,7 +18,7 @@ from rollwire.conversion import finish_from_proto, weight_tag_from_proto
 from rollwire.deadlines import elapsed
 from rollwire.v1 import common_pb2, rollout_pb2
 
-from rollwire_client._concurrency.tasks import cancel_all
+from rollwire_client._concurrency import cancel_all
 from rollwire_client._errors import (
     ClosedError,
     ProtocolError,

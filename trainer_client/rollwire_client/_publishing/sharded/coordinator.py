@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rollwire.deadlines import Timeout
 
-from rollwire_client._concurrency.tasks import cancel_all
+from rollwire_client._concurrency import cancel_all
 from rollwire_client._errors import SourceError, TensorsChangedError
 from rollwire_client._publishing.sharded.connection import Connection, Message
 

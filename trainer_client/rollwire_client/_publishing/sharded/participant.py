@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rollwire.deadlines import Timeout
 
-from rollwire_client._concurrency.threads import run_in_thread
+from rollwire_client._concurrency import run_in_thread
 from rollwire_client._errors import PublishError, SourceError, TensorsChangedError
 from rollwire_client._publishing.sharded.connection import Connection, Message
 

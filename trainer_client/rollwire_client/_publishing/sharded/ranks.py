@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Self
 
+from rollwire_client._affinity import LoopAffinity
 from rollwire_client._arguments import seconds
-from rollwire_client._concurrency.affinity import LoopAffinity
 from rollwire_client._errors import PublishInProgressError
 from rollwire_client._publishing.sharded.coordinator import Coordinator
 from rollwire_client._publishing.sharded.participant import Participant

@@ -30,6 +30,9 @@ if _FORK_SUPPORT not in os.environ:
     # only if gRPC was not imported before.
     getattr(cygrpc, "reset_grpc_config_vars", lambda: None)()
 
+_grpc_objects: weakref.WeakSet[Any] = weakref.WeakSet()
+_grpc_process: int | None = None  # which used gRPC first: this one or an ancestor
+
 
 class LoopAffinity:
     """The process and the event loop that opened ``name``, as messages have it."""
@@ -45,6 +48,7 @@ class LoopAffinity:
         return os.getpid() != self._process
 
     def check(self) -> None:
+        """Raises NotOpenHereError in another process or event loop."""
         self.check_process()
         loop = _running_loop()
         if loop is self._loop or loop is None or self._loop is None:
@@ -59,14 +63,10 @@ class LoopAffinity:
         if self.forked:
             raise NotOpenHereError(
                 f"this {self._name} was opened in process {self._process}, of which process "
-                f"{os.getpid()} is a fork: {_ADVICE}"
+                f"{os.getpid()} is a fork: use it there; or start this process with "
+                "multiprocessing's 'spawn' or 'forkserver' (DataLoader: "
+                "multiprocessing_context='spawn'), and open one in it"
             )
-
-
-_ADVICE = (
-    "use it there; or start this process with multiprocessing's 'spawn' or 'forkserver' "
-    "(DataLoader: multiprocessing_context='spawn'), and open one in it"
-)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
@@ -74,10 +74,6 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
-
-
-_grpc_objects: weakref.WeakSet[Any] = weakref.WeakSet()
-_grpc_process: int | None = None  # which used gRPC first: this one or an ancestor
 
 
 def use_grpc(item: Any) -> None:

@@ -1,1 +1,0 @@
-"""Event loops, threads and tasks, and who owns them."""
