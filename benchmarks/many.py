@@ -15,9 +15,10 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from rollwire_server.command import raise_open_file_limit, read_settings
 from rollwire_server.logs import configure
+from rollwire_server.main import raise_open_file_limit
 from rollwire_server.server import RolloutServer
+from rollwire_server.settings import read_settings
 
 AT_ONCE = 10  # that start
 

@@ -16,21 +16,12 @@ if TYPE_CHECKING:
 class ServerCounters:
     """Counters that only rise. (Plain numbers, because prometheus_client's own counters take a lock
     at each step and add a ``_created`` series each.)
-
-    Attributes:
-        sampled_tokens: By the engine's steps.
-        ended_sequences: By finish or error reason in lower case.
-        refusals: Calls and sequences that were refused, by reason in lower case.
-        updates: By outcome.
-        received_bytes: Of verified buckets.
-        forwarded_bytes: Of buckets that were passed on to other servers.
-        on_commit: Called with each commit that put weights in place.
     """
 
     sampled_tokens: int = 0
-    ended_sequences: Counter[str] = field(default_factory=Counter)
-    refusals: Counter[str] = field(default_factory=Counter)
+    ended_sequences: Counter[str] = field(default_factory=Counter)  # by reason in lower case
+    refusals: Counter[str] = field(default_factory=Counter)  # calls and sequences, by reason
     updates: Counter[UpdateOutcome] = field(default_factory=Counter)
-    received_bytes: int = 0
-    forwarded_bytes: int = 0
+    received_bytes: int = 0  # of verified buckets
+    forwarded_bytes: int = 0  # of buckets passed on to other servers
     on_commit: list[Callable[[CommitResult], None]] = field(default_factory=list)

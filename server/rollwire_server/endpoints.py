@@ -13,7 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from rollwire.v1 import rollout_pb2, weights_pb2
 
-from rollwire_server.metrics_server import MetricsServer
+from rollwire_server.metrics import MetricsServer
 from rollwire_server.rpc.interceptor import CALLS_BESIDE_SEQUENCES, CallInterceptor
 from rollwire_server.rpc.limits import LARGE_BYTES, SMALL_BYTES
 from rollwire_server.security import AuthInterceptor, server_credentials
@@ -45,9 +45,8 @@ CHANNEL_OPTIONS = [
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has no types
-    """grpc.health.v1: whether services serve; "" is the process, which does as long as it answers.
-
-    (The servicer of grpcio-health-checking forgets its watchers when one of them goes.)
+    """grpc.health.v1; "" is the process, which serves as long as it answers. (The servicer of
+    grpcio-health-checking forgets its watchers when one of them goes.)
     """
 
     def __init__(self) -> None:
@@ -84,13 +83,11 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it
 class Endpoints:
     """The listening side of one server: bound when constructed, open from ``start`` to ``stop``.
 
+    Raises StartError when an address cannot be listened on, or TLS files are missing or wrong.
+
     Attributes:
         api: Takes the services.
-        addresses: HOST:PORT by the flag's name, with the ports that were chosen; "listen" is the
-            API.
-
-    Raises:
-        StartError: An address cannot be listened on, or TLS files are missing or wrong.
+        addresses: HOST:PORT by the flag's name, with the ports that were chosen.
     """
 
     def __init__(
@@ -122,7 +119,6 @@ class Endpoints:
             reflection.enable_server_reflection((*services, reflection.SERVICE_NAME), self.api)
 
     async def start(self, metrics: Metrics) -> None:
-        """Opens the endpoints; raises StartError when the metrics address is taken."""
         if (address := self._settings.metrics_listen) is not None:
             self._metrics_server = MetricsServer(metrics.registry)
             try:
@@ -134,11 +130,9 @@ class Endpoints:
             await self._health.start()
 
     def set_ready(self, *, ready: bool) -> None:
-        """Sets the health of the rollout service; "" is alive in any case."""
         self._health_service.set_serving(ROLLOUT_SERVICE, serving=ready)
 
     async def stop(self) -> None:
-        """Closes everything; streams have a moment to deliver their last messages."""
         await self.api.stop(FLUSH_SECONDS)
         if self._health is not None:
             await self._health.stop(None)
@@ -147,11 +141,7 @@ class Endpoints:
 
 
 def transport_listen_options(settings: ServerSettings) -> transport.ListenOptions:
-    """Where weight transfers listen while they are under way.
-
-    Raises:
-        StartError: The address is not this machine's, or no backend can be kept to it.
-    """
+    """Where weight transfers listen while they are under way."""
     if (address := settings.transport_listen) is None:
         return transport.ListenOptions()
     host, ports = parse_listen_range(address)

@@ -1,9 +1,6 @@
 """How the server logs: structured, one event a line, on standard error.
 
-Lines about a sequence have its request_id and attempt, lines about an update its update_id and
-version. Where the code that logs does not know them, they come from what was bound (``bind``) for
-the current call. No line has tokens, keys or epochs, so tracebacks come without values of
-variables.
+No line has tokens, keys or epochs, so tracebacks come without values of variables.
 """
 
 from __future__ import annotations
@@ -26,12 +23,7 @@ _CALLER_FAULTS = {"DecodeError", "ExecuteBatchError"}  # of which one has no pub
 
 
 def configure(style: str, level: str) -> None:
-    """Sets logging up for the whole process, libraries included.
-
-    Args:
-        style: "text", "json", or "auto" (text on a terminal).
-        level: The least severe level that is written; other libraries write warnings and errors.
-    """
+    """Sets logging up for the whole process; other libraries write warnings and errors."""
     text = sys.stderr.isatty() if style == "auto" else style == "text"
     first: list[Processor] = [
         RefusalLimiter(),
@@ -39,7 +31,15 @@ def configure(style: str, level: str) -> None:
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    last = _text() if text else _json()
+    last: list[Processor] = [
+        structlog.processors.format_exc_info,
+        structlog.processors.JSONRenderer(),
+    ]
+    if text:
+        renderer = structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
+        last = [_escape, renderer]
     structlog.configure(
         processors=[*first, *last],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
@@ -62,18 +62,13 @@ def configure(style: str, level: str) -> None:
 
 def bind(**names: Any) -> None:
     """Adds names to all lines of the current call, and of the tasks that it starts."""
-    structlog.contextvars.bind_contextvars(
-        **{
-            name: value[:MAX_CHARACTERS] if isinstance(value, str) else value
-            for name, value in names.items()
-        }
-    )
+    cut = {n: v[:MAX_CHARACTERS] if isinstance(v, str) else v for n, v in names.items()}
+    structlog.contextvars.bind_contextvars(**cut)
 
 
 class RefusalLimiter:
-    """Limits the lines about refused calls, which callers can make in any number.
-
-    The next line that is written has the number of those left out, as ``unsaid``.
+    """Limits the lines about refused calls; the next one that is written says how many were left
+    out, as ``unsaid``.
     """
 
     def __init__(self) -> None:
@@ -103,20 +98,9 @@ def _is_not_caller_fault(record: logging.LogRecord) -> bool:
     return not is_caller_fault(record.exc_info[1] if record.exc_info else None)
 
 
-def _text() -> list[Processor]:
-    renderer = structlog.dev.ConsoleRenderer(
-        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
-    )
-    return [_escape, renderer]
-
-
 def _escape(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
     """Escapes control characters, which a caller may have chosen, for the terminal."""
     for name, value in event.items():
         if isinstance(value, str) and not value.isprintable():
             event[name] = "".join(c if c.isprintable() else repr(c)[1:-1] for c in value)
     return event
-
-
-def _json() -> list[Processor]:
-    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]

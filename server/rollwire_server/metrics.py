@@ -1,12 +1,18 @@
-"""The metrics of one server; ``metrics_server`` serves them to Prometheus."""
+"""The metrics of one server, and the page that Prometheus reads them from."""
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import InfoMetricFamily
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from rollwire.conversion import SERVER_STATE_TO_PROTO, UPDATE_PHASE_TO_PROTO
 from rollwire.reasons import Reason
@@ -29,18 +35,27 @@ if TYPE_CHECKING:
 
 PAUSE_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 STAGING_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+STAGING = "Time to receive and verify an update, while sampling continues."
+COMMIT_HISTOGRAMS = (
+    ("commit_paused", "Time for which a commit held sampling.", PAUSE_BUCKETS),
+    ("commit_apply", "Part of that in which weights were put in place.", PAUSE_BUCKETS),
+    ("update_staging", STAGING, STAGING_BUCKETS),
+)
 
 REFUSALS = [reason.name.lower() for reason in Reason]  # each of them can end a call
 # Of the errors these alone can end a sequence that was taken.
 ERROR_ENDS = (Reason.WEIGHTS_TOO_OLD, Reason.TIMED_OUT, Reason.NOT_FINITE, Reason.STEP_FAILED)
 ENDS = [end.name.lower() for end in (*FinishReason, *ERROR_ENDS)]
 
+# Of the page's clients, who may be slow, silent or many.
+MAX_CONNECTIONS = 64
+CONNECTION_SECONDS = 5.0
+REQUEST_BYTES = 16 << 10
+PATHS = {"/metrics", "/"}
+
 
 class Metrics(Collector):
-    """Collects all metrics when they are scraped, so that sampling pays nothing for them.
-
-    To be collected on the server's event loop, where the values change.
-    """
+    """Collects all metrics when they are scraped, so that sampling pays nothing for them."""
 
     def __init__(
         self,
@@ -56,65 +71,62 @@ class Metrics(Collector):
         self._sequences = sequences
         self._updates = updates
         self.registry = CollectorRegistry()
-        self._paused = self._histogram(
-            "commit_paused", "Time for which a commit held sampling.", PAUSE_BUCKETS
-        )
-        self._apply = self._histogram(
-            "commit_apply", "Part of that in which weights were put in place.", PAUSE_BUCKETS
-        )
-        self._staging = self._histogram(
-            "update_staging",
-            "Time to receive and verify an update, while sampling continues.",
-            STAGING_BUCKETS,
+        paused, apply, staging = (
+            Histogram(f"rollwire_{name}_seconds", what, buckets=buckets, registry=self.registry)
+            for name, what, buckets in COMMIT_HISTOGRAMS
         )
         self.registry.register(self)
-        counters.on_commit.append(self._on_commit)
 
-    def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"rollwire_{name}_seconds", what, buckets=buckets, registry=self.registry)
+        def observe(commit: CommitResult) -> None:
+            paused.observe(commit.paused_ns / 1e9)
+            apply.observe(commit.apply_ns / 1e9)
+            staging.observe(commit.receive_ns / 1e9)
 
-    def _on_commit(self, commit: CommitResult) -> None:
-        self._paused.observe(commit.paused_ns / 1e9)
-        self._apply.observe(commit.apply_ns / 1e9)
-        self._staging.observe(commit.receive_ns / 1e9)
+        counters.on_commit.append(observe)
 
     def collect(self) -> Iterator[Metric]:
         counters, state = self._counters, self._state.current
-        yield _gauge(
+        yield _metric(
+            Gauge,
             "state",
             "1 for the server's current state.",
             {s.value: int(s is state) for s in SERVER_STATE_TO_PROTO},
             "state",
         )
-        yield _counter("sampled_tokens", "Tokens sampled.", counters.sampled_tokens)
-        yield _counter(
+        yield _metric(Counter, "sampled_tokens", "Tokens sampled.", counters.sampled_tokens)
+        yield _metric(
+            Counter,
             "ended_sequences",
             "Ended sequences by reason.",
             dict.fromkeys(ENDS, 0) | counters.ended_sequences,
             "reason",
         )
-        yield _counter(
+        yield _metric(
+            Counter,
             "refusals",
             "Refused calls and sequences.",
             dict.fromkeys(REFUSALS, 0) | counters.refusals,
             "reason",
         )
-        yield _counter(
+        yield _metric(
+            Counter,
             "updates",
             "Weight updates by outcome.",
             {outcome.value: counters.updates[outcome] for outcome in UpdateOutcome},
             "outcome",
         )
-        yield _counter(
-            "update_received_bytes", "Bytes of updates received.", counters.received_bytes
+        yield _metric(
+            Counter, "update_received_bytes", "Bytes of updates received.", counters.received_bytes
         )
-        yield _counter(
+        yield _metric(
+            Counter,
             "update_forwarded_bytes",
             "Bytes of updates forwarded to other servers.",
             counters.forwarded_bytes,
         )
-        yield _counter("pauses", "Pauses that clients began.", self._state.pauses_started)
-        yield _counter(
+        yield _metric(Counter, "pauses", "Pauses that clients began.", self._state.pauses_started)
+        yield _metric(
+            Counter,
             "held_seconds",
             "Time for which pauses and commits held sampling.",
             self._state.held_seconds,
@@ -130,32 +142,39 @@ class Metrics(Collector):
             "Version, engine and model of the server.",
             {"version": __version__, "engine": engine.engine, "model": engine.model},
         )
-        yield _gauge(
-            "sequences", "Live sequences by state.", self._sequences.by_activity(), "state"
+        yield _metric(
+            Gauge, "sequences", "Live sequences by state.", self._sequences.by_activity(), "state"
         )
-        yield _gauge("kv_used_tokens", "KV-cache entries in use.", load.kv_tokens_used)
-        yield _gauge("kv_capacity_tokens", "All KV-cache entries.", load.kv_tokens_total)
+        yield _metric(Gauge, "kv_used_tokens", "KV-cache entries in use.", load.kv_tokens_used)
+        yield _metric(Gauge, "kv_capacity_tokens", "All KV-cache entries.", load.kv_tokens_total)
 
     def _weight_metrics(self) -> Iterator[Metric]:
         update, announced = self._updates.current, self._updates.announced_version
         weights, committed_at = self._updates.weights.current, self._updates.weights.committed_at
-        yield _gauge(
+        yield _metric(
+            Gauge,
             "update_phase",
             "1 for the phase of the update under way, if there is one.",
             {p.value: int(update is not None and update.phase is p) for p in UPDATE_PHASE_TO_PROTO},
             "phase",
         )
         if weights.version is not None:
-            yield _gauge("weights_version", "Version of the serving weights.", weights.version)
+            yield _metric(
+                Gauge, "weights_version", "Version of the serving weights.", weights.version
+            )
         if announced is not None:
-            yield _gauge(
+            yield _metric(
+                Gauge,
                 "weights_announced_version",
                 "Version that was announced last: above weights_version until it is committed.",
                 announced,
             )
-        yield _gauge("weights_revision", "Number of commits of this process.", weights.revision)
+        yield _metric(
+            Gauge, "weights_revision", "Number of commits of this process.", weights.revision
+        )
         if committed_at is not None:
-            yield _gauge(
+            yield _metric(
+                Gauge,
                 "weights_committed_timestamp_seconds",
                 "When the serving weights were committed.",
                 committed_at,
@@ -165,22 +184,85 @@ class Metrics(Collector):
 Values = float | Mapping[str, float]  # one, or one for each value of a label
 
 
-def _gauge(name: str, what: str, values: Values, label: str | None = None) -> Metric:
-    return _filled(
-        GaugeMetricFamily(f"rollwire_{name}", what, labels=[label] if label else None), values
-    )
-
-
-def _counter(name: str, what: str, values: Values, label: str | None = None) -> Metric:
-    return _filled(
-        CounterMetricFamily(f"rollwire_{name}", what, labels=[label] if label else None), values
-    )
-
-
-def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
+def _metric(
+    family: type[Gauge] | type[Counter], name: str, what: str, values: Values, label: str = ""
+) -> Metric:
+    metric = family(f"rollwire_{name}", what, labels=[label] if label else None)
     if isinstance(values, Mapping):
         for key, value in values.items():
-            family.add_metric([key], value)
+            metric.add_metric([key], value)
     else:
-        family.add_metric([], values)
-    return family
+        metric.add_metric([], values)
+    return metric
+
+
+class MetricsServer:
+    """As much of HTTP as Prometheus speaks, on the event loop, where the values change.
+
+    A connection lasts a few seconds, and the oldest is closed when there are too many, so that a
+    scrape comes through. (prometheus_client's own server starts a thread for each connection.)
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._server: asyncio.Server | None = None
+        self._connections: dict[asyncio.Task[None], None] = {}  # oldest first
+
+    async def open(self, address: str) -> str:
+        """Listens on HOST:PORT; returns the address with the port that was chosen."""
+        host, _, port = address.rpartition(":")
+        name = host.removeprefix("[").removesuffix("]")
+        family, _, _, _, bound = socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)[0]
+        both = family is socket.AF_INET6 and bound[0] == "::" and socket.has_dualstack_ipv6()
+        listener = socket.create_server(bound[:2], family=family, dualstack_ipv6=both)
+        self._server = await asyncio.start_server(
+            self._on_connection, sock=listener, limit=REQUEST_BYTES
+        )
+        return f"{host}:{listener.getsockname()[1]}"
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for task in list(self._connections):
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._connections) >= MAX_CONNECTIONS:
+            oldest = next(iter(self._connections))
+            oldest.cancel()
+            del self._connections[oldest]
+        task = asyncio.create_task(self._answer(reader, writer), name="answer a scrape")
+        self._connections[task] = None
+        task.add_done_callback(lambda done: self._connections.pop(done, None))
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            writer.transport.set_write_buffer_limits(0)  # ``drain`` waits until all is sent
+            async with asyncio.timeout(CONNECTION_SECONDS):
+                writer.write(self._response(await reader.readuntil(b"\r\n\r\n")))
+                await writer.drain()
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass  # a client that does not ask or does not read gets no answer
+        finally:
+            writer.transport.abort()
+
+    def _response(self, request: bytes) -> bytes:
+        first, *lines = request.decode("latin-1").split("\r\n")
+        method, _, target = first.partition(" ")
+        if method != "GET":
+            return _message(HTTPStatus.METHOD_NOT_ALLOWED)
+        if target.split(" ")[0].partition("?")[0] not in PATHS:
+            return _message(HTTPStatus.NOT_FOUND)
+        headers = (line.partition(":") for line in lines)
+        accepted = [value.strip() for name, _, value in headers if name.lower() == "accept"]
+        encode, kind = choose_encoder(",".join(accepted))
+        return _message(HTTPStatus.OK, encode(self._registry), kind)
+
+
+def _message(status: HTTPStatus, body: bytes = b"", kind: str = "text/plain") -> bytes:
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body

@@ -1,8 +1,4 @@
-"""Who may call: TLS with certificates that are reloaded when they change, and bearer tokens.
-
-There are two scopes: *rollout* (Generate, StreamRollouts, Abort by id, GetServerInfo, reflection)
-and *control* (all else). The control token opens rollout calls too. Health is open to everybody.
-"""
+"""Who may call: TLS and bearer tokens, from files that are reloaded when they change."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ log = structlog.get_logger()
 
 
 class Scope(enum.Enum):
-    """What a call needs a token for."""
+    """What a call needs a token for; the control token opens rollout calls too."""
 
     OPEN = "open"
     ROLLOUT = "rollout"
@@ -47,16 +43,14 @@ _ROLLOUT_SERVICE = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"]
 _WEIGHT_SERVICE = weights_pb2.DESCRIPTOR.services_by_name["WeightService"]
 _ROLLOUT_CALLS = {"Generate", "StreamRollouts", "Abort", "GetServerInfo"}
 
+# By full method name. Health calls are OPEN, any other is ROLLOUT.
 SCOPES: dict[str, Scope] = {
     f"/{service.full_name}/{method.name}": (
-        Scope.ROLLOUT
-        if service is _ROLLOUT_SERVICE and method.name in _ROLLOUT_CALLS
-        else Scope.CONTROL
+        Scope.ROLLOUT if method.name in _ROLLOUT_CALLS else Scope.CONTROL
     )
     for service in (_ROLLOUT_SERVICE, _WEIGHT_SERVICE)
     for method in service.methods
 }
-"""By full method name. Health calls are OPEN, any other is ROLLOUT."""
 
 
 class _WatchedFile:
@@ -75,9 +69,8 @@ class _WatchedFile:
     def refresh(self) -> bool:
         """Reloads the file if it changed; returns whether the content is another one.
 
-        Raises:
-            OSError: It cannot be read, or is empty, as a file is that is just being written. Raised
-                once for each problem, since calls come often.
+        Raises OSError when it cannot be read, or is empty, as a file is that is just being written:
+        once for each problem, since calls come often.
         """
         try:
             return self._read_if_changed()
@@ -102,20 +95,16 @@ class _WatchedFile:
 
 
 class TokenAuthorizer:
-    """Checks the tokens of calls.
-
-    Raises:
-        StartError: Tokens would travel in the clear, or protect less than they seem to.
-    """
+    """Raises StartError when tokens would travel unencrypted, or protect too little."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        self._files: dict[Scope, _WatchedFile] = {}
-        for scope, path in (
-            (Scope.ROLLOUT, settings.rollout_token_file),
-            (Scope.CONTROL, settings.control_token_file),
-        ):
-            if path is not None:
-                self._files[scope] = _WatchedFile(path)
+        paths = {
+            Scope.ROLLOUT: settings.rollout_token_file,
+            Scope.CONTROL: settings.control_token_file,
+        }
+        self._files = {
+            scope: _WatchedFile(path) for scope, path in paths.items() if path is not None
+        }
         if Scope.ROLLOUT in self._files and Scope.CONTROL not in self._files:
             raise StartError(
                 "--rollout-token-file alone would leave weight updates open to all: give "
@@ -151,15 +140,14 @@ class TokenAuthorizer:
         return token is not None and hmac.compare_digest(token, given)
 
     def _refresh(self) -> None:
-        """Reloads the tokens; the last ones count while the files cannot be used."""
         changed = []
         for scope, file in self._files.items():
             try:
                 if file.refresh():
                     changed.append(scope.value)
             except OSError as error:
-                log.warning("token file cannot be used: the last one counts", scope=scope.value,
-                            error=error.strerror)  # fmt: skip
+                why, event = error.strerror, "token file cannot be used: the last one counts"
+                log.warning(event, scope=scope.value, error=why)
         if not changed:
             return
         try:
@@ -206,8 +194,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _refusal_handler(error: ServiceError) -> Handler:
-    """A handler that only refuses. It reads no message, so gRPC buffers none."""
-
+    # Reads no message, so gRPC buffers none.
     async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await abort(context, error)
 
@@ -216,11 +203,6 @@ def _refusal_handler(error: ServiceError) -> Handler:
 
 
 def server_credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
-    """The TLS credentials of the settings; None without TLS.
-
-    Raises:
-        StartError: A file cannot be read, or a flag is missing that belongs to another.
-    """
     if settings.tls_cert is None or settings.tls_key is None:
         if settings.tls_cert is settings.tls_key is settings.tls_client_ca:
             return None
@@ -231,8 +213,8 @@ def server_credentials(settings: ServerSettings) -> grpc.ServerCredentials | Non
         _check_pem(cert, key, client_ca)
     except (ssl.SSLError, ValueError) as error:
         named = ", ".join(str(path) for path in (cert, key, client_ca) if path is not None)
-        raise StartError(f"no certificate and key that belong together: {named}: {error}"
-                            ) from error  # fmt: skip
+        why = f"no certificate and key that belong together: {named}: {error}"
+        raise StartError(why) from error
 
     def configuration() -> grpc.ServerCertificateConfiguration:
         private, chain, *ca = (file.content for file in files)

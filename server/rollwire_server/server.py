@@ -48,8 +48,6 @@ class EngineDied(Exception):  # noqa: N818  what happened, for an orchestrator t
 
 
 class RolloutServer:
-    """One server: ``await RolloutServer(settings).run()``. Raises StartError for wrong settings."""
-
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self._server_id = uuid.uuid4().hex
@@ -74,11 +72,7 @@ class RolloutServer:
         self._failure: Exception | None = None
 
     async def run(self) -> None:
-        """Serves until SIGTERM or SIGINT, then drains; a second signal ends what is left at once.
-
-        Raises StartError when the address cannot be bound or the model cannot be loaded, EngineDied
-        when the engine did.
-        """
+        """Serves until SIGTERM or SIGINT, then drains; a second signal ends what is left."""
         self._check_ready_file()
         endpoints = Endpoints(self._settings, self._authorizer, self._counters)
         with self._signals():
@@ -154,7 +148,6 @@ class RolloutServer:
         )
 
     async def _load(self, updates: UpdateManager) -> None:
-        """Loads the model. Calls that need it are answered with STARTING meanwhile."""
         log.info("loading", model=self._settings.model)
         weights = await self._engine.start(self._server_id, self._sequences)
         await updates.weights.loaded(weights)
@@ -227,10 +220,9 @@ class RolloutServer:
             self._state.apply(StateChange.DRAIN)
 
     def _on_sighup(self) -> None:
-        """Stops when a terminal was closed. A daemon is asked to read its files again."""
-        if os.isatty(0):
+        if os.isatty(0):  # its terminal was closed
             self._on_signal()
-        else:
+        else:  # a daemon is asked to read its files again
             log.info("SIGHUP: files of TLS and tokens are read again whenever they change")
 
     def _on_engine_died(self, error: BaseException) -> None:
@@ -242,7 +234,6 @@ class RolloutServer:
         self._stop_now.set()
 
     async def _drain(self, updates: UpdateManager) -> None:
-        """Lets sequences run to their end for the drain limit; the rest go on elsewhere."""
         log.info("draining", live=self._sequences.live, seconds=self._settings.drain_seconds)
         self._state.apply(StateChange.DRAIN)
         discarding = updates.discard_current(Reason.DRAINING, "the server goes down")

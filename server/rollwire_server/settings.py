@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import ipaddress
+import os
 import re
+import sys
 from pathlib import Path  # noqa: TC003  pydantic reads the annotation
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
-from pydantic import AfterValidator, Field, PositiveInt
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import AfterValidator, Field, PositiveInt, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pydantic_core import ErrorDetails
 
 
 class StartError(Exception):
@@ -24,11 +37,7 @@ def _address(value: str) -> str:
 
 
 def parse_listen_range(value: str) -> tuple[str | None, tuple[int, int] | None]:
-    """The host and the ports of "HOST:FIRST-LAST"; None for each that leaves the choice open.
-
-    Raises:
-        ValueError: The text is something else.
-    """
+    """The host and the ports of "HOST:FIRST-LAST"; None for each that leaves the choice open."""
     match = re.fullmatch(r"(?P<host>.+):(?:0|(?P<first>[0-9]{1,5})-(?P<last>[0-9]{1,5}))", value)
     if match is None:
         raise ValueError(
@@ -171,3 +180,53 @@ class ServerSettings(BaseSettings):
         "auto", description="auto: text on a terminal, else JSON lines"
     )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+def read_settings(arguments: list[str]) -> ServerSettings:
+    """The settings from flags and environment; exits with one line when they are wrong."""
+    source: CliSettingsSource[ServerSettings] = CliSettingsSource(
+        ServerSettings,
+        root_parser=_ArgumentParser(prog="rollwire-server", description=ServerSettings.__doc__),
+        cli_parse_args=arguments,
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+    )
+    try:
+        return ServerSettings(_cli_settings_source=source)  # type: ignore[call-arg]
+    except ValidationError as error:
+        problems = "; ".join(_problem(details, arguments) for details in error.errors())
+    except SettingsError as error:
+        problems = str(error)
+    print(f"rollwire-server: {problems} (--help lists the flags)", file=sys.stderr)  # noqa: T201
+    sys.exit(2)
+
+
+class _ArgumentParser(argparse.ArgumentParser):
+    """Reports a wrong flag in one line, without the list of all flags."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
+
+
+def _problem(details: ErrorDetails, arguments: Sequence[str]) -> str:
+    message = details["msg"].removeprefix("Value error, ")
+    if not details["loc"]:
+        return message
+    field = str(details["loc"][0])
+    flag, variable = "--" + field.replace("_", "-"), ENV_PREFIX + field.upper()
+    if details["type"] == "missing":
+        return f"{flag} (or {variable}) is not given"
+    given = {argument.partition("=")[0] for argument in arguments}
+    by_flag = flag in given or flag.replace("--", "--no-", 1) in given
+    return f"{flag if by_flag else variable} is {details['input']!r}: {message}"
+
+
+def unknown_variables() -> list[str]:
+    """Environment variables that look like settings, perhaps misspelt."""
+    known = {ENV_PREFIX + field.upper() for field in ServerSettings.model_fields}
+    return sorted(
+        name
+        for name in os.environ
+        if name.upper().startswith(ENV_PREFIX) and name.upper() not in known
+    )

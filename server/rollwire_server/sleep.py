@@ -9,9 +9,8 @@ import structlog
 from rollwire.reasons import Reason
 from rollwire.types import ServerState, SleepingWeights
 
-from rollwire_server.background import result_of, spawn
 from rollwire_server.engines.base import EngineError
-from rollwire_server.errors import ServiceError, from_engine_error
+from rollwire_server.errors import ServiceError, from_engine_error, result_of, spawn
 from rollwire_server.state import Rpc, StateChange, StateMachine
 
 if TYPE_CHECKING:
@@ -23,10 +22,7 @@ log = structlog.get_logger()
 
 
 class SleepController:
-    """Puts one server to sleep and wakes it up.
-
-    What has begun is completed, also when its caller goes away.
-    """
+    """What has begun is completed, also when its caller goes away."""
 
     def __init__(
         self,
@@ -45,22 +41,17 @@ class SleepController:
         self._sleeping_weights = SleepingWeights.KEEP
 
     async def sleep(self, weights: SleepingWeights) -> int:
-        """Interrupts all sequences, then frees the KV cache and the weights as asked.
-
-        Returns the bytes freed. When the engine fails to sleep, the server goes on serving; the
-        sequences stay interrupted.
+        """Interrupts all sequences, then frees the KV cache and the weights as asked; returns the
+        bytes freed. When the engine fails to sleep, the server goes on serving.
         """
         return await result_of(spawn(self._tasks, self._sleep(weights), "sleep"))
 
     async def wake(self, *, reload_checkpoint: bool) -> None:
-        """Takes the memory back; does nothing when the server is awake.
-
-        Discarded weights are gone: the server then awaits an update, or reloads the checkpoint
-        that it started with.
+        """Takes the memory back. Where the weights were discarded, the server then awaits an
+        update, or reloads the checkpoint that it started with.
         """
-        await result_of(
-            spawn(self._tasks, self._wake(reload_checkpoint=reload_checkpoint), "wake up")
-        )
+        work = self._wake(reload_checkpoint=reload_checkpoint)
+        await result_of(spawn(self._tasks, work, "wake up"))
 
     async def _sleep(self, weights: SleepingWeights) -> int:
         async with self._lock:

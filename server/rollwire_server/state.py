@@ -1,15 +1,8 @@
-"""The server's state machine: what the server is doing, what holds it, which RPCs it accepts.
+"""What the server is doing, what holds it, and which RPCs it accepts.
 
 The state says what the server can do at all. Holds (each pause by its id, the commit) say why it
 does not sample right now; it samples while there are none. A server that is SERVING and has a pause
 shows as PAUSED. In every other state the state matters more than the pause.
-
-    STARTING ──loaded──▶ SERVING or AWAITING_WEIGHTS (--await-weights)
-    AWAITING_WEIGHTS, QUARANTINED ──commit──▶ SERVING
-    SERVING ──sleep──▶ SLEEPING ──wake up──▶ SERVING or AWAITING_WEIGHTS (weights discarded)
-                                ──sleep failed──▶ SERVING
-    SERVING, AWAITING_WEIGHTS ──commit failed half way──▶ QUARANTINED
-    any ──drain──▶ DRAINING
 """
 
 from __future__ import annotations
@@ -63,10 +56,8 @@ _COMMITTABLE = {ServerState.AWAITING_WEIGHTS, ServerState.SERVING, ServerState.Q
 
 
 class StateChange(enum.Enum):
-    """What changes the state: the reason in the log, the states it is possible in, the next one."""
-
     def __init__(self, reason: str, possible_in: set[ServerState], to: ServerState) -> None:
-        self.reason = reason
+        self.reason = reason  # in the log
         self.possible_in = possible_in
         self.to = to
 
@@ -103,10 +94,7 @@ _ADVICE = {
 
 
 class StateMachine:
-    """The state and the holds of one server, and the engine that follows them.
-
-    Life: construct → ``run`` as a task → ``attach`` the engine → RPCs → cancel ``run``.
-    """
+    """Life: construct → ``run`` as a task → ``attach`` the engine → RPCs → cancel ``run``."""
 
     def __init__(self, *, default_pause_lease: float) -> None:
         self._state = ServerState.STARTING  # never PAUSED: see ``current``
@@ -160,22 +148,18 @@ class StateMachine:
             )
 
     def check_started(self, rpc: Rpc) -> None:
-        """Raises ServiceError while the engine loads. For calls that ``check`` may refuse only
-        later: a Generate that picks up a sequence is served in every other state.
+        """For calls that ``check`` may refuse only later: a Generate that picks up a sequence is
+        served in every state but STARTING.
         """
         if self._state is ServerState.STARTING:
             self.check(rpc)
 
     def attach(self, engine: Engine) -> None:
-        """Names the engine that holds act on, once it has started."""
         self._engine = engine
         self._notify_waiters()
 
     def apply(self, change: StateChange) -> None:
-        """Enters the state that a change leads to. A commit, sleep or wake-up that ends while the
-        server drains changes nothing.
-        """
-        if self._state is ServerState.DRAINING:
+        if self._state is ServerState.DRAINING:  # a commit or sleep may end meanwhile
             return
         if self._state not in change.possible_in:
             raise RuntimeError(f"a bug: {change.name} is impossible in {self._state.name}")
@@ -207,7 +191,7 @@ class StateMachine:
         return pause_id
 
     async def resume(self, pause_id: str) -> None:
-        """Lifts one pause, or all (empty id). An unknown id is no error."""
+        """Lifts one pause, or all (empty id)."""
         names = [pause_id] if pause_id else list(self.pauses)
         await self._lift([name for name in names if name != COMMIT])
 
@@ -227,24 +211,19 @@ class StateMachine:
         way leaves nothing undone.
         """
         try:
-            await self._follow_holds()
+            while True:
+                change = self._change
+                self._lift_expired()
+                if self._engine is not None and self._engine_held is not self.held:
+                    await self._hold_or_release(self._engine)
+                elif change is self._change:
+                    leases = [lease.left for lease in self._holds.values() if lease is not None]
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(min(leases, default=None)):
+                            await change.wait()
         finally:
             self._engine = None  # it stops: nobody waits for it any more
             self._notify_waiters()
-
-    async def _follow_holds(self) -> None:
-        while True:
-            change = self._change
-            self._lift_expired()
-            if self._engine is not None and self._engine_held is not self.held:
-                await self._hold_or_release(self._engine)
-                continue
-            if change is not self._change:
-                continue
-            leases = [lease.left for lease in self._holds.values() if lease is not None]
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(leases, default=None)):
-                    await change.wait()
 
     async def _hold_or_release(self, engine: Engine) -> None:
         hold = self.held

@@ -12,8 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from deploy.chart import CHART, EXAMPLES
-from rollwire_server.command import read_settings
-from rollwire_server.settings import ServerSettings
+from rollwire_server.settings import ServerSettings, read_settings
 
 if TYPE_CHECKING:
     from deploy.chart import Helm, Object, Rendered

@@ -20,10 +20,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from rollwire.v1 import common_pb2
-from rollwire_server import metrics_server
+from rollwire_server import metrics
 from rollwire_server.counters import ServerCounters
-from rollwire_server.metrics import Metrics
-from rollwire_server.metrics_server import MAX_CONNECTIONS, MetricsServer
+from rollwire_server.metrics import MAX_CONNECTIONS, Metrics, MetricsServer
 from rollwire_server.weights.types import UpdateOutcome
 from support.calls import Generation, connected, generate, request
 from support.engine_room import updating
@@ -124,16 +123,16 @@ async def test_a_server_tells_what_it_does(start_server: StartServer) -> None:
 async def test_every_counter_is_a_metric() -> None:
     async with updating() as room:
         counters = room.counters
-        metrics = Metrics(counters, room.engine, room.state, room.sequences, room.updates)
+        collector = Metrics(counters, room.engine, room.state, room.sequences, room.updates)
         for field in dataclasses.fields(ServerCounters):
             if field.name == "on_commit":
                 continue
-            before = generate_latest(metrics.registry)
+            before = generate_latest(collector.registry)
             if isinstance(counter := getattr(counters, field.name), Counter):
                 counter[UpdateOutcome.FAILED if field.name == "updates" else "draining"] += 1
             else:
                 setattr(counters, field.name, counter + 1)
-            assert generate_latest(metrics.registry) != before, field.name
+            assert generate_latest(collector.registry) != before, field.name
 
 
 async def test_lag_is_what_was_announced_and_is_not_served(start_server: StartServer) -> None:
@@ -266,7 +265,7 @@ async def test_prometheus_gets_the_format_that_it_prefers() -> None:
 
 
 async def test_who_is_silent_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_server, "CONNECTION_SECONDS", 0.1)
+    monkeypatch.setattr(metrics, "CONNECTION_SECONDS", 0.1)
     async with page() as address:
         assert await said(address, b"GET /metrics HTTP/1.1\r\nX: ") == b""
 

@@ -193,7 +193,7 @@ async def test_sighup_ends_nothing(start_server: StartServer) -> None:
 
 def test_as_many_files_as_the_system_allows() -> None:
     command = (
-        "import resource as r; from rollwire_server.command import raise_open_file_limit;"
+        "import resource as r; from rollwire_server.main import raise_open_file_limit;"
         "hard = r.getrlimit(r.RLIMIT_NOFILE)[1];"
         "r.setrlimit(r.RLIMIT_NOFILE, (200, hard)); raise_open_file_limit();"
         "print(r.getrlimit(r.RLIMIT_NOFILE) == (min(hard, 65536) if hard >= 0 else 65536, hard))"

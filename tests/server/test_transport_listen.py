@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 import rollwire_transport as transport
-from rollwire_server.command import read_settings
-from rollwire_server.settings import parse_listen_range
+from rollwire_server.settings import parse_listen_range, read_settings
 from support.calls import connected, reason_of
 from support.namespaces import network, servers_on, unavailable
 from support.publishing import SECONDS, Update, random_weights

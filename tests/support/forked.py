@@ -24,7 +24,8 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
         "pytest",  # each fork runs the main module again, which imports it
-        "rollwire_server.command",
+        "rollwire_server.logs",
+        "rollwire_server.settings",
         "rollwire_server.server",
         "rollwire_server.engines.embedded",
         "rollwire_server.engines.synthetic",

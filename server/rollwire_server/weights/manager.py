@@ -17,9 +17,8 @@ import structlog
 from rollwire.reasons import Reason
 from rollwire.types import ServerState, UpdatePhase, weights_text
 
-from rollwire_server.background import result_of, spawn
 from rollwire_server.engines.base import EngineError
-from rollwire_server.errors import ServiceError, from_engine_error
+from rollwire_server.errors import ServiceError, from_engine_error, result_of, spawn
 from rollwire_server.logs import bind
 from rollwire_server.state import Rpc
 from rollwire_server.weights.types import UpdateOutcome

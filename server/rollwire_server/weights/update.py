@@ -23,8 +23,7 @@ from rollwire.deadlines import Timer
 from rollwire.reasons import Reason
 from rollwire.types import UpdatePhase, weights_text
 
-from rollwire_server.background import result_of, spawn
-from rollwire_server.errors import ServiceError
+from rollwire_server.errors import ServiceError, result_of, spawn
 from rollwire_server.weights.types import UpdateProgress
 
 if TYPE_CHECKING:
