@@ -13,12 +13,12 @@ from client.publishing import TIMEOUTS, holds, publish, publishing
 from client.scripted import until
 from client.scripted_weights import policy
 from rollwire_client import TensorsChangedError
-from rollwire_client._publishing.change_detector import ChangeDetector
+from rollwire_client._publishing.tensors import ChangeDetector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from rollwire_client._publishing.tensor_source import TensorSource
+    from rollwire_client._publishing.tensors import TensorSource
     from torch import Tensor
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from client.publishing import publish, publishing
 from rollwire_client import SchemaMismatchError
-from rollwire_client._publishing.change_detector import ChangeDetector
 from rollwire_client._publishing.schema import match_schema
+from rollwire_client._publishing.tensors import ChangeDetector
 from rollwire_transport import TensorSpec, describe_all
 
 if TYPE_CHECKING:

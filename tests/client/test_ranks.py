@@ -18,7 +18,7 @@ from client.scripted import until
 from client.scripted_weights import SCHEMA, policy
 from rollwire_client import PublishError, PublishInProgressError, Ranks, SourceError
 from rollwire_client._publishing.sharded.connection import Connection, Message
-from rollwire_client._publishing.sharded.participant import Participant
+from rollwire_client._publishing.sharded.coordination import Participant
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rollwire_client import PublishError
 from rollwire_client._publishing.sharded import rendezvous
 from rollwire_client._publishing.sharded.connection import Message
-from rollwire_client._publishing.sharded.participant import Participant
+from rollwire_client._publishing.sharded.coordination import Participant
 from rollwire_transport._links.rendezvous import parse_address
 
 if TYPE_CHECKING:

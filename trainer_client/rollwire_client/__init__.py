@@ -28,7 +28,17 @@ from rollwire_client._batches.batch import (
     Tail,
 )
 from rollwire_client._batches.batcher import Batcher
-from rollwire_client._data import Aborted, ActivePause, Pause, Resumed, Sampling, ServerInfo
+from rollwire_client._data import (
+    Aborted,
+    ActivePause,
+    Pause,
+    PublishReport,
+    PublishTimeouts,
+    Resumed,
+    Sampling,
+    ServerInfo,
+    ServerReport,
+)
 from rollwire_client._errors import (
     BufferFileError,
     CallbackError,
@@ -67,9 +77,7 @@ from rollwire_client._errors import (
 from rollwire_client._fleet.fleet import Fleet
 from rollwire_client._fleet.rollout import Retries
 from rollwire_client._fleet.session import Conversation, Session
-from rollwire_client._publishing.publish_handle import PublishHandle, PublishReport, ServerReport
-from rollwire_client._publishing.publisher import Publisher
-from rollwire_client._publishing.settings import PublishTimeouts
+from rollwire_client._publishing.publisher import Publisher, PublishHandle
 from rollwire_client._publishing.sharded.ranks import Ranks
 from rollwire_client._routing_replay import Routing, RoutingReplay, RoutingSegment
 from rollwire_client._rpc.client import RolloutClient, Timeouts

@@ -1,14 +1,18 @@
-"""Sampling parameters and the answers of servers, as plain data instead of protobuf messages."""
+"""Sampling parameters, the answers of servers and the reports of publishes, as plain data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rollwire_client._arguments import all_seconds
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rollwire.types import LogprobBasis, ServerState, WeightTag
+
+    from rollwire_client._errors import RollwireError
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,3 +136,107 @@ class Resumed:
     sequences: int
     remaining_pauses: int
     weights: WeightTag
+
+
+@dataclass(frozen=True, slots=True)
+class PublishTimeouts:
+    """How long a publish waits, in seconds.
+
+    Time in which the event loop did not run does not count for waits for servers and other ranks,
+    because nothing can be received then.
+
+    Attributes:
+        call: For the answer to a short call.
+        ready: For a server to check an update and to reserve memory for it.
+        silence: A server that reports nothing for this long is left out of the publish; servers
+            report at least every half second.
+        join: For a transport group to form.
+        bucket: For one bucket to reach all servers.
+        source: For the trainer to provide the tensors of one bucket. Servers by default wait 30 s
+            for a bucket.
+        stalled: For the servers to report what they have received, after a group failed.
+        staged: For the servers to verify the update, once everything is sent.
+        commit: For a server to put an update in place.
+        commit_silence: For the answer to a commit, before the server is probed.
+        discard: For the answer to a discard; a server that does not answer discards the update when
+            its lease ends.
+        stage_lease: How long a server keeps an update (announced, stalled or staged) whose
+            publisher is gone.
+
+    Raises:
+        TypeError, ValueError: A value is not a number of seconds.
+    """
+
+    call: float = 10.0
+    ready: float = 30.0
+    silence: float = 5.0
+    join: float = 20.0
+    bucket: float = 30.0
+    source: float = 20.0
+    stalled: float = 2.0
+    staged: float = 30.0
+    commit: float = 60.0
+    commit_silence: float = 5.0
+    discard: float = 5.0
+    stage_lease: float = 120.0
+
+    def __post_init__(self) -> None:
+        all_seconds(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerReport:
+    """The result of a publish on one server.
+
+    Attributes:
+        address: Address of the server.
+        weights: The weights that it serves now; None if it did not commit.
+        error: Why it did not commit.
+        received_bytes: Bytes of the update that it received.
+        staging_seconds: Time from the announcement until the update was received and verified.
+        apply_seconds: Time spent on putting the weights in place.
+        paused_seconds: Time without any sampling.
+        held_sequences: Number of sequences that waited meanwhile.
+        kv_tokens_to_recompute: KV-cache entries, in tokens, that the new policy computes again.
+        already_current: Whether it held these weights before.
+    """
+
+    address: str
+    weights: WeightTag | None
+    error: RollwireError | None
+    received_bytes: int
+    staging_seconds: float
+    apply_seconds: float = 0.0
+    paused_seconds: float = 0.0
+    held_sequences: int = 0
+    kv_tokens_to_recompute: int = 0
+    already_current: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """The result of a publish.
+
+    Attributes:
+        version: The version given to ``publish``.
+        update_id: Id of the update on the servers.
+        digest: Digest of the content that was sent.
+        bytes: Bytes sent to each server.
+        seconds: Time from ``publish`` to the last commit.
+        servers: One entry per server, in the fleet's order; after ``catch_up``, of the servers that
+            were behind.
+    """
+
+    version: int | None
+    update_id: str
+    digest: int
+    bytes: int
+    seconds: float
+    servers: tuple[ServerReport, ...]
+
+    @property
+    def failed(self) -> tuple[ServerReport, ...]:
+        """Servers that did not commit; they get no sequences until the next publish or ``catch_up``
+        updates them.
+        """
+        return tuple(server for server in self.servers if server.weights is None)

@@ -22,8 +22,7 @@ from rollwire_client._concurrency import LoopThread
 from rollwire_client._errors import ClosedError
 from rollwire_client._fleet.fleet import Fleet
 from rollwire_client._fleet.session import Session
-from rollwire_client._publishing.publish_handle import PublishHandle
-from rollwire_client._publishing.publisher import Publisher
+from rollwire_client._publishing.publisher import Publisher, PublishHandle
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
     from rollwire.types import WeightTag
 
     from rollwire_client._batches.batch import Batch
+    from rollwire_client._data import PublishReport
     from rollwire_client._fleet.session import Conversation
-    from rollwire_client._publishing.publish_handle import PublishReport
 
 __all__ = ["SyncBatcher", "SyncFleet", "SyncPublishHandle", "SyncPublisher", "SyncSession"]
 

@@ -28,11 +28,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor
 
-    from rollwire_client._publishing.publish_handle import (
-        PublishHandle,
-        PublishReport,
-        ServerReport,
-    )
+    from rollwire_client._data import PublishReport, ServerReport
+    from rollwire_client._publishing.publisher import PublishHandle
 
 _REFRESH_SECONDS = 0.1
 

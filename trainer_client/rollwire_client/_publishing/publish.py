@@ -15,23 +15,17 @@ from rollwire.types import UpdatePhase
 from rollwire.v1 import weights_pb2
 
 from rollwire_client._concurrency import cancel_all, run_to_end
+from rollwire_client._data import PublishReport, ServerReport
 from rollwire_client._errors import (
-    ClosedError,
     DigestMismatchError,
     PublishError,
     PublishFailedError,
-    SchemaMismatchError,
     ServerUnreachableError,
     StalePublisherError,
 )
-from rollwire_client._publishing.publish_handle import (
-    PublishProgress,
-    PublishReport,
-    ServerReport,
-)
 from rollwire_client._publishing.publish_target import PublishTarget
 from rollwire_client._publishing.transfer import WeightTransfer
-from rollwire_client._rpc import conversion
+from rollwire_client._rpc.conversion import manifest_to_proto
 from rollwire_client._rpc.host_address import local_address
 from rollwire_client._wording import update_text
 
@@ -39,116 +33,72 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+    from rollwire.types import KvPolicy
 
+    from rollwire_client._data import PublishTimeouts
     from rollwire_client._fleet.server_handle import ServerHandle
     from rollwire_client._fleet.server_pool import ServerPool
-    from rollwire_client._publishing.change_detector import ChangeDetector
-    from rollwire_client._publishing.settings import PublishSettings
-    from rollwire_client._publishing.sharded.coordinator import Coordinator
-    from rollwire_client._publishing.tensor_source import TensorSource
+    from rollwire_client._publishing.sharded.coordination import Coordinator
+    from rollwire_client._publishing.tensors import ChangeDetector, TensorSource
 
 logger = logging.getLogger(__name__)
 
 _CHECK_SECONDS = 0.25  # between two checks for changes while tensors are sent
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateSpec:
-    """What is published.
-
-    Attributes:
-        version: The trainer's step; None if untagged.
-        specs: Of the tensors, aliases included.
-        source: Gives the tensors, aliases left out.
-        device: Where they lie; None is the CPU.
-        partial: Tensors that are not named stay as they are.
-        allow_version_rollback: The version may be below that of a server.
-        expected_digest: The update is committed only if its content has this digest.
-    """
-
-    version: int | None
-    specs: Sequence[transport.TensorSpec]
-    source: TensorSource
-    device: torch.device | None
-    partial: bool
-    allow_version_rollback: bool
-    expected_digest: int | None
-
-
+@dataclass(eq=False, kw_only=True)
 class Publish:
-    """Publishes one update to some servers of a fleet.
+    """Publishes one update to some servers of a fleet."""
 
-    Args:
-        pool: Of the fleet; learns what its servers commit.
-        servers: Those that get the update.
-        settings: Of the publisher.
-        update: What is published.
-        detector: Watches the tensors; a change before the release ends the publish.
-        coordinator: Of the other ranks of a sharded trainer, whose tensors must not change either.
+    pool: ServerPool
+    servers: Sequence[ServerHandle]
+    publisher: weights_pb2.Publisher
+    backend: str | None
+    host: str | None
+    kv_policy: KvPolicy
+    timeouts: PublishTimeouts
+    version: int | None
+    manifest: transport.Manifest
+    source: TensorSource  # of the tensors, aliases left out
+    device: torch.device | None  # where they lie; None is the CPU
+    allow_version_rollback: bool
+    expected_digest: int | None  # other content is not committed
+    detector: ChangeDetector  # a change before the release ends the publish
+    coordinator: Coordinator | None  # of other ranks, whose tensors must not change either
 
-    Raises:
-        SchemaMismatchError: The tensors cannot be laid out.
-    """
-
-    def __init__(
-        self,
-        pool: ServerPool,
-        servers: Sequence[ServerHandle],
-        settings: PublishSettings,
-        update: UpdateSpec,
-        *,
-        detector: ChangeDetector,
-        coordinator: Coordinator | None,
-    ) -> None:
-        self._pool = pool
-        self._settings = settings
-        self._update = update
-        self._detector = detector
-        self._coordinator = coordinator
+    def __post_init__(self) -> None:
+        self.update_id = uuid.uuid4().hex
+        self.total_bytes = sum(bucket.size for bucket in self.manifest.buckets)
+        self.sent_bytes = 0
+        self.announced = asyncio.Event()
+        self.released = asyncio.Event()
         self._checked_at = 0.0
-        try:
-            self._manifest = transport.plan(
-                update.specs, bucket_bytes=settings.bucket_bytes, partial=update.partial
-            )
-        except transport.ManifestError as error:
-            raise SchemaMismatchError(f"the tensors cannot be sent: {error}") from error
-        update_id = uuid.uuid4().hex
-        self.progress = PublishProgress(
-            update.version, update_id, sum(bucket.size for bucket in self._manifest.buckets)
-        )
-        self._request = weights_pb2.UpdateWeightsRequest(
-            publisher=settings.publisher,
-            update_id=update_id,
-            version=update.version,
-            allow_version_rollback=update.allow_version_rollback,
-            manifest=conversion.manifest_to_proto(self._manifest),
-            stage_lease=duration_to_proto(settings.timeouts.stage_lease),
-        )
         self._targets = [
-            PublishTarget(server.client, settings.publisher, update_id, settings.timeouts)
-            for server in servers
+            PublishTarget(server.client, self.publisher, self.update_id, self.timeouts)
+            for server in self.servers
         ]
-        self._commits: dict[PublishTarget, weights_pb2.CommitWeightsResponse] = {}
 
     async def run(self) -> PublishReport:
-        """Publishes; servers that have not committed when this ends have discarded the update.
-
-        Raises:
-            PublishFailedError: No server committed.
-            PublishError: The publish cannot go on.
-        """
+        """Publishes; servers that have not committed when this ends have discarded the update."""
         began = asyncio.get_running_loop().time()
+        request = weights_pb2.UpdateWeightsRequest(
+            publisher=self.publisher,
+            update_id=self.update_id,
+            version=self.version,
+            allow_version_rollback=self.allow_version_rollback,
+            manifest=manifest_to_proto(self.manifest),
+            stage_lease=duration_to_proto(self.timeouts.stage_lease),
+        )
         staging = [
-            asyncio.create_task(target.stage(self._request, self._pool.policy))
-            for target in self._targets
+            asyncio.create_task(target.stage(request, self.pool.policy)) for target in self._targets
         ]
         try:
-            with self._detector:
+            with self.detector:
                 await self._wait_until_announced()
-                self.progress.announced.set()
+                self.announced.set()
                 digest = await self._transfer()
                 await self._check_content(digest)
-                self.progress.released.set()
+                self.released.set()
             await self._commit(digest)
             seconds = asyncio.get_running_loop().time() - began
         finally:
@@ -166,24 +116,19 @@ class Publish:
 
     async def _transfer(self) -> int:
         """Moves the tensors; returns the digest of what was sent."""
-        settings = self._settings
         transfer = WeightTransfer(
-            self._manifest,
-            self._update.source,
-            device=self._update.device,
-            backends=[settings.backend] if settings.backend else self._common_backends(),
-            host=settings.host or await self._find_host(),
-            timeouts=settings.timeouts,
+            self.manifest,
+            self.source,
+            device=self.device,
+            backends=[self.backend] if self.backend else self._common_backends(),
+            host=self.host or await self._find_host(),
+            timeouts=self.timeouts,
             progress=self._on_progress,
         )
         try:
             await transfer.run(self._targets)
+            self.pool.create_task(transfer.close())  # the servers need not wait for that
         except BaseException:
-            await transfer.close()
-            raise
-        try:
-            self._pool.create_task(transfer.close())  # the servers need not wait for that
-        except ClosedError:
             await transfer.close()
             raise
         await self._require_a_server("no server has received it")
@@ -201,28 +146,26 @@ class Publish:
                     )
                 )
         await self._require_a_server("no server has received the update intact")
-        if self._coordinator is not None:
-            await self._coordinator.confirm_unchanged()
-        self._detector.check()
-        expected = self._update.expected_digest
-        if expected not in {None, digest}:
+        if self.coordinator is not None:
+            await self.coordinator.confirm_unchanged()
+        self.detector.check()
+        if self.expected_digest not in {None, digest}:
             raise DigestMismatchError(
-                f"the tensors are not those of {update_text(self._update.version)}: their digest "
-                f"is {digest:016x}, the fleet serves {expected:016x}; give the tensors of that "
-                "version, or publish a new one; nothing was committed"
+                f"the tensors are not those of {update_text(self.version)}: their digest is "
+                f"{digest:016x}, the fleet serves {self.expected_digest:016x}; give the tensors of "
+                "that version, or publish a new one; nothing was committed"
             )
 
     async def _commit(self, digest: int) -> None:
         async def commit(target: PublishTarget) -> None:
-            response = await target.commit(digest, self._settings.kv_policy)
-            if response is not None:
-                self._commits[target] = response
-                self._pool.committed(target.address, weight_tag_from_proto(response.weights))
+            await target.commit(digest, self.kv_policy)
+            if (committed := target.committed) is not None:
+                self.pool.committed(target.address, weight_tag_from_proto(committed.weights))
 
-        with self._pool.policy.committing(
-            self._update.version,
-            None if self._update.partial else digest,  # of a partial update's result none is known
-            rollback=self._update.allow_version_rollback,
+        with self.pool.policy.committing(
+            self.version,
+            None if self.manifest.partial else digest,  # of a partial update's result none is known
+            rollback=self.allow_version_rollback,
         ):
             await asyncio.gather(*(commit(target) for target in self._targets if target.staged))
         await self._require_a_server("no server has committed it")
@@ -233,7 +176,7 @@ class Publish:
             *(
                 target.discard()
                 for target in self._targets
-                if target not in self._commits
+                if target.committed is None
                 and target.phase is not UpdatePhase.ANNOUNCED
                 # One that is gone discards it by its lease.
                 and not isinstance(target.error, ServerUnreachableError)
@@ -241,32 +184,18 @@ class Publish:
         )
 
     def _report(self, digest: int, seconds: float) -> PublishReport:
-        version = self._update.version
         for target in self._targets:
             if target.error is not None:
-                logger.warning("%s is not on every server: %s", update_text(version), target.error)
+                logger.warning(
+                    "%s is not on every server: %s", update_text(self.version), target.error
+                )
         return PublishReport(
-            version=version,
-            update_id=self.progress.update_id,
+            version=self.version,
+            update_id=self.update_id,
             digest=digest,
-            bytes=self.progress.total_bytes,
+            bytes=self.total_bytes,
             seconds=seconds,
-            servers=tuple(self._report_of(target) for target in self._targets),
-        )
-
-    def _report_of(self, target: PublishTarget) -> ServerReport:
-        response = self._commits.get(target, weights_pb2.CommitWeightsResponse())
-        return ServerReport(
-            address=target.address,
-            weights=weight_tag_from_proto(response.weights) if target in self._commits else None,
-            error=target.error,
-            received_bytes=target.received_bytes,
-            staging_seconds=target.staging_seconds,
-            apply_seconds=response.timing.apply_ns / 1e9,
-            paused_seconds=response.timing.paused_ns / 1e9,
-            held_sequences=response.timing.held_sequences,
-            kv_tokens_to_recompute=response.timing.kv_tokens_to_recompute,
-            already_current=response.already_current,
+            servers=tuple(_server_report(target) for target in self._targets),
         )
 
     async def _require_a_server(self, problem: str) -> None:
@@ -276,14 +205,13 @@ class Publish:
         served = await asyncio.gather(*(target.describe_weights() for target in self._targets))
         details = [f"{t.error} [{now}]" for t, now in zip(self._targets, served, strict=True)]
         raise PublishFailedError(
-            f"{update_text(self._update.version)} was not published, {problem}: "
-            f"{'; '.join(details)}",
+            f"{update_text(self.version)} was not published, {problem}: {'; '.join(details)}",
             {t.address: t.error for t in self._targets if t.error is not None},
         )
 
     def _common_backends(self) -> list[str]:
         """The backends that all can use, the best for where the tensors lie first."""
-        available = transport.available_backends(device=self._update.device)
+        available = transport.available_backends(device=self.device)
         usable = [name for name, availability in available.items() if availability.ok]
         targets = [target for target in self._targets if target.error is None]
         if common := [name for name in usable if all(name in t.transports for t in targets)]:
@@ -305,7 +233,24 @@ class Publish:
 
     def _on_progress(self, sent_bytes: int) -> None:
         """Called in the sender's thread; a change of the tensors ends the transfer early."""
-        self.progress.sent_bytes = sent_bytes
+        self.sent_bytes = sent_bytes
         if (now := time.monotonic()) - self._checked_at > _CHECK_SECONDS:
             self._checked_at = now
-            self._detector.check()
+            self.detector.check()
+
+
+def _server_report(target: PublishTarget) -> ServerReport:
+    committed = target.committed
+    timing = weights_pb2.CommitTiming() if committed is None else committed.timing
+    return ServerReport(
+        address=target.address,
+        weights=None if committed is None else weight_tag_from_proto(committed.weights),
+        error=target.error,
+        received_bytes=target.received_bytes,
+        staging_seconds=target.staging_seconds,
+        apply_seconds=timing.apply_ns / 1e9,
+        paused_seconds=timing.paused_ns / 1e9,
+        held_sequences=timing.held_sequences,
+        kv_tokens_to_recompute=timing.kv_tokens_to_recompute,
+        already_current=committed is not None and committed.already_current,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 from rollwire.conversion import KV_POLICY_TO_PROTO, UPDATE_PHASE_FROM_PROTO, weight_tag_from_proto
@@ -23,14 +23,15 @@ from rollwire_client._rpc.channel import unary
 from rollwire_client._rpc.status import error_from_call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from rollwire.types import KvPolicy
 
+    from rollwire_client._data import PublishTimeouts
     from rollwire_client._fleet.committed_policy import Policy
-    from rollwire_client._publishing.settings import PublishTimeouts
     from rollwire_client._rpc.client import RolloutClient
 
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +39,8 @@ logger = logging.getLogger(__name__)
 class PublishTarget:
     """A server that an update is published to.
 
-    Its phase is ANNOUNCED → READY → RECEIVING ⇄ STALLED → STAGED, as the server reports it. It can
-    fail in any phase; ``error`` says why, and it is left out of the rest of the publish.
+    Its phase is ANNOUNCED → READY → RECEIVING ⇄ STALLED → STAGED, as the server reports it. After a
+    failure, in any phase, it is left out of the rest of the publish.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class PublishTarget:
         self.error: RollwireError | None = None
         self.staging_seconds = 0.0  # from the announcement to STAGED
         self.transports: tuple[str, ...] = ()  # backends that it can use
+        self.committed: weights_pb2.CommitWeightsResponse | None = None
         self._client = client
         self._stub = weights_pb2_grpc.WeightServiceStub(client.channel)
         self._publisher = publisher
@@ -67,7 +69,6 @@ class PublishTarget:
 
     @property
     def staged(self) -> bool:
-        """Whether it has the whole update, verified."""
         return self.error is None and self.phase is UpdatePhase.STAGED
 
     def fail(self, error: RollwireError) -> None:
@@ -151,13 +152,7 @@ class PublishTarget:
         self._notify()
 
     async def join(self, request: weights_pb2.JoinTransportRequest) -> None:
-        """Makes the server join a transport group; returns when the group has formed.
-
-        A call whose answer was lost is repeated: the server joins once.
-
-        Raises:
-            RollwireError: The server did not join.
-        """
+        """Makes the server join a transport group; returns when the group has formed."""
         request.publisher.CopyFrom(self._publisher)
         request.update_id = self._update_id
         self._epoch = request.epoch
@@ -165,57 +160,44 @@ class PublishTarget:
             self.phase = UpdatePhase.RECEIVING
         # Longer than the trainer's end waits for the group, which then knows who is missing.
         limit = Deadline(self._timeouts.join + self._timeouts.call)
-        while True:
-            try:
-                await unary(
-                    self._stub.JoinTransport,
-                    request,
-                    server=self.address,
-                    timeout=limit.left,
-                    deadline=limit.left,
-                )
-            except ServerUnreachableError as error:
-                if not await self._is_alive() or limit.left == 0:
-                    raise
-                logger.info("%s; it is asked again", error)
-            else:
-                return
+        await self._call_until_answered(
+            lambda: unary(
+                self._stub.JoinTransport,
+                request,
+                server=self.address,
+                timeout=limit.left,
+                deadline=limit.left,
+            ),
+            limit,
+        )
 
-    async def commit(
-        self, digest: int, kv_policy: KvPolicy
-    ) -> weights_pb2.CommitWeightsResponse | None:
-        """Makes the server serve the staged update; None if the server has failed.
-
-        A call whose answer was lost is repeated: the server commits once.
-        """
-        limit = Deadline(self._timeouts.commit)
+    async def commit(self, digest: int, kv_policy: KvPolicy) -> None:
+        """Makes the server serve the staged update; sets ``committed`` unless that fails."""
         request = weights_pb2.CommitWeightsRequest(
             publisher=self._publisher,
             update_id=self._update_id,
             expected_digest=digest,
             kv_policy=KV_POLICY_TO_PROTO[kv_policy],
         )
-        while True:
-            try:
-                return await unary(
+        try:
+            self.committed = await self._call_until_answered(
+                lambda: unary(
                     self._stub.CommitWeights,
                     request,
                     server=self.address,
                     timeout=self._timeouts.commit_silence,
+                ),
+                Deadline(self._timeouts.commit),
+            )
+        except ServerUnreachableError as error:
+            self.fail(
+                ServerUnreachableError(
+                    f"{error}; it was committing, and may or may not have done it",
+                    server=self.address,
                 )
-            except ServerUnreachableError as error:
-                if not await self._is_alive() or limit.left == 0:
-                    self.fail(
-                        ServerUnreachableError(
-                            f"{error}; it was committing, and may or may not have done it",
-                            server=self.address,
-                        )
-                    )
-                    return None
-                logger.info("%s; it is asked again", error)
-            except RollwireError as error:
-                self.fail(error)
-                return None
+            )
+        except RollwireError as error:
+            self.fail(error)
 
     async def discard(self, update_id: str | None = None) -> None:
         """Makes the server drop this update, or another one; a failure is ignored."""
@@ -241,6 +223,16 @@ class PublishTarget:
         except RollwireError:
             return "cannot be asked what it serves"
         return f"serves {weights_text(weight_tag_from_proto(status.weights))}"
+
+    async def _call_until_answered(self, call: Callable[[], Awaitable[T]], limit: Deadline) -> T:
+        """Repeats a call whose answer was lost while the server is alive: it acts once."""
+        while True:
+            try:
+                return await call()
+            except ServerUnreachableError as error:
+                if not await self._is_alive() or limit.left == 0:
+                    raise
+                logger.info("%s; it is asked again", error)
 
     async def _is_alive(self) -> bool:
         try:

@@ -1,14 +1,4 @@
-"""Publishes a policy to every server of a fleet, as one transaction per server.
-
-    publish()            checks the tensors; every server reserves memory for them
-    handle.released      every server has received and verified them: they may change
-    handle.committed     every server serves the policy: returns the report
-    catch_up()           does the same for servers that are new or were away
-
-A server that fails or falls silent is left out after a bounded time; the others go on and commit.
-Serving weights are not touched before the commit, so a publish that fails leaves the servers as
-they were.
-"""
+"""Publishes a policy to every server of a fleet, as one transaction per server."""
 
 from __future__ import annotations
 
@@ -17,26 +7,26 @@ import contextlib
 import os
 import socket
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rollwire.types import KvPolicy
 from rollwire.v1 import weights_pb2, weights_pb2_grpc
 
+from rollwire_client._affinity import LoopAffinity
 from rollwire_client._arguments import checked_version, integer
+from rollwire_client._data import PublishReport, PublishTimeouts
 from rollwire_client._errors import (
     MissingDependencyError,
     PublishError,
     PublishInProgressError,
     RollwireError,
+    SchemaMismatchError,
 )
-from rollwire_client._publishing.publish_handle import PublishHandle, PublishReport
-from rollwire_client._publishing.settings import PublishSettings, PublishTimeouts
-from rollwire_client._rpc import conversion
 from rollwire_client._rpc.channel import unary
+from rollwire_client._rpc.conversion import schema_from_proto
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Iterator, Mapping, Sequence
 
     import torch
     from rollwire_transport import TensorSpec
@@ -44,8 +34,89 @@ if TYPE_CHECKING:
 
     from rollwire_client._fleet.fleet import Fleet
     from rollwire_client._fleet.server_handle import ServerHandle
-    from rollwire_client._publishing.sharded.coordinator import Coordinator
-    from rollwire_client._publishing.tensor_source import TensorSource
+    from rollwire_client._publishing.publish import Publish
+    from rollwire_client._publishing.sharded.coordination import Coordinator
+    from rollwire_client._publishing.tensors import TensorSource
+
+
+class PublishHandle:
+    """A publish under way.
+
+    Attributes:
+        version: The version given to ``Publisher.publish``.
+        update_id: Id of the update on the servers.
+        total_bytes: Bytes that each server gets.
+    """
+
+    def __init__(self, publish: Publish, task: asyncio.Task[PublishReport]) -> None:
+        self.version = publish.version
+        self.update_id = publish.update_id
+        self.total_bytes = publish.total_bytes
+        self._publish = publish
+        self._task = task
+        self._affinity = LoopAffinity("publish")
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that every server has received."""
+        return self._publish.sent_bytes
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, with or without success."""
+        return self._task.done()
+
+    @property
+    def announced(self) -> Awaitable[None]:
+        """Done when every server that can take the update has checked it and reserved memory.
+
+        Raises what ``committed`` raises.
+        """
+        return self._reach(self._publish.announced)
+
+    @property
+    def released(self) -> Awaitable[None]:
+        """Done when every server has received and verified everything: the tensors may change.
+
+        Raises what ``committed`` raises.
+        """
+        return self._reach(self._publish.released)
+
+    @property
+    def committed(self) -> Awaitable[PublishReport]:
+        """Done when every server that could has committed.
+
+        Raises:
+            PublishFailedError: No server committed.
+            SourceError: The trainer did not provide its tensors; no server has committed.
+            TensorsChangedError: They changed before ``released``; no server has committed.
+            PublishError: The publish could not continue; no server has committed.
+            asyncio.CancelledError: The publish was cancelled.
+        """
+        self._affinity.check()
+        return asyncio.shield(self._task)
+
+    async def cancel(self) -> None:
+        """Ends the publish; servers that have not committed yet discard the update.
+
+        Returns when the tensors may change. It waits for a source that hangs no longer than
+        ``PublishTimeouts.source``; see ``Publisher.publish``.
+        """
+        if self._affinity.forked:
+            return
+        self._affinity.check()
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _reach(self, milestone: asyncio.Event) -> None:
+        self._affinity.check()
+        waiting = asyncio.create_task(milestone.wait())
+        try:
+            await asyncio.wait([waiting, self._task], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        if not milestone.is_set():
+            self._task.result()
 
 
 class Publisher:
@@ -93,14 +164,11 @@ class Publisher:
         term = term if term is not None else time.time_ns() // 1_000_000
         self.term = integer("term", term, maximum=(1 << 64) - 1)
         self._pool = fleet._pool  # noqa: SLF001 - the library's own
-        self._settings = PublishSettings(
-            publisher=weights_pb2.Publisher(id=self.id, term=self.term),
-            backend=backend,
-            host=host,
-            kv_policy=_check_kv_policy(kv_policy),
-            bucket_bytes=None if bucket_bytes is None else _check_bucket_bytes(bucket_bytes),
-            timeouts=timeouts or PublishTimeouts(),
-        )
+        self._backend = backend
+        self._host = host
+        self._kv_policy = _check_kv_policy(kv_policy)
+        self._bucket_bytes = None if bucket_bytes is None else _check_bucket_bytes(bucket_bytes)
+        self._timeouts = timeouts or PublishTimeouts()
         self._schema: tuple[TensorSpec, ...] | None = None
         self._starting = False
         self._handle: PublishHandle | None = None
@@ -113,9 +181,26 @@ class Publisher:
             RollwireError: No server returned its schema.
         """
         self._pool.check_open()
-        if self._schema is None:
-            self._schema = await self._ask_schema()
-        return self._schema
+        if self._schema is not None:
+            return self._schema
+        problems: list[RollwireError] = []
+        for server in self._pool.servers:
+            stub = weights_pb2_grpc.WeightServiceStub(server.client.channel)
+            try:
+                answer = await unary(
+                    stub.GetWeightSchema,
+                    weights_pb2.GetWeightSchemaRequest(),
+                    server=server.address,
+                    timeout=self._timeouts.call,
+                )
+            except RollwireError as error:
+                problems.append(error)
+            else:
+                self._schema = schema_from_proto(answer)
+                return self._schema
+        raise PublishError(
+            f"no server returned its schema: {'; '.join(map(str, problems))}"
+        ) from problems[0]
 
     async def prepare(self, device: torch.device | str = "cpu") -> None:
         """Does the work ahead of time for which the first publish would wait.
@@ -280,14 +365,14 @@ class Publisher:
         expected_digest: int | None = None,
     ) -> PublishHandle:
         # Modules that need torch.
-        from rollwire_client._publishing.change_detector import ChangeDetector
-        from rollwire_client._publishing.publish import Publish, UpdateSpec
-        from rollwire_client._publishing.schema import match_schema
-        from rollwire_client._publishing.tensor_source import device_of
+        import rollwire_transport as transport
 
-        settings, detector = self._settings, ChangeDetector()
-        if kv_policy is not None:
-            settings = replace(settings, kv_policy=_check_kv_policy(kv_policy))
+        from rollwire_client._publishing.publish import Publish
+        from rollwire_client._publishing.schema import match_schema
+        from rollwire_client._publishing.tensors import ChangeDetector, device_of
+
+        detector = ChangeDetector()
+        kv_policy = self._kv_policy if kv_policy is None else _check_kv_policy(kv_policy)
         specs, source = match_schema(
             tensors,
             await self.schema(),
@@ -295,42 +380,32 @@ class Publisher:
             detector=detector,
             coordinator=coordinator,
         )
-        update = UpdateSpec(
-            version,
-            specs,
-            source,
-            device_of(tensors),
-            partial=partial,
+        try:
+            manifest = transport.plan(specs, bucket_bytes=self._bucket_bytes, partial=partial)
+        except transport.ManifestError as error:
+            raise SchemaMismatchError(f"the tensors cannot be sent: {error}") from error
+        publish = Publish(
+            pool=self._pool,
+            servers=servers,
+            publisher=weights_pb2.Publisher(id=self.id, term=self.term),
+            backend=self._backend,
+            host=self._host,
+            kv_policy=kv_policy,
+            timeouts=self._timeouts,
+            version=version,
+            manifest=manifest,
+            source=source,
+            device=device_of(tensors),
             allow_version_rollback=allow_version_rollback,
             expected_digest=expected_digest,
-        )
-        publish = Publish(
-            self._pool, servers, settings, update, detector=detector, coordinator=coordinator
+            detector=detector,
+            coordinator=coordinator,
         )
         work = publish.run()
         if coordinator is not None:
-            work = coordinator.run(work, publish.progress.released)
-        self._handle = PublishHandle(publish.progress, self._pool.create_task(work))
+            work = coordinator.run(work, publish.released)
+        self._handle = PublishHandle(publish, self._pool.create_task(work))
         return self._handle
-
-    async def _ask_schema(self) -> tuple[TensorSpec, ...]:
-        problems: list[RollwireError] = []
-        for server in self._pool.servers:
-            stub = weights_pb2_grpc.WeightServiceStub(server.client.channel)
-            try:
-                answer = await unary(
-                    stub.GetWeightSchema,
-                    weights_pb2.GetWeightSchemaRequest(),
-                    server=server.address,
-                    timeout=self._settings.timeouts.call,
-                )
-            except RollwireError as error:
-                problems.append(error)
-            else:
-                return conversion.schema_from_proto(answer)
-        raise PublishError(
-            f"no server returned its schema: {'; '.join(map(str, problems))}"
-        ) from problems[0]
 
 
 def _check_kv_policy(kv_policy: KvPolicy) -> KvPolicy:

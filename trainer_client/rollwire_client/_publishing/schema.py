@@ -1,7 +1,9 @@
-"""Checks a trainer's tensors against the schema of the servers, and maps names between them."""
+"""Checks a trainer's tensors against the schema of the servers, and says how to make them match."""
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -9,18 +11,16 @@ from typing import TYPE_CHECKING
 import rollwire_transport as transport
 
 from rollwire_client._errors import SchemaMismatchError
-from rollwire_client._publishing.name_hints import name_hints, shape_hint
-from rollwire_client._publishing.tensor_source import check_tensors
+from rollwire_client._publishing.tensors import check_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from rollwire_transport import TensorSpec
     from torch import Tensor
 
-    from rollwire_client._publishing.change_detector import ChangeDetector
-    from rollwire_client._publishing.sharded.coordinator import Coordinator
-    from rollwire_client._publishing.tensor_source import TensorOrFunction, TensorSource
+    from rollwire_client._publishing.sharded.coordination import Coordinator
+    from rollwire_client._publishing.tensors import ChangeDetector, TensorOrFunction, TensorSource
 
 _SERVER_DTYPES = {"float32", "bfloat16", "float16"}  # that ``rollwire-server --dtype`` takes
 _MAX_PROBLEMS = 20  # in an error's message
@@ -39,9 +39,6 @@ def match_schema(
     A mapping is checked here. A callable is not called yet: it must give the tensors in the order
     of the schema, which the sender checks as they come. With a ``coordinator`` the other ranks of a
     sharded trainer iterate and gather in step.
-
-    Raises:
-        SchemaMismatchError: The mapping is not what the servers want, or it is no mapping.
     """
     if not isinstance(tensors, Mapping):
         check_tensors(tensors)
@@ -78,7 +75,10 @@ def _select(
         raise SchemaMismatchError(f"nothing was sent: {error}") from error
     memory_of = {spec.name: spec.alias_of or spec.name for spec in described}
     selected: dict[str, str] = {}
-    ties: list[str] = []
+    problems, hinted = _unknown_names(
+        [spec for spec in described if spec.name not in wanted],
+        [spec for spec in schema if spec.name not in tensors],
+    )
     shapes: list[str] = []
     miscast: dict[tuple[str, str], list[str]] = {}  # names by (dtype here, dtype on the servers)
     for local_name, tensor in tensors.items():
@@ -87,44 +87,188 @@ def _select(
         name = alias_of.get(local_name, local_name)
         if name != local_name and name in tensors:
             if memory_of[local_name] != memory_of[name]:
-                ties.append(
+                problems.append(
                     f"{local_name} is tied to {name} on the servers, and a tensor of its own here: "
                     "tie them, or leave it out"
                 )
             continue
         got, want = replace(transport.describe(local_name, tensor), name=name), wanted[name]
         if got.shape != want.shape:
+            if got.shape == (0,) or (len(got.shape) == 1 < len(want.shape)):
+                advice = "its shards are to be gathered first, as for a checkpoint (ZeRO-3, FSDP)"
+            else:
+                advice = "split or reshape it"
             shapes.append(
                 f"{local_name} has shape {list(got.shape)}, the servers want {list(want.shape)}: "
-                f"{shape_hint(got.shape, want.shape)}"
+                f"{advice}"
             )
         if got.dtype != want.dtype:
             miscast.setdefault((got.dtype, want.dtype), []).append(local_name)
         selected.setdefault(name, local_name)
-    hints = name_hints(
-        [spec for spec in described if spec.name not in wanted],
-        [spec for spec in schema if spec.name not in tensors],
-    )
-    hinted = {name for hint in hints for name in hint.wanted}
-    missing = [] if partial else [n for n in wanted if n not in tensors and n not in alias_of]
-    problems = [
-        *map(str, hints),
-        *ties,
-        *shapes,
-        *(_miscast(names, *dtypes) for dtypes, names in miscast.items()),
-        *(f"{n} is missing" for n in missing if n not in selected and n not in hinted),
-    ]
+    problems += shapes
+    for (here, there), names in miscast.items():
+        more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
+        option = f", or start the servers with --dtype {here}" if here in _SERVER_DTYPES else ""
+        problems.append(
+            f"{names[0]}{more} {here}, the servers want {there}: cast before publishing{option}"
+        )
+    if not partial:
+        given = {*tensors, *alias_of, *selected, *hinted}
+        problems += [f"{name} is missing" for name in wanted if name not in given]
     if problems:
         shown = problems[:_MAX_PROBLEMS]
-        if more := len(problems) - len(shown):
-            shown.append(f"and {more} more")
+        if more_problems := len(problems) - len(shown):
+            shown.append(f"and {more_problems} more")
         raise SchemaMismatchError(
             "the tensors do not match the servers' schema; nothing was sent: " + "; ".join(shown)
         )
     return selected
 
 
-def _miscast(names: list[str], got: str, want: str) -> str:
-    more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
-    option = f", or start the servers with --dtype {got}" if got in _SERVER_DTYPES else ""
-    return f"{names[0]}{more} {got}, the servers want {want}: cast before publishing{option}"
+def _unknown_names(
+    unknown: Iterable[TensorSpec], missing: Iterable[TensorSpec]
+) -> tuple[list[str], set[str]]:
+    """One problem for all ``unknown`` tensors of equal advice, and their names on the servers.
+
+    Looks at each name a fixed number of times: a policy may have a hundred thousand tensors, and
+    this runs on the event loop.
+    """
+    index = _Missing(missing)
+    unknown_by_advice: dict[str, tuple[str, list[str]]] = {}
+    hinted: set[str] = set()
+    for spec in unknown:
+        advice, wanted = _advice(spec, index)
+        # Each tensor without advice is a problem of its own.
+        unknown_by_advice.setdefault(advice or spec.name, (advice, []))[1].append(spec.name)
+        hinted.update(wanted)
+    problems = []
+    for advice, (first, *others) in unknown_by_advice.values():
+        subject = f"{first} and {len(others)} more like it are" if others else f"{first} is"
+        explained = f": {advice.replace('{it}', 'them' if others else 'it')}" if advice else ""
+        problems.append(f"{subject} unknown to the servers{explained}")
+    return problems, hinted
+
+
+class _Missing:
+    """The tensors that the servers want and did not get, indexed."""
+
+    def __init__(self, specs: Iterable[TensorSpec]) -> None:
+        self.specs = {spec.name: spec for spec in specs}
+        self.experts = [name for name in self.specs if _EXPERT.search(name)]
+        self.packed_experts = [name for name in self.specs if _PACKED_EXPERTS.search(name)]
+        self.by_ending: defaultdict[str, list[str]] = defaultdict(list)
+        for name in self.specs:
+            self.by_ending[_ending(name)].append(name)
+
+    def fits(self, spec: TensorSpec, name: str) -> bool:
+        want = self.specs.get(name)
+        return want is not None and (want.shape, want.dtype) == (spec.shape, spec.dtype)
+
+
+def _ending(name: str) -> str:
+    """The end of a name that wrapping a model does not change: from its layer number's parent on,
+    or else the last two parts.
+    """
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
+    return ".".join(parts[max(number - 1, 0) :])
+
+
+_PEFT = re.compile(
+    r"(?:^|\.)(?:base_model\.model|base_layer|lora_\w+|modules_to_save|original_module)(?:\.|$)"
+)
+_PEFT_WRAPPING = re.compile(r"(?:^|(?<=\.))base_model\.model\.|\.base_layer(?=\.)")
+_WRAPPERS = {
+    "module": "DistributedDataParallel, DeepSpeed",
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+}
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_PACKED_EXPERTS = re.compile(r"\.experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj)\w*$")
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_BUFFER = re.compile(
+    r"(?:^|\.)(?:(?:original_)?inv_freq|(?:cos|sin)_cached|position_ids|masked_bias|attn\.bias)$"
+)
+_HEAD = re.compile(r"(?:^|\.)(?:score|v_head|value_head|reward_head|classifier|regression_head)\.")
+_QUANTIZED = re.compile(
+    r"\.(?:absmax|quant_map|quant_state\..*|nested_\w+|SCB|qweight|qzeros|weight_scale_inv)$"
+)
+
+
+def _advice(spec: TensorSpec, missing: _Missing) -> tuple[str, Iterable[str]]:
+    """What to do about a tensor whose name the servers do not know, with "{it}" for what is
+    concerned, and the servers' names for it. It tells how trainers' libraries wrap, pack or extend
+    a model.
+    """
+    name, parts = spec.name, spec.name.split(".")
+    if _PEFT.search(name):
+        # The base layers have the shapes that the servers want: renamed, they would pass as the
+        # policy, without the adapter.
+        return (
+            "a PEFT model's base layers and adapters are not its policy. Merge the adapter first: "
+            "publish model.merge_and_unload().state_dict(), or, between model.merge_adapter() and "
+            "model.unmerge_adapter(), the tensors without `base_model.model.` and `.base_layer` in "
+            "their names, and without those of lora_",
+            [_PEFT_WRAPPING.sub("", name)],
+        )
+    plain = ".".join(part for part in parts if part not in _WRAPPERS)
+    if plain != name and missing.fits(spec, plain):
+        return _advice_to_unwrap(parts), [plain]
+    if name.endswith("_flat_param"):
+        return (
+            "FSDP has flattened parameters into {it}: publish what torch.distributed.checkpoint."
+            "state_dict.get_model_state_dict(model) gives",
+            (),
+        )
+    if _PACKED_EXPERTS.search(name) and missing.experts:
+        return (
+            "all experts of a layer are in one tensor, as transformers 5 has them in memory, and "
+            f"the servers want each by itself, such as {missing.experts[0]}: split {{it}}, as "
+            "save_pretrained does",
+            missing.experts,
+        )
+    if _EXPERT.search(name) and missing.packed_experts:
+        return (
+            "the servers want all experts of a layer in one tensor, such as "
+            f"{missing.packed_experts[0]}: stack {{it}}",
+            missing.packed_experts,
+        )
+    for fused, pieces in _FUSED.items():
+        whole, *split = (".".join([*parts[:-2], m, parts[-1]]) for m in (fused, *pieces))
+        if name == whole and all(piece in missing.specs for piece in split):
+            return f"split {{it}} into {', '.join(pieces)}", split
+        if name in split and whole in missing.specs:
+            return f"the servers want {', '.join(pieces)} in one, {fused}", [whole]
+    if _BUFFER.search(name):
+        return "servers compute such a buffer themselves: leave {it} out", ()
+    if _HEAD.search(name):
+        return "a value or reward head is not part of the policy: leave {it} out", ()
+    if _QUANTIZED.search(name):
+        return "its layer is quantized: publish the weights as the servers want them", ()
+    # The same tensor may be at another place, such as beneath `model.language_model.`.
+    candidates = missing.by_ending.get(_ending(name), [])
+    if len(candidates) == 1 and missing.fits(spec, candidates[0]):
+        return _advice_to_rename(parts, candidates[0].split(".")), candidates
+    return "", ()
+
+
+def _advice_to_unwrap(parts: Sequence[str]) -> str:
+    found = [part for part in parts if part in _WRAPPERS]
+    outer = parts[: next(i for i, part in enumerate(parts) if part not in _WRAPPERS)]
+    wrappers = " and ".join(f"`{part}.` ({_WRAPPERS[part]})" for part in dict.fromkeys(found))
+    if outer != found or "_fsdp_wrapped_module" in found:
+        return f"remove {wrappers} from the name"
+    return f"remove {wrappers} from the name, or publish model.{'.'.join(outer)}.state_dict()"
+
+
+def _advice_to_rename(parts: list[str], theirs: list[str]) -> str:
+    while parts and theirs and parts[-1] == theirs[-1]:
+        parts.pop()
+        theirs.pop()
+    before, wanted = ("".join(f"{part}." for part in some) for some in (parts, theirs))
+    if not before:
+        return f"put `{wanted}` before the name"
+    if not wanted:
+        return f"remove `{before}` from the name"
+    return f"replace `{before}` by `{wanted}` in the name"

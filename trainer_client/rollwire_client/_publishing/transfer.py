@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from rollwire_client._data import PublishTimeouts
     from rollwire_client._publishing.publish_target import PublishTarget
-    from rollwire_client._publishing.settings import PublishTimeouts
-    from rollwire_client._publishing.tensor_source import TensorSource
+    from rollwire_client._publishing.tensors import TensorSource
 
 logger = logging.getLogger(__name__)
 

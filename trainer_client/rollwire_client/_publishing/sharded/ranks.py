@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Self
 from rollwire_client._affinity import LoopAffinity
 from rollwire_client._arguments import seconds
 from rollwire_client._errors import PublishInProgressError
-from rollwire_client._publishing.sharded.coordinator import Coordinator
-from rollwire_client._publishing.sharded.participant import Participant
+from rollwire_client._publishing.sharded.coordination import Coordinator, Participant
 from rollwire_client._publishing.sharded.rendezvous import connect_ranks
 from rollwire_client._wording import update_text
 
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from rollwire_client._publishing.publish_handle import PublishHandle, PublishReport
-    from rollwire_client._publishing.publisher import Publisher
-    from rollwire_client._publishing.tensor_source import TensorSource
+    from rollwire_client._data import PublishReport
+    from rollwire_client._publishing.publisher import Publisher, PublishHandle
+    from rollwire_client._publishing.tensors import TensorSource
 
 _CATCHES_UP = "catches up"
 

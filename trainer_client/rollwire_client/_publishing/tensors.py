@@ -1,38 +1,63 @@
-"""Detects that a trainer's tensors change in place while they are being sent.
-
-Two signals are used: torch's version counters, which count in-place writes, and a hook on
-optimizers, because fused optimizers write past those counters. Neither sees writes through
-``tensor.data`` or by a CUDA graph, changes of tensors made under ``torch.inference_mode()``, or
-changes of what a copy was made from.
-"""
+"""What a trainer publishes: tensors by name, or a function that gives them one by one."""
 
 from __future__ import annotations
 
 import functools
 import threading
 import weakref
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Self
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rollwire_client._errors import TensorsChangedError
+from rollwire_client._errors import SchemaMismatchError, TensorsChangedError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+# A function in place of a tensor is called when the tensor is needed.
+TensorOrFunction = Tensor | Callable[[], Tensor]
+TensorSource = Callable[[], Iterable[tuple[str, TensorOrFunction]]]
 
-    from torch import Tensor
 
-    from rollwire_client._publishing.tensor_source import TensorOrFunction, TensorSource
+def check_tensors(tensors: Mapping[str, Tensor] | TensorSource) -> None:
+    """Raises SchemaMismatchError unless these are tensors by name, or a callable."""
+    if isinstance(tensors, torch.nn.Module):  # which is callable, for something else
+        raise SchemaMismatchError(
+            f"nothing was sent: a {type(tensors).__name__} is a model, not its tensors: "
+            "publish(version, model.state_dict())"
+        )
+    if callable(tensors):
+        return
+    if not isinstance(tensors, Mapping):
+        raise SchemaMismatchError(
+            f"nothing was sent: a {type(tensors).__name__} is neither a mapping of names to "
+            "tensors nor a function that gives an iterator of (name, tensor)"
+        )
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise SchemaMismatchError(
+                f"nothing was sent: {name}: a {type(tensor).__name__} is not a torch tensor"
+            )
 
-    _Counter = Callable[[], int | None]  # None: the tensor is gone
+
+def device_of(tensors: Mapping[str, Tensor] | TensorSource) -> torch.device | None:
+    """Where tensors lie; for a callable, the CUDA device that this thread uses is assumed."""
+    if not callable(tensors):
+        return next((tensor.device for tensor in tensors.values()), None)
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 class ChangeDetector:
-    """Detects changes of the tensors of one publish, from any thread; keeps none of their memory.
+    """Detects in-place changes of the tensors of one publish, from any thread; keeps none of their
+    memory. A context manager: optimizers are observed within it only.
 
-    A context manager: optimizers are observed within it only.
+    Two signals are used: torch's version counters, which count in-place writes, and a hook on
+    optimizers, because fused optimizers write past those counters. Neither sees writes through
+    ``tensor.data`` or by a CUDA graph, changes of tensors made under ``torch.inference_mode()``, or
+    changes of what a copy was made from.
     """
 
     def __init__(self) -> None:
@@ -50,10 +75,13 @@ class ChangeDetector:
 
     def watch(self, name: str, value: object) -> None:
         """Detects changes of this tensor from now on; ignores what is no tensor."""
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             return
+        local = _local(value)
+        # The local shard of a DTensor has a counter of its own.
+        tensors = [value] if local is value else [value, local]
         with self._lock:
-            for tensor in _with_local_shard(value):
+            for tensor in tensors:
                 if not tensor.is_inference():  # those have no counter
                     counter = _counter(tensor)
                     self._counters.append((name, counter, counter()))
@@ -77,7 +105,7 @@ class ChangeDetector:
         return watched
 
     def _watch_value(self, name: str, value: TensorOrFunction) -> TensorOrFunction:
-        if isinstance(value, torch.Tensor) or not callable(value):
+        if isinstance(value, Tensor) or not callable(value):
             self.watch(name, value)
             return value
 
@@ -96,7 +124,13 @@ class ChangeDetector:
                 if counter() not in {before, None}:
                     changed[name] = None
         if changed:
-            raise TensorsChangedError(_message(list(changed)))
+            first, *others = changed
+            more = f" and {len(others)} more" if others else ""
+            raise TensorsChangedError(
+                f"{first}{more} changed in place while being sent; nothing was committed, the "
+                "servers keep the weights they have: await the handle's `released` before tensors "
+                "change, as by an optimizer's step"
+            )
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
@@ -116,25 +150,12 @@ class ChangeDetector:
                     self._optimized[watched[0]] = None
 
 
-def _message(names: list[str]) -> str:
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return (
-        f"{names[0]}{more} changed in place while being sent; nothing was committed, the servers "
-        "keep the weights they have: await the handle's `released` before tensors change, as by "
-        "an optimizer's step"
-    )
-
-
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
-
-
-def _with_local_shard(tensor: Tensor) -> list[Tensor]:
-    """The tensor and, for a DTensor, its local shard: each has a counter of its own."""
-    local = _local(tensor)
-    return [tensor] if local is tensor else [tensor, local]
+_Counter = Callable[[], int | None]  # None: the tensor is gone
+_PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def _local(tensor: Tensor) -> Tensor:
+    """The local shard of a DTensor; any other tensor as it is."""
     if type(tensor) in _PLAIN or not hasattr(tensor, "to_local"):
         return tensor
     with torch.no_grad():
