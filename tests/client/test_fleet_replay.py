@@ -220,7 +220,7 @@ async def test_a_rollout_goes_on_from_the_routing_of_its_prefix(
         before = await fleet.generate(PROMPT, sampling, routed_experts=replay)
         output = TrajectoryBuilder.of(before)
         assert output.trajectory() == before
-        rollout = fleet._pool.rollout(PROMPT, sampling, {"routed_experts": replay}, output=output)
+        rollout = fleet._pool.rollout(output, sampling, {"routed_experts": replay})
         assert output.trajectory().routing == before.routing
         await rollout.run()
     first = 5 if replay is AS_SAMPLED else 0

@@ -8,7 +8,7 @@ import sys
 import pytest
 import rollwire_client
 from rollwire_client import Fleet, RolloutClient
-from rollwire_client._rpc.host_address import local_address
+from rollwire_client._rpc.channel import local_address
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rollwire_client import InvalidRequestError, RolloutOptions, Sampling
 from rollwire_client._rpc import conversion
-from rollwire_client._rpc.request import generate_request, sampling_to_proto
+from rollwire_client._rpc.conversion import generate_request, sampling_to_proto
 from support.sampling import NOT_DEFAULT, PARAMETERS
 
 

@@ -44,7 +44,7 @@ PARTS = st.lists(st.tuples(st.integers(0, 4), st.sampled_from([None, 1, 2]), st.
 
 @given(PARTS)
 def test_segments_cover_the_output(parts: list) -> None:
-    output = TrajectoryBuilder("id", [7])
+    output = TrajectoryBuilder([7])
     versions, offset = [], 0
     for count, version, server in parts:
         append(output, count, tag(version, server), server=server)
@@ -65,7 +65,7 @@ def test_segments_cover_the_output(parts: list) -> None:
 def test_chunks_bring_each_token_once_with_its_weights_also_of_a_cut_output(
     parts: list, end: int
 ) -> None:
-    output, tags = TrajectoryBuilder("id", [7]), []
+    output, tags = TrajectoryBuilder([7]), []
     for count, version, server in parts:
         append(output, count, tag(version, server), server=server)
         tags += [tag(version, server)] * count
@@ -88,7 +88,7 @@ def test_chunks_bring_each_token_once_with_its_weights_also_of_a_cut_output(
 
 
 def test_a_segment_keeps_its_oldest_revision() -> None:
-    output = TrajectoryBuilder("id", [7])
+    output = TrajectoryBuilder([7])
     append(output, 2, tag(3), oldest=1)
     append(output, 2, tag(3), oldest=2)
     assert [output.chunk(0).oldest_kv_revision, output.chunk(2).oldest_kv_revision] == [1, 2]
@@ -96,7 +96,7 @@ def test_a_segment_keeps_its_oldest_revision() -> None:
 
 
 def test_tensors_are_what_a_loss_needs() -> None:
-    output = TrajectoryBuilder("id", [7, 8])
+    output = TrajectoryBuilder([7, 8])
     append(output, 1, tag(None))
     append(output, 2, tag(4))
     trajectory = output.trajectory()
@@ -115,7 +115,8 @@ def test_tensors_have_the_experts_of_every_token_that_was_an_input(width: int) -
     if width == 2:
         experts[1][0] = [256, 65535]
     flat = [e for row in experts for layer in row for e in layer]
-    output = TrajectoryBuilder("id", [7, 8], RoutingReplay.AS_SAMPLED)
+    output = TrajectoryBuilder([7, 8])
+    output.begin("id", RoutingReplay.AS_SAMPLED)
     packed = b"".join(e.to_bytes(width, "little") for e in flat)
     output.routing.add(Rows(0, 3, (2, 2, width), packed, tag(4)))
     append(output, 3, tag(4))
@@ -128,13 +129,14 @@ def test_tensors_have_the_experts_of_every_token_that_was_an_input(width: int) -
 
 
 def test_tensors_without_routing() -> None:
-    assert TrajectoryBuilder("id", [7]).trajectory().to_tensors().routing is None
-    output = TrajectoryBuilder("id", [7], RoutingReplay.LAST_PASS)
+    assert TrajectoryBuilder([7]).trajectory().to_tensors().routing is None
+    output = TrajectoryBuilder([7])
+    output.begin("id", RoutingReplay.LAST_PASS)
     assert output.trajectory().to_tensors().routing is None
 
 
 def test_tensors_of_no_tokens() -> None:
-    tensors = TrajectoryBuilder("id", [7]).trajectory().to_tensors()
+    tensors = TrajectoryBuilder([7]).trajectory().to_tensors()
     assert tensors.token_ids.tolist() == [7]
     assert tensors.mask.tolist() == [False]
 
@@ -142,4 +144,4 @@ def test_tensors_of_no_tokens() -> None:
 def test_tensors_without_torch_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'rollwire\[transport\]'"):
-        TrajectoryBuilder("id", [7]).trajectory().to_tensors()
+        TrajectoryBuilder([7]).trajectory().to_tensors()

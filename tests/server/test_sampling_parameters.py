@@ -12,7 +12,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from rollwire.reasons import Reason
 from rollwire.v1 import rollout_pb2
 from rollwire_client import Sampling
-from rollwire_client._rpc.request import sampling_to_proto
+from rollwire_client._rpc.conversion import sampling_to_proto
 from rollwire_server.errors import ServiceError
 from rollwire_server.rpc.validation import SAMPLING_DEFAULTS, read_request
 from support.calls import request

@@ -1,6 +1,6 @@
-"""Checks of numbers that a caller gives.
+"""Checks of what a caller gives, and words that several messages share.
 
-A value that is no number is a TypeError; one out of range, or NaN, is a ValueError. Both name the
+A value of another type is a TypeError; one out of range, or NaN, is a ValueError. Both name the
 argument.
 """
 
@@ -10,6 +10,7 @@ import dataclasses
 import math
 import numbers
 import operator
+import re
 import reprlib
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 VERSION = "a version: an integer from 0 to 2^63 - 1"
 MAX_SECONDS = 1e9  # timers and messages can carry it, and nobody waits for longer
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+(%[\w.-]+)?\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
 
 
 def number(name: str, value: object, *, minimum: float = 0.0, maximum: float = math.inf) -> float:
@@ -70,5 +72,29 @@ def checked_version(name: str, value: object) -> int | None:
     return step
 
 
+def server_address(value: str) -> str:
+    """``value``, if it is HOST:PORT; an IPv6 address is in brackets, as in [::1]:50051.
+
+    Raises:
+        TypeError: It is no text.
+        ValueError: It is something else, such as a URL or a host without a port.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"the address {value!r} is not text such as '127.0.0.1:50051'")
+    if not (match := _ADDRESS.fullmatch(value)) or not 0 < int(match["port"]) < 65536:
+        raise ValueError(
+            f"{value!r} is not HOST:PORT, such as 127.0.0.1:50051, with a port from 1 to 65535"
+        )
+    return value
+
+
 def _mismatch(name: str, value: object, expected: str) -> str:
     return f"{name} is {reprlib.repr(value)}, not {expected}"
+
+
+def update_text(version: int | None) -> str:
+    return "an untagged update" if version is None else f"version {version}"
+
+
+def servers_text(count: int) -> str:
+    return "1 server" if count == 1 else f"{count} servers"

@@ -180,7 +180,6 @@ class TrajectoryBuilder:
     """A sequence while it is sampled: attempts append to it, and its reader takes chunks from it.
 
     Attributes:
-        request_id: Its name on the servers.
         prompt_ids: The prompt.
         token_ids: The output so far. Whoever appends calls ``begin_run`` where the weights change.
         logprobs: One for each output token.
@@ -189,45 +188,38 @@ class TrajectoryBuilder:
         routing: If it was asked for: where attempts merge the rows that come.
     """
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_ids: Sequence[int],
-        replay: RoutingReplay | None = None,
-        *,
-        after: WeightTag | None = None,
-    ) -> None:
+    def __init__(self, prompt_ids: Sequence[int], *, after: WeightTag | None = None) -> None:
         """``after`` is what sampled the last token of the prompt, in a conversation."""
-        self.request_id = request_id
         self.prompt_ids = tuple(prompt_ids)
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
+        self.run_weights: WeightTag | None = None
+        self.run_oldest = 0
         self.finish: Finish | None = None
-        self.routing = RoutingBuilder(replay, len(self.prompt_ids)) if replay is not None else None
+        self.routing: RoutingBuilder | None = None
+        self._request_id = ""
         self._after = after
         # Where each run of equal weights begins, the weights, and its oldest KV revision.
         self._runs: list[tuple[int, WeightTag, int]] = []
-        self.run_weights: WeightTag | None = None
-        self.run_oldest = 0
         self._servers: list[tuple[int, str]] = []  # where each begins, its address
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> TrajectoryBuilder:
-        routing = trajectory.routing
-        replay = routing.replay if routing is not None else None
-        made = cls(trajectory.request_id, trajectory.prompt_ids, replay)
+        made = cls(trajectory.prompt_ids)
         made.token_ids += trajectory.token_ids
         made.logprobs += trajectory.logprobs
+        made.finish = trajectory.finish
+        made._request_id = trajectory.request_id
         made._runs += [(s.start, s.weights, s.oldest_kv_revision) for s in trajectory.segments]
         made._servers += [(0, server) for server in trajectory.servers]
-        made.finish = trajectory.finish
-        if made.routing is not None and routing is not None:
-            made.routing.load(routing)
+        if trajectory.routing is not None:
+            made.routing = RoutingBuilder(trajectory.routing.replay, len(made.prompt_ids))
+            made.routing.load(trajectory.routing)
         return made
 
-    def resume(self, request_id: str, replay: RoutingReplay | None) -> None:
-        """The sequence goes on under another request."""
-        self.request_id, self.finish = request_id, None
+    def begin(self, request_id: str, replay: RoutingReplay | None) -> None:
+        """The sequence begins, or goes on, under this request."""
+        self._request_id, self.finish = request_id, None
         known = self._routing()
         self.routing = RoutingBuilder(replay, len(self.prompt_ids)) if replay is not None else None
         if self.routing is not None and known is not None:
@@ -281,9 +273,8 @@ class TrajectoryBuilder:
         return self._runs[-1][1] if self._runs else self._after
 
     def trajectory(self) -> Trajectory:
-        """As it is now."""
         return Trajectory(
-            request_id=self.request_id,
+            request_id=self._request_id,
             prompt_ids=self.prompt_ids,
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),

@@ -185,7 +185,7 @@ def test_what_a_sample_has_comes_back_as_it_was(tmp_path: Path) -> None:
     sampler = GroupSampler(None, 1, 2, Sampling(), {}, None, 0)
     samples = [
         LiveSample(0, TrajectoryBuilder.of(trajectory), 0.25, 3),
-        LiveSample(1, TrajectoryBuilder("", (5, 6))),
+        LiveSample(1, TrajectoryBuilder((5, 6))),
     ]
     group = LiveGroup(Prompt("p", (5, 6), 4, info=["x", None]), samples)
     steps = [TrainerStep(3, None, 7), TrainerStep(4, 9, None), TrainerStep(8, 13, 2**64 - 1)]

@@ -16,7 +16,7 @@ from rollwire_client import (
     Sampling,
     ServerUnreachableError,
 )
-from rollwire_client._rpc.credentials import CredentialsError
+from rollwire_client._rpc.channel import CredentialsError
 from support.certificates import Authority
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from rollwire_client._batches.progress_bar import ProgressBar
 from rollwire_client._batches.prompt_source import PromptSource, read_all
 from rollwire_client._batches.trainer_steps import TrainerSteps
 from rollwire_client._errors import StalenessError
-from rollwire_client._rpc.request import DEFAULT_SAMPLING, RolloutOptions
+from rollwire_client._rpc.conversion import DEFAULT_SAMPLING, RolloutOptions
 
 if TYPE_CHECKING:
     import os

@@ -29,7 +29,7 @@ from rollwire_client._batches.trainer_steps import TrainerStep
 from rollwire_client._errors import BufferFileError, RollwireError
 from rollwire_client._routing_replay import Routing, RoutingReplay, RoutingSegment
 from rollwire_client._rpc import conversion
-from rollwire_client._rpc.request import sampling_to_proto
+from rollwire_client._rpc.conversion import sampling_to_proto
 from rollwire_client._trajectory import Segment, Trajectory, TrajectoryBuilder
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from rollwire_client._errors import (
     ServerFailedError,
     TimedOutError,
 )
-from rollwire_client._rpc.request import checked_token_ids
+from rollwire_client._rpc.conversion import checked_token_ids
 from rollwire_client._trajectory import TrajectoryBuilder
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rollwire_client._data import Sampling
     from rollwire_client._fleet.rollout import Rollout
     from rollwire_client._fleet.server_pool import ServerPool
-    from rollwire_client._rpc.request import RolloutOptions
+    from rollwire_client._rpc.conversion import RolloutOptions
     from rollwire_client._trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class LiveSample:
         """Discards what was sampled; the next draws are others."""
         self.refills += 1
         self.rollout = None
-        self.output = TrajectoryBuilder(self.output.request_id, self.output.prompt_ids)
+        self.output = TrajectoryBuilder(self.output.prompt_ids)
 
 
 class GroupState(enum.Enum):
@@ -161,7 +161,7 @@ class GroupSampler:
         """
         prompt = checked_prompt(prompt)
         samples = [
-            LiveSample(i, TrajectoryBuilder("", prompt.token_ids)) for i in range(self.group_size)
+            LiveSample(i, TrajectoryBuilder(prompt.token_ids)) for i in range(self.group_size)
         ]
         return LiveGroup(prompt, samples)
 
@@ -218,12 +218,8 @@ class GroupSampler:
         options: RolloutOptions = {**self.options, "session_id": group.session_id}
         if group.oldest_version is not None:
             options["min_weight_version"] = group.oldest_version
-        sample.rollout = self.pool.rollout(
-            prompt.token_ids,
-            replace(prompt.sampling or self.sampling, seed=seed),
-            options,
-            output=sample.output,
-        )
+        sampling = replace(prompt.sampling or self.sampling, seed=seed)
+        sample.rollout = self.pool.rollout(sample.output, sampling, options)
         await sample.rollout.run()
 
 

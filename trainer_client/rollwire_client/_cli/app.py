@@ -17,7 +17,7 @@ from rollwire_client._cli.publish import publish
 from rollwire_client._cli.top import top
 from rollwire_client._cli.trace import trace
 from rollwire_client._errors import RollwireError
-from rollwire_client._rpc.credentials import Credentials, CredentialsError
+from rollwire_client._rpc.channel import Credentials, CredentialsError
 
 INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 

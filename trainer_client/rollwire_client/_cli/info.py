@@ -15,7 +15,7 @@ from rollwire_client._rpc.client import RolloutClient, Timeouts
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rollwire_client._rpc.credentials import Credentials
+    from rollwire_client._rpc.channel import Credentials
 
 
 @options.command

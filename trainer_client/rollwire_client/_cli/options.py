@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
-from rollwire_client._arguments import MAX_SECONDS
+from rollwire_client._arguments import MAX_SECONDS, server_address
 from rollwire_client._fleet.addresses import Addresses, address_source
-from rollwire_client._rpc.host_address import server_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

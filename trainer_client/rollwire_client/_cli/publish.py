@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rollwire.types import KvPolicy
 
+from rollwire_client._arguments import servers_text
 from rollwire_client._cli import options, output
 from rollwire_client._errors import MissingDependencyError, SourceError
 from rollwire_client._fleet.fleet import Fleet
 from rollwire_client._publishing.publisher import Publisher
 from rollwire_client._rpc.client import Timeouts
-from rollwire_client._wording import servers_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,11 +13,11 @@ import typer  # noqa: TC002 - typer reads the annotations
 from rich.live import Live
 from rich.text import Text
 
+from rollwire_client._arguments import servers_text
 from rollwire_client._cli import options, output
 from rollwire_client._data import ServerInfo
 from rollwire_client._fleet.fleet import Fleet
 from rollwire_client._rpc.client import Timeouts
-from rollwire_client._wording import servers_text
 
 if TYPE_CHECKING:
     from rich.table import Table

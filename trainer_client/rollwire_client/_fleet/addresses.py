@@ -8,8 +8,8 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from rollwire_client._arguments import server_address
 from rollwire_client._concurrency import run_in_thread
-from rollwire_client._rpc.host_address import server_address
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Self, Unpack
 
 from rollwire_client._data import ServerInfo
 from rollwire_client._errors import RollwireError, UnavailableError
-from rollwire_client._fleet.rollout import Retries
+from rollwire_client._fleet.rollout import Retries, Rollout
 from rollwire_client._fleet.server_pool import ServerPool
 from rollwire_client._fleet.session import Session
-from rollwire_client._rpc.request import DEFAULT_SAMPLING, RolloutOptions
+from rollwire_client._rpc.conversion import DEFAULT_SAMPLING, RolloutOptions, checked_token_ids
+from rollwire_client._trajectory import TrajectoryBuilder
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from rollwire_client._data import Sampling
     from rollwire_client._fleet.addresses import Addresses
     from rollwire_client._fleet.server_handle import ServerHandle
+    from rollwire_client._rpc.channel import Credentials
     from rollwire_client._rpc.client import Timeouts
-    from rollwire_client._rpc.credentials import Credentials
     from rollwire_client._trajectory import Chunk, Trajectory
 
 
@@ -121,7 +122,7 @@ class Fleet:
             RolloutFailedError: The fleet gave the sequence up; see ``Retries``.
             RollwireError: Another error. ``.trajectory`` of each has the tokens sampled before it.
         """
-        return self._pool.rollout(prompt_ids, sampling, options).chunks()
+        return self._rollout(prompt_ids, sampling, options).chunks()
 
     async def generate(
         self,
@@ -130,7 +131,7 @@ class Fleet:
         **options: Unpack[RolloutOptions],
     ) -> Trajectory:
         """Samples one sequence to its end; see ``stream``."""
-        rollout = self._pool.rollout(prompt_ids, sampling, options)
+        rollout = self._rollout(prompt_ids, sampling, options)
         await rollout.run()
         return rollout.output.trajectory()
 
@@ -177,3 +178,9 @@ class Fleet:
             raise UnavailableError(f"no server answers: {'; '.join(map(str, answers))}")
         versions = [info.highest_version for info in infos]
         return max((v for v in versions if v is not None), default=None)
+
+    def _rollout(
+        self, prompt_ids: Sequence[int], sampling: Sampling, options: RolloutOptions
+    ) -> Rollout:
+        output = TrajectoryBuilder(checked_token_ids(prompt_ids))
+        return self._pool.rollout(output, sampling, options)

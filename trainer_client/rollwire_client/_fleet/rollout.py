@@ -8,6 +8,7 @@ Rollout ◀─ Attempt.next ◀─ TrajectoryBuilder.chunk       and is read, to
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from rollwire_client._errors import (
     WeightVersionError,
 )
 from rollwire_client._fleet.wait_log import WaitReason
-from rollwire_client._rpc.request import deliver_rarely
+from rollwire_client._rpc.conversion import deliver_rarely
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
     from rollwire_client._fleet.router import Router
     from rollwire_client._fleet.server_handle import ServerHandle
-    from rollwire_client._rpc.attempt import Attempt
+    from rollwire_client._rpc.rollout_stream import Attempt
     from rollwire_client._trajectory import Chunk, TrajectoryBuilder
 
 logger = logging.getLogger(__name__)
@@ -182,7 +183,9 @@ class Rollout:
         if self._server is None or (attempt := self._attempt) is None:
             return
         try:
-            await attempt.wait_rest(self._server.client.timeouts.close)
+            with contextlib.suppress(TimeoutError, RollwireError):
+                async with asyncio.timeout(self._server.client.timeouts.close):
+                    await attempt.wait_end()
         finally:
             self._detach()
             finish = attempt.finish

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from rollwire_client._data import ServerInfo
     from rollwire_client._fleet.committed_policy import Policy
-    from rollwire_client._rpc.attempt import Attempt
     from rollwire_client._rpc.client import RolloutClient
+    from rollwire_client._rpc.rollout_stream import Attempt
     from rollwire_client._trajectory import TrajectoryBuilder
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rollwire.types import ServerState
 
 from rollwire_client._affinity import LoopAffinity
-from rollwire_client._arguments import seconds
+from rollwire_client._arguments import seconds, servers_text
 from rollwire_client._concurrency import cancel_all
 from rollwire_client._errors import ClosedError, UnavailableError
 from rollwire_client._fleet.addresses import address_source
@@ -21,11 +21,9 @@ from rollwire_client._fleet.rollout import Retries, Rollout
 from rollwire_client._fleet.router import Router
 from rollwire_client._fleet.server_handle import ServerHandle, ServerStatus
 from rollwire_client._fleet.wait_log import LOG_INTERVAL, WaitReason
+from rollwire_client._rpc.channel import Credentials, CredentialsError
 from rollwire_client._rpc.client import RolloutClient, Timeouts
-from rollwire_client._rpc.credentials import Credentials, CredentialsError
-from rollwire_client._rpc.request import generate_request
-from rollwire_client._trajectory import TrajectoryBuilder
-from rollwire_client._wording import servers_text
+from rollwire_client._rpc.conversion import generate_request
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -34,7 +32,8 @@ if TYPE_CHECKING:
 
     from rollwire_client._data import Sampling
     from rollwire_client._fleet.addresses import Addresses
-    from rollwire_client._rpc.request import RolloutOptions
+    from rollwire_client._rpc.conversion import RolloutOptions
+    from rollwire_client._trajectory import TrajectoryBuilder
 
 T = TypeVar("T")
 
@@ -115,27 +114,11 @@ class ServerPool:
         return _spawn(work, self._tasks)
 
     def rollout(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        options: RolloutOptions,
-        *,
-        output: TrajectoryBuilder | None = None,
-        after: WeightTag | None = None,
+        self, output: TrajectoryBuilder, sampling: Sampling, options: RolloutOptions
     ) -> Rollout:
-        """A rollout that has not begun, with arguments as ``Fleet.stream`` has them.
-
-        Args:
-            output: What was sampled of the prompt before; the rollout goes on from there.
-            after: What sampled the last token of the prompt, in a conversation.
-        """
-        request = generate_request(prompt_ids, sampling, options)
-        replay = options.get("routed_experts")
-        if output is None:
-            prompt = request.prompt_token_ids
-            output = TrajectoryBuilder(request.request_id, prompt, replay, after=after)
-        else:
-            output.resume(request.request_id, replay)
+        """A rollout that has not begun, and goes on from what ``output`` has."""
+        request = generate_request(output.prompt_ids, sampling, options)
+        output.begin(request.request_id, options.get("routed_experts"))
         return Rollout(request, output, self.router, self._retries)
 
     def committed(self, address: str, weights: WeightTag) -> None:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Unpack
 
 from rollwire_client._routing_replay import joined
-from rollwire_client._rpc.request import DEFAULT_SAMPLING, RolloutOptions, checked_token_ids
-from rollwire_client._trajectory import Trajectory, TrajectoryTensors, tensors
+from rollwire_client._rpc.conversion import DEFAULT_SAMPLING, RolloutOptions, checked_token_ids
+from rollwire_client._trajectory import Trajectory, TrajectoryBuilder, TrajectoryTensors, tensors
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -163,7 +163,7 @@ class Session:
         own: RolloutOptions = {**options, "session_id": self.id}
         sampled = [turn.segments[-1] for turn in self._turns if turn.segments]
         after = sampled[-1].weights if sampled else None
-        return self._pool.rollout(self._token_ids, sampling, own, after=after)
+        return self._pool.rollout(TrajectoryBuilder(self._token_ids, after=after), sampling, own)
 
     @contextlib.contextmanager
     def _sampling(self, rollout: Rollout) -> Iterator[None]:

@@ -14,6 +14,7 @@ from rollwire.conversion import duration_to_proto, weight_tag_from_proto
 from rollwire.types import UpdatePhase
 from rollwire.v1 import weights_pb2
 
+from rollwire_client._arguments import update_text
 from rollwire_client._concurrency import cancel_all, run_to_end
 from rollwire_client._data import PublishReport, ServerReport
 from rollwire_client._errors import (
@@ -25,9 +26,8 @@ from rollwire_client._errors import (
 )
 from rollwire_client._publishing.publish_target import PublishTarget
 from rollwire_client._publishing.transfer import WeightTransfer
+from rollwire_client._rpc.channel import local_address
 from rollwire_client._rpc.conversion import manifest_to_proto
-from rollwire_client._rpc.host_address import local_address
-from rollwire_client._wording import update_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,16 +11,15 @@ from rollwire.conversion import weight_tag_from_proto
 from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
 
 from rollwire_client._affinity import LoopAffinity
-from rollwire_client._arguments import all_seconds, seconds
+from rollwire_client._arguments import all_seconds, seconds, server_address
 from rollwire_client._data import Aborted, Pause, Resumed, Sampling, ServerInfo
 from rollwire_client._errors import ClosedError, RollwireError, ServerUnreachableError
 from rollwire_client._rpc import conversion
-from rollwire_client._rpc.channel import connect, unary
-from rollwire_client._rpc.credentials import Credentials
-from rollwire_client._rpc.host_address import server_address
-from rollwire_client._rpc.request import (
+from rollwire_client._rpc.channel import Credentials, connect, unary
+from rollwire_client._rpc.conversion import (
     DEFAULT_SAMPLING,
     RolloutOptions,
+    checked_token_ids,
     deliver_rarely,
     generate_request,
     set_duration,
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
     import grpc
 
-    from rollwire_client._rpc.attempt import Attempt
+    from rollwire_client._rpc.rollout_stream import Attempt
 
 
 _NAME = "RolloutClient"
@@ -137,7 +136,12 @@ class RolloutClient:
             ClosedError: The client is not open.
             NotOpenHereError: The client is open in another process or event loop.
         """
-        return self._check_open()
+        if self._channel is None:
+            raise ClosedError(
+                f"the client of {self.address} is not open: use `async with`", server=self.address
+            )
+        self._affinity.check()
+        return self._channel
 
     @property
     def last_message_at(self) -> float:
@@ -171,7 +175,7 @@ class RolloutClient:
             InvalidRequestError: A value is invalid; ``violations`` names the field.
             RollwireError: Another error; ``.trajectory`` has the tokens sampled before it.
         """
-        return self._chunks(*_request(prompt_ids, sampling, options))
+        return self._chunks(*_new_sequence(prompt_ids, sampling, options))
 
     async def generate(
         self,
@@ -180,7 +184,7 @@ class RolloutClient:
         **options: Unpack[RolloutOptions],
     ) -> Trajectory:
         """Samples one sequence to its end; see ``stream``."""
-        request, output = _request(prompt_ids, sampling, options)
+        request, output = _new_sequence(prompt_ids, sampling, options)
         deliver_rarely(request)
         attempt = None
         try:
@@ -276,14 +280,6 @@ class RolloutClient:
             self._stub = rollout_pb2_grpc.RolloutServiceStub(channel)
         return self._stub
 
-    def _check_open(self) -> grpc.aio.Channel:
-        if self._channel is None:
-            raise ClosedError(
-                f"the client of {self.address} is not open: use `async with`", server=self.address
-            )
-        self._affinity.check()
-        return self._channel
-
     async def _chunks(
         self, request: rollout_pb2.GenerateRequest, output: TrajectoryBuilder
     ) -> AsyncGenerator[Chunk, None]:
@@ -301,7 +297,7 @@ class RolloutClient:
                 attempt.close()
 
     async def _open(self) -> Stream:
-        self._check_open()
+        rollouts = self._rollouts
         if self._stream is not None and self._stream.lost is None:
             return self._stream
         async with self._opening:
@@ -310,7 +306,7 @@ class RolloutClient:
                 info = await self.info()
                 self._context_length = info.context_length
                 self._stream = Stream(
-                    self._rollouts.StreamRollouts(),
+                    rollouts.StreamRollouts(),
                     self.address,
                     probe=lambda: self._require_server(info.server_id),
                     silence=self.timeouts.silence,
@@ -331,9 +327,10 @@ class RolloutClient:
         return Aborted(answer.aborted, tuple(answer.not_found))
 
 
-def _request(
+def _new_sequence(
     prompt_ids: Sequence[int], sampling: Sampling, options: RolloutOptions
 ) -> tuple[rollout_pb2.GenerateRequest, TrajectoryBuilder]:
-    request = generate_request(prompt_ids, sampling, options)
-    replay = options.get("routed_experts")
-    return request, TrajectoryBuilder(request.request_id, request.prompt_token_ids, replay)
+    output = TrajectoryBuilder(checked_token_ids(prompt_ids))
+    request = generate_request(output.prompt_ids, sampling, options)
+    output.begin(request.request_id, options.get("routed_experts"))
+    return request, output

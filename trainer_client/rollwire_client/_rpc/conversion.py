@@ -1,23 +1,126 @@
-"""Between protobuf messages and the library's own data."""
+"""Between the library's own data and protobuf messages.
+
+An unknown option is a TypeError, as with any Python function; a value that its field cannot carry
+is an InvalidRequestError that names the field as the API does. Both are raised before anything is
+sent. The server decides whether a value makes sense (a token id of the vocabulary, a ``top_p`` of
+at most 1), with the same error.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import TYPE_CHECKING
+import reprlib
+import uuid
+from typing import TYPE_CHECKING, Any, TypedDict
 
+from google.protobuf.descriptor import FieldDescriptor
 from rollwire.conversion import (
     LOGPROB_BASIS_FROM_PROTO,
+    LOGPROB_BASIS_TO_PROTO,
     SERVER_STATE_FROM_PROTO,
+    duration_to_proto,
     weight_tag_from_proto,
 )
-from rollwire.types import ServerState, WeightTag
+from rollwire.types import LogprobBasis, ServerState, WeightTag
 from rollwire.v1 import rollout_pb2, weights_pb2
 
+from rollwire_client import _arguments as arguments
 from rollwire_client._data import ActivePause, Sampling, ServerInfo
-from rollwire_client._routing_replay import Rows
+from rollwire_client._errors import InvalidRequestError
+from rollwire_client._routing_replay import RoutingReplay, Rows
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from google.protobuf.message import Message
     from rollwire_transport import Manifest, TensorSpec
+
+
+class RolloutOptions(TypedDict, total=False):
+    """The options of a rollout, besides prompt and sampling.
+
+    Attributes:
+        request_id: Globally unique id of the sequence. Default: a random one.
+        logprob_basis: The distribution of the log-probabilities. Default:
+            ``LogprobBasis.TEMPERATURE``.
+        min_weight_version: Do not sample under older weights: the sequence waits for newer ones. In
+            a fleet this counts as waiting for a server (``Retries.seconds``).
+        max_weight_version: Do not sample under newer weights: their commit ends the sequence. A
+            fleet continues it on a server with older weights, as long as there is one.
+        session_id: Id that sequences with the same prefix share. A fleet sends them to the server
+            that has the prefix, unless it is clearly busier than the others. Default: none.
+        routed_experts: Report the experts that a mixture of experts chose for each token. The value
+            says which choice is kept if a token was computed more than once. Default: None, no
+            experts.
+        timeout: Seconds from start to last token, then ``TimedOutError``. Default: no limit.
+        delivery_interval: Seconds for which a server may collect tokens before it sends them; the
+            end of a sequence is sent at once. Each message costs client and server time. Tokens
+            that a dying server has not sent are sampled again elsewhere. Default: 0 (every step is
+            sent) for streams, 0.25 for sequences that are generated as a whole.
+    """
+
+    request_id: str
+    logprob_basis: LogprobBasis
+    min_weight_version: int | None
+    max_weight_version: int | None
+    session_id: str
+    routed_experts: RoutingReplay | None
+    timeout: float | None
+    delivery_interval: float | None
+
+
+DEFAULT_SAMPLING = Sampling()
+_WHOLE_INTERVAL = 0.25  # seconds between deliveries of sequences that nobody streams
+
+_SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(Sampling))
+_OPTIONS = RolloutOptions.__optional_keys__
+_EXPECTED = {
+    FieldDescriptor.TYPE_UINT32: "an integer from 0 to 2^32 - 1",
+    FieldDescriptor.TYPE_UINT64: "an integer from 0 to 2^64 - 1",
+    FieldDescriptor.TYPE_FLOAT: "a number",
+    FieldDescriptor.TYPE_BOOL: "True or False",
+    FieldDescriptor.TYPE_STRING: "text",
+}
+
+
+def generate_request(
+    prompt_ids: Sequence[int], sampling: Sampling, options: RolloutOptions
+) -> rollout_pb2.GenerateRequest:
+    _check_names(options)
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling is {reprlib.repr(sampling)}, not a Sampling(…)")
+    request = rollout_pb2.GenerateRequest(sampling=sampling_to_proto(sampling))
+    set_field(request, "request_id", options.get("request_id") or uuid.uuid4().hex)
+    set_repeated(request, "prompt_token_ids", prompt_ids)
+    basis = options.get("logprob_basis", LogprobBasis.TEMPERATURE)
+    if not isinstance(basis, LogprobBasis):
+        raise _invalid("logprob_basis", basis, "a LogprobBasis")
+    request.logprob_basis = LOGPROB_BASIS_TO_PROTO[basis]
+    replay = options.get("routed_experts")
+    if not isinstance(replay, RoutingReplay | None):
+        raise _invalid("routed_experts", replay, "a RoutingReplay")
+    request.routed_experts = replay is not None
+    set_version(request, "min_weight_version", options.get("min_weight_version"))
+    set_version(request, "max_weight_version", options.get("max_weight_version"))
+    set_field(request, "session_id", options.get("session_id"))
+    set_duration(request, "timeout", options.get("timeout"))
+    set_duration(request, "delivery_interval", options.get("delivery_interval"))
+    return request
+
+
+def deliver_rarely(request: rollout_pb2.GenerateRequest) -> None:
+    """For a reader who wants the whole sequence, unless the caller chose an interval."""
+    if not request.HasField("delivery_interval"):
+        set_duration(request, "delivery_interval", _WHOLE_INTERVAL)
+
+
+def sampling_to_proto(sampling: Sampling) -> rollout_pb2.SamplingParams:
+    made = rollout_pb2.SamplingParams()
+    for field in _SAMPLING_FIELDS:
+        fill = set_repeated if field == "stop_token_ids" else set_field
+        fill(made, field, getattr(sampling, field), prefix="sampling.")
+    return made
 
 
 def sampling_from_proto(message: rollout_pb2.SamplingParams) -> Sampling:
@@ -33,6 +136,94 @@ def sampling_from_proto(message: rollout_pb2.SamplingParams) -> Sampling:
         ignore_eos=message.ignore_eos,
         seed=message.seed if message.HasField("seed") else None,
     )
+
+
+def checked_token_ids(values: Sequence[int]) -> tuple[int, ...]:
+    checked = rollout_pb2.GenerateRequest()
+    set_repeated(checked, "prompt_token_ids", values)
+    return tuple(checked.prompt_token_ids)
+
+
+def set_field(message: Message, field: str, value: Any, *, prefix: str = "") -> None:
+    if value is None:
+        return
+    try:
+        setattr(message, field, value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _invalid(prefix + field, value, _expected(message, field)) from error
+
+
+def set_repeated(message: Message, field: str, values: Any, *, prefix: str = "") -> None:
+    """Fills a repeated field from any iterable of integers, such as a list, array or tensor."""
+    name, container = prefix + field, getattr(message, field)
+    items = _items(values)
+    if items is None:
+        raise _invalid(name, values, "a sequence of integers")
+    try:
+        container.extend(items)
+    except (TypeError, ValueError, OverflowError):
+        for number, item in enumerate(items):
+            try:
+                container.append(item)
+            except (TypeError, ValueError, OverflowError) as error:
+                expected = _expected(message, field)
+                raise _invalid(f"{name}[{number}]", item, expected, field=name) from error
+
+
+def set_version(message: Message, field: str, value: int | None) -> None:
+    try:
+        checked = arguments.checked_version(field, value)
+    except (TypeError, ValueError) as error:
+        raise _invalid(field, value, arguments.VERSION) from error
+    set_field(message, field, checked)
+
+
+def set_duration(message: Message, field: str, seconds: float | None) -> None:
+    if seconds is None:
+        return
+    try:
+        fits = math.isfinite(seconds) and seconds >= 0
+        made = duration_to_proto(seconds) if fits else None
+    except (TypeError, ValueError, OverflowError):
+        made = None
+    if made is None:
+        raise _invalid(field, seconds, "a number of seconds from 0 on")
+    getattr(message, field).CopyFrom(made)
+
+
+def _check_names(options: RolloutOptions) -> None:
+    for name in options:
+        if name in _SAMPLING_FIELDS:
+            raise TypeError(f"{name} is a sampling parameter: use Sampling({name}=…)")
+        if name not in _OPTIONS:
+            raise TypeError(
+                f"a rollout has no option {name}; its options are {', '.join(sorted(_OPTIONS))}, "
+                "and sampling parameters are those of Sampling"
+            )
+
+
+def _items(values: Any) -> list[Any] | None:
+    """The elements of a sequence, array or tensor; None if it is none."""
+    if isinstance(values, str | bytes | bytearray):  # whose bytes are integers by chance
+        return None
+    if hasattr(values, "tolist"):  # else each element of a tensor is a tensor, and slow
+        items = values.tolist()
+        return items if isinstance(items, list) else None
+    try:
+        return list(values)
+    except TypeError:
+        return None
+
+
+def _expected(message: Message, field: str) -> str:
+    return _EXPECTED[message.DESCRIPTOR.fields_by_name[field].type]
+
+
+def _invalid(
+    name: str, value: object, expected: str, *, field: str | None = None
+) -> InvalidRequestError:
+    message = f"{name} is {reprlib.repr(value)}, not {expected}"
+    return InvalidRequestError(message, violations={field or name: message})
 
 
 def rows_from_proto(message: rollout_pb2.RoutedExperts, weights: WeightTag) -> Rows:

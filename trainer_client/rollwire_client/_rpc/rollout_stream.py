@@ -1,7 +1,7 @@
 """One StreamRollouts call: any number of attempts at sequences, multiplexed in columns.
 
-A message of the server carries one engine step of all attempts. A stream reads and writes, and
-watches for silence, until it is lost: then each of its attempts ends with the error.
+The tokens are kept once, in the ``TrajectoryBuilder`` of the sequence. An attempt is a place in it:
+how far the server has come, and how far the reader.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import contextlib
 import copy
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 from rollwire.conversion import finish_from_proto, weight_tag_from_proto
 from rollwire.deadlines import elapsed
+from rollwire.types import Finish, FinishReason, WeightTag
 from rollwire.v1 import common_pb2, rollout_pb2
 
 from rollwire_client._concurrency import cancel_all
@@ -26,14 +28,13 @@ from rollwire_client._errors import (
     ServerUnreachableError,
 )
 from rollwire_client._rpc import conversion
-from rollwire_client._rpc.attempt import Attempt
 from rollwire_client._rpc.status import error_from_call, error_from_sequence
+from rollwire_client._trajectory import Chunk
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from rollwire.types import WeightTag
-
+    from rollwire_client._routing_replay import Rows
     from rollwire_client._trajectory import TrajectoryBuilder
 
     Call = grpc.aio.StreamStreamCall[
@@ -50,12 +51,172 @@ logger = logging.getLogger(__name__)
 _WAKE_INTERVAL = 0.02
 
 
+class Attempt:
+    """One attempt at a sequence on one server: read it with ``next``, then ``close`` it.
+
+    Attributes:
+        handle: Its number on the stream.
+        budget: The most output tokens that the sequence may come to.
+        next_offset: Output tokens that came, those before this attempt included.
+        awaits_tokens: Its reader waits for the next token.
+        ended: No more comes from the server.
+        finish: How it ended, unless that was an error.
+    """
+
+    __slots__ = (
+        "_error",
+        "_finish_weights",
+        "_output",
+        "_read",
+        "_stream",
+        "_waiter",
+        "awaits_tokens",
+        "budget",
+        "ended",
+        "finish",
+        "handle",
+        "next_offset",
+    )
+
+    def __init__(self, stream: Stream, handle: int, output: TrajectoryBuilder, budget: int) -> None:
+        self.handle = handle
+        self.budget = budget
+        self.next_offset = self._read = len(output.token_ids)
+        self.awaits_tokens = False
+        self.ended = False
+        self.finish: Finish | None = None
+        self._finish_weights: WeightTag | None = None  # until the reader has the finish
+        self._error: RollwireError | None = None
+        self._output: TrajectoryBuilder | None = output
+        self._stream = stream
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def next(self) -> Chunk | None:
+        """The next tokens of equal weights, as many as came; None after the last chunk, which has
+        the finish. Raises what the attempt failed with, after all that came before.
+        """
+        while not self.ended and self._read == self.next_offset:
+            await self._wait(awaits_tokens=True)
+        weights = self._finish_weights
+        if self._read < self.next_offset and self._output is not None:
+            chunk = self._output.chunk(self._read)
+            self._read += len(chunk.token_ids)
+        elif weights is not None:
+            chunk = Chunk(self._read, (), (), weights, weights.revision)
+        else:
+            self._raise_error()
+            return None
+        if self.finish is not None and self._read == self.next_offset:
+            self._finish_weights = None
+            return replace(chunk, finish=self.finish)
+        return chunk
+
+    async def wait_end(self) -> None:
+        """Returns when it has ended, or raises what it failed with: a reader who wants it whole is
+        woken once, not every step.
+        """
+        while not self.ended:
+            await self._wait(awaits_tokens=False)
+        self._raise_error()
+
+    def close(self) -> None:
+        self._stream.abort(self)
+
+    def detach(self) -> None:
+        """What still comes is not added to the sequence, which may go on elsewhere."""
+        self._output = None
+
+    def append(
+        self,
+        offset: int,
+        token_ids: list[int],
+        logprobs: list[float],
+        weights: WeightTag,
+        oldest_kv_revision: int,
+    ) -> int:
+        """Appends the tokens of a message; returns how many of them are new.
+
+        Raises:
+            ProtocolError: There is a gap before ``offset``.
+        """
+        if offset != self.next_offset:
+            known = self.next_offset - offset
+            if known < 0:
+                raise self._stream.protocol_error(
+                    f"tokens {self.next_offset} to {offset - 1} of the sequence never came: the "
+                    "server skipped them"
+                )
+            token_ids, logprobs = token_ids[known:], logprobs[known:]
+        output = self._output
+        if output is not None and token_ids:  # in line: this is done for every token
+            if weights is not output.run_weights or oldest_kv_revision != output.run_oldest:
+                output.begin_run(weights, oldest_kv_revision, self._stream.address)
+            output.token_ids += token_ids
+            output.logprobs += logprobs
+        count = len(token_ids)
+        self.next_offset += count
+        return count
+
+    def add_rows(self, rows: Rows) -> None:
+        """Merges routing into that of the sequence; raises ValueError if it contradicts what came
+        before.
+        """
+        if self._output is None or (routing := self._output.routing) is None:
+            return
+        prompt, output = routing.prompt_length, self.budget
+        if rows.end > prompt + output:
+            raise ValueError(
+                f"the routing of token {rows.end - 1} came, of {prompt} of the prompt and at most "
+                f"{output} of the output"
+            )
+        routing.add(rows)
+
+    def end(self, finish: Finish, weights: WeightTag) -> None:
+        """The server says that it has ended, while it served ``weights``."""
+        if (
+            finish.output_tokens > self.next_offset
+            and finish.reason is not FinishReason.SUPERSEDED  # the newer stream has the rest
+        ):
+            self.fail(
+                self._stream.protocol_error(
+                    f"the sequence ended with {finish.output_tokens} tokens, of which "
+                    f"{self.next_offset} came"
+                )
+            )
+            return
+        self.finish, self._finish_weights = finish, weights
+        self.ended = True
+        self.wake()
+
+    def fail(self, error: RollwireError) -> None:
+        self._error = error
+        self.ended = True
+        self.wake()
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _wait(self, *, awaits_tokens: bool) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        self.awaits_tokens = awaits_tokens
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            self.awaits_tokens = False
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
 class Stream:
-    """An open StreamRollouts call.
+    """An open StreamRollouts call, which reads, writes, and watches for silence.
 
     Attributes:
         address: Of the server.
-        lost: The error that ended the stream; None while it is open.
+        lost: The error that ended the stream, and each of its attempts; None while it is open.
         outstanding_tokens: Tokens that its attempts may still bring.
         last_message_at: When the last message came, on the event loop's clock.
     """
@@ -86,15 +247,11 @@ class Stream:
     def start(
         self, request: rollout_pb2.GenerateRequest, output: TrajectoryBuilder, budget: int
     ) -> Attempt:
-        """Sends a request; what comes is appended to ``output``, to at most ``budget`` tokens.
-
-        Raises:
-            RollwireError: The stream is lost.
-        """
+        """Sends a request; what comes is appended to ``output``, to at most ``budget`` tokens."""
         if self.lost is not None:
             raise copy.copy(self.lost)
         self._handles += 1
-        attempt = Attempt(self._handles, output, budget, self.address, self.abort)
+        attempt = Attempt(self, self._handles, output, budget)
         self._attempts[attempt.handle] = attempt
         self.outstanding_tokens += budget - attempt.next_offset
         self._outgoing.put_nowait(
@@ -103,7 +260,7 @@ class Stream:
         return attempt
 
     def abort(self, attempt: Attempt) -> None:
-        """Tells the server to end an attempt; its last chunk says so."""
+        """Tells the server to end an attempt that has not ended; its last chunk says so."""
         if attempt.handle in self._attempts:
             self._outgoing.put_nowait(
                 rollout_pb2.StreamRolloutsRequest(
@@ -111,11 +268,11 @@ class Stream:
                 )
             )
 
-    async def close(self, timeout: float) -> None:
-        """Aborts what is under way, lets the server end it, and closes the call.
+    def protocol_error(self, problem: str) -> ProtocolError:
+        return ProtocolError(f"{self.address}: {problem}", server=self.address)
 
-        A server that does not answer within ``timeout`` seconds is left alone.
-        """
+    async def close(self, timeout: float) -> None:
+        """Aborts what is under way, and lets the server end it for up to ``timeout`` seconds."""
         for attempt in list(self._attempts.values()):
             self.abort(attempt)
         self._outgoing.put_nowait(None)
@@ -176,7 +333,7 @@ class Stream:
             len(handles) == len(counts) == len(message.offsets) == len(oldest)
             and sum(counts) == len(token_ids) == len(logprobs)
         ):
-            raise self._protocol_error(
+            raise self.protocol_error(
                 f"the columns of a message do not fit each other: {len(handles)} handles, "
                 f"{len(token_ids)} token ids, {len(logprobs)} log-probabilities"
             )
@@ -217,7 +374,7 @@ class Stream:
             for rows in event.routed_experts:
                 attempt.add_rows(conversion.rows_from_proto(rows, self._weights(rows.weights)))
         except ValueError as mismatch:
-            self._abandon(attempt, self._protocol_error(str(mismatch)))
+            self._abandon(attempt, self.protocol_error(str(mismatch)))
             return
         if event.HasField("finish"):
             self._forget(attempt)
@@ -225,13 +382,10 @@ class Stream:
                 attempt.end(finish, weights)
             else:
                 problem = f"a sequence ended for no known reason: {event.finish}"
-                attempt.fail(self._protocol_error(problem))
+                attempt.fail(self.protocol_error(problem))
         elif event.HasField("error"):
             self._forget(attempt)
             attempt.fail(error_from_sequence(event.error, self.address))
-
-    def _protocol_error(self, problem: str) -> ProtocolError:
-        return ProtocolError(f"{self.address}: {problem}", server=self.address)
 
     def _weights(self, message: common_pb2.WeightTag) -> WeightTag:
         # One object for equal tags, so that appending can compare them by identity.

@@ -7,11 +7,10 @@ import contextlib
 from typing import TYPE_CHECKING, Self
 
 from rollwire_client._affinity import LoopAffinity
-from rollwire_client._arguments import seconds
+from rollwire_client._arguments import seconds, update_text
 from rollwire_client._errors import PublishInProgressError
 from rollwire_client._publishing.sharded.coordination import Coordinator, Participant
 from rollwire_client._publishing.sharded.rendezvous import connect_ranks
-from rollwire_client._wording import update_text
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
