@@ -1,42 +1,4 @@
-"""Every error that the library raises.
-
-    RollwireError
-    ├── RefusedError                   the request cannot succeed as it is: it is not retried
-    │   ├── InvalidRequestError        a field is wrong; `.violations` names it
-    │   ├── StaleAttemptError          a newer attempt of this request was seen
-    │   ├── PrefixMismatchError        the prefix is not what the server sampled
-    │   └── WeightVersionError         the servers' weights are too old or too new
-    ├── UnavailableError               another server, or this one later, may serve the request
-    │   ├── ServerUnreachableError     nothing answers at the address, or the link to it is lost
-    │   ├── ServerNotReadyError        drains, sleeps, awaits weights, is quarantined
-    │   └── QueueFullError             more sequences wait than the server allows
-    ├── ServerFailedError              the server failed
-    │   ├── NotFiniteError             NaN or infinity in the sequence's logits
-    │   ├── StepFailedError            the engine's step raised for this sequence alone
-    │   └── ProtocolError              the server broke the API's contract, such as a gap in offsets
-    ├── TimedOutError                  the caller's timeout has passed
-    ├── RolloutFailedError             a fleet gave a sequence up; `.causes` has the failures
-    ├── PublishError                   a publish cannot go on
-    │   ├── UpdateRefusedError         a server refused it; `.reason` says why
-    │   │   ├── StalePublisherError    a publisher with a higher term took over
-    │   │   └── FrozenError            the server takes no updates
-    │   ├── TransferError              the transport between trainer and servers failed
-    │   ├── DigestMismatchError        bytes differ from what was sent, or from the version's
-    │   ├── SourceError                the trainer did not provide its tensors
-    │   ├── TensorsChangedError        the trainer changed its tensors while they were sent
-    │   ├── SchemaMismatchError        the trainer's tensors do not match the servers' schema
-    │   ├── PublishInProgressError     another publish of this publisher is under way
-    │   └── PublishFailedError         no server committed; says what each serves now
-    ├── CallbackError                  a callback raised, or never returned
-    ├── StalenessError                 no server serves weights that the batch's bound allows
-    ├── BufferFileError                a file is not a saved buffer, is damaged, or of another run
-    ├── ClosedError                    the client or fleet is not open
-    │   └── NotOpenHereError           it is open in another process or event loop
-    └── MissingDependencyError         an extra is not installed
-
-An error of a rollout has the tokens that were sampled before it in ``.trajectory``. ``.scope`` says
-whether the error concerns one sequence, one server, every sequence, or an update.
-"""
+"""Every error that the library raises."""
 
 from __future__ import annotations
 

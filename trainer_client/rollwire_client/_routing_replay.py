@@ -8,7 +8,8 @@ in order; after a commit that recomputes, and on the next server, a pass begins 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -82,47 +83,33 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of one pass as a server sends them, computed by one set of weights.
-
-    Attributes:
-        start: Position of the first row's token.
-        count: How many, at least one.
-        shape: Layers, experts a layer, bytes an expert.
-        experts: All of them, as ``Routing`` has them.
-        weights: What computed them.
-        oldest_kv_revision: As ``RoutingSegment`` has it.
-    """
+    """Rows of one pass as a server sends them, at least one, computed by one set of weights."""
 
     start: int
     count: int
-    shape: tuple[int, int, int]
-    experts: bytes
+    shape: tuple[int, int, int]  # layers, experts a layer, bytes an expert
+    experts: bytes  # as ``Routing`` has them
     weights: WeightTag
     oldest_kv_revision: int = 0
 
     @property
     def end(self) -> int:
-        """Position after the last row's token."""
         return self.start + self.count
 
 
+# The output in runs of equal weights: where each ends in prompt + output, and the weights.
 Tokens: TypeAlias = "Sequence[tuple[int, WeightTag]]"
-"""The output in runs of equal weights: where each ends in prompt + output, and the weights."""
 
 
 class RoutingBuilder:
     """The routing of a sequence while it is sampled.
 
     It holds every row once, and with LAST_PASS twice while a pass computes them again.
-
-    Attributes:
-        prompt_length: In tokens.
     """
 
     def __init__(self, replay: RoutingReplay, prompt_length: int) -> None:
         self.prompt_length = prompt_length
         self._replay = replay
-        self._shape: tuple[int, int, int] | None = None
         self._next_row = 0  # of the pass under way
         self._rows = _RowStore()
         self._longer_pass: _RowStore | None = None  # an older pass that has more rows
@@ -130,7 +117,6 @@ class RoutingBuilder:
         self._taken = 0  # rows that chunks have
 
     def load(self, routing: Routing) -> None:
-        self._shape = _shape(routing)
         self._rows.load(routing)
         self.begin_attempt(self._rows.end - self.prompt_length + 1)
 
@@ -150,11 +136,10 @@ class RoutingBuilder:
 
     def add(self, rows: Rows) -> None:
         """Takes the next rows; raises ValueError if they contradict those before."""
-        if self._shape is None:
-            self._shape = rows.shape
-        if rows.shape != self._shape:
+        shape = self._rows.shape
+        if shape is not None and rows.shape != shape:
             raise ValueError(
-                f"a token's routing is {_describe(rows.shape)}, and was {_describe(self._shape)}"
+                f"a token's routing is {_describe(rows.shape)}, and was {_describe(shape)}"
             )
         if rows.start > self._next_row:
             raise ValueError(
@@ -206,11 +191,8 @@ class RoutingBuilder:
             self._rows.cut(max(start, self._final))
 
     def _routing(self, store: _RowStore, start: int, end: int, tokens: Tokens) -> Routing | None:
-        if self._shape is None:
-            return None
-        segments = store.segments(start, end)
-        again = _recomputed_ranges(segments, tokens)
-        return store.routing(self._replay, self._shape, start, end, again)
+        recomputed = _recomputed_ranges(store.segments(start, end), tokens)
+        return store.routing(self._replay, start, end, recomputed)
 
 
 def joined(turns: Iterable[Routing]) -> Routing | None:
@@ -228,8 +210,7 @@ def joined(turns: Iterable[Routing]) -> Routing | None:
             store.load(turn)
             at = whole.end
             later = [(max(start, at), end) for start, end in turn.recomputed if end > at]
-            again = [*whole.recomputed, *later]
-            whole = store.routing(whole.replay, _shape(whole), 0, turn.end, again)
+            whole = store.routing(whole.replay, 0, turn.end, [*whole.recomputed, *later])
     return whole
 
 
@@ -238,61 +219,59 @@ class _RowStore:
 
     def __init__(self) -> None:
         self.end = 0
+        self.shape: tuple[int, int, int] | None = None  # known once there was a row
         self._experts = bytearray()
-        self._row_bytes = 0
-        self._runs: list[tuple[int, WeightTag, int]] = []  # where each ends, oldest revision
+        self._segments: list[RoutingSegment] = []
 
     def append(self, rows: Rows) -> None:
+        self.shape = rows.shape
         if rows.end <= self.end:
             return
-        self._row_bytes = len(rows.experts) // rows.count
         self._experts += memoryview(rows.experts)[(self.end - rows.start) * self._row_bytes :]
+        start, oldest = self.end, rows.oldest_kv_revision
+        if self._segments and self._segments[-1].weights == rows.weights:
+            last = self._segments.pop()
+            start, oldest = last.start, min(oldest, last.oldest_kv_revision)
+        self._segments.append(RoutingSegment(start, rows.end, rows.weights, oldest))
         self.end = rows.end
-        oldest = rows.oldest_kv_revision
-        if self._runs and self._runs[-1][1] == rows.weights:
-            oldest = min(oldest, self._runs.pop()[2])
-        self._runs.append((rows.end, rows.weights, oldest))
 
     def load(self, routing: Routing) -> None:
-        size = len(routing.experts) // max(routing.num_rows, 1)
+        """Appends the rows of a sequence, from its first on, that it does not have yet."""
+        self.shape = shape = routing.num_layers, routing.top_k, routing.bytes_per_expert
+        size = math.prod(shape)
         for s in routing.segments:
             experts = routing.experts[s.start * size : s.end * size]
-            shape, oldest = _shape(routing), s.oldest_kv_revision
+            oldest = s.oldest_kv_revision
             self.append(Rows(s.start, s.end - s.start, shape, experts, s.weights, oldest))
 
     def cut(self, end: int) -> None:
-        if end >= self.end:
-            return
-        self._runs = [(s.end, s.weights, s.oldest_kv_revision) for s in self.segments(0, end)]
-        del self._experts[end * self._row_bytes :]
-        self.end = end
+        if end < self.end:
+            self._segments = self.segments(0, end)
+            del self._experts[end * self._row_bytes :]
+            self.end = end
 
     def copy(self, end: int) -> _RowStore:
         made = _RowStore()
         made.end = min(end, self.end)
-        made._row_bytes = self._row_bytes
-        made._runs = [(s.end, s.weights, s.oldest_kv_revision) for s in self.segments(0, made.end)]
-        made._experts = self._experts[: made.end * self._row_bytes]
+        made.shape = self.shape
+        made._segments = self.segments(0, end)
+        made._experts = self._experts[: end * self._row_bytes]
         return made
 
     def segments(self, start: int, end: int) -> list[RoutingSegment]:
-        found, at = [], 0
-        for stop, weights, oldest in self._runs:
-            if at < end and stop > start:
-                found.append(RoutingSegment(max(at, start), min(stop, end), weights, oldest))
-            at = stop
-        return found
+        return [
+            replace(segment, start=max(segment.start, start), end=min(segment.end, end))
+            for segment in self._segments
+            if segment.start < end and segment.end > start
+        ]
 
     def routing(
-        self,
-        replay: RoutingReplay,
-        shape: tuple[int, int, int],
-        start: int,
-        end: int,
-        recomputed: Iterable[tuple[int, int]],
-    ) -> Routing:
-        """Rows ``start`` to ``end``."""
-        layers, top_k, width = shape
+        self, replay: RoutingReplay, start: int, end: int, recomputed: Iterable[tuple[int, int]]
+    ) -> Routing | None:
+        """Rows ``start`` to ``end``; None if there was never a row."""
+        if self.shape is None:
+            return None
+        layers, top_k, width = self.shape
         return Routing(
             replay=replay,
             start=start,
@@ -304,6 +283,10 @@ class _RowStore:
             segments=tuple(self.segments(start, end)),
             recomputed=tuple(recomputed),
         )
+
+    @property
+    def _row_bytes(self) -> int:
+        return math.prod(self.shape or ())
 
 
 def _recomputed_ranges(rows: Iterable[RoutingSegment], tokens: Tokens) -> list[tuple[int, int]]:
@@ -320,10 +303,6 @@ def _recomputed_ranges(rows: Iterable[RoutingSegment], tokens: Tokens) -> list[t
                 start = found.pop()[0]
             found.append((start, end))
     return found
-
-
-def _shape(routing: Routing) -> tuple[int, int, int]:
-    return routing.num_layers, routing.top_k, routing.bytes_per_expert
 
 
 def _describe(shape: tuple[int, int, int]) -> str:

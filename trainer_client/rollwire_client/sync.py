@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from rollwire_client._batches.batcher import Batcher
@@ -25,7 +26,7 @@ from rollwire_client._fleet.session import Session
 from rollwire_client._publishing.publisher import Publisher, PublishHandle
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 
     from rollwire.types import WeightTag
 
@@ -47,6 +48,11 @@ class _Facade(Generic[A]):
     def __init__(self, inner: A, loop_thread: LoopThread) -> None:
         self._inner = inner
         self._loop_thread = loop_thread
+
+
+def _attribute(name: str, doc: str) -> Any:
+    """A property that reads an attribute of the async object."""
+    return property(operator.attrgetter(f"_inner.{name}"), doc=doc)
 
 
 def _blocking(
@@ -155,6 +161,7 @@ class SyncFleet(_Facade[Fleet]):
         finally:
             self._loop_thread.__exit__()
 
+    policy: WeightTag | None = _attribute("policy", "See ``Fleet.policy``.")
     generate = _blocking(Fleet.generate)
     stream = _iterating(Fleet.stream)
     info = _blocking(Fleet.info)
@@ -168,11 +175,6 @@ class SyncFleet(_Facade[Fleet]):
 
         return self._loop_thread.call(reason())
 
-    @property
-    def policy(self) -> WeightTag | None:
-        """See ``Fleet.policy``."""
-        return self._inner.policy
-
     def session(self, prompt_ids: Sequence[int] = ()) -> SyncSession:
         """See ``Fleet.session``."""
         self._loop_thread.check()
@@ -182,18 +184,12 @@ class SyncFleet(_Facade[Fleet]):
 class SyncSession(_Facade[Session]):
     """A ``Session``; made by ``SyncFleet.session``."""
 
+    id: str = _attribute("id", "The session's name on the servers.")
+    token_ids: tuple[int, ...] = _attribute(
+        "token_ids", "All tokens that were given and sampled so far."
+    )
     generate = _blocking(Session.generate)
     stream = _iterating(Session.stream)
-
-    @property
-    def id(self) -> str:
-        """The session's name on the servers."""
-        return self._inner.id
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """All tokens that were given and sampled so far."""
-        return self._inner.token_ids
 
     def append(self, token_ids: Sequence[int]) -> None:
         """See ``Session.append``."""
@@ -205,39 +201,25 @@ class SyncSession(_Facade[Session]):
         return self._inner.conversation()
 
 
+async def _wait(begin: Callable[[], Awaitable[R]]) -> R:
+    return await begin()
+
+
 class SyncPublishHandle(_Facade[PublishHandle]):
     """A publish under way; it continues in the background."""
 
-    @property
-    def version(self) -> int | None:
-        """The version given to ``SyncPublisher.publish``."""
-        return self._inner.version
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, with or without success."""
-        return self._inner.done
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that each server gets."""
-        return self._inner.total_bytes
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that every server has received."""
-        return self._inner.sent_bytes
+    version: int | None = _attribute("version", "The version given to ``SyncPublisher.publish``.")
+    done: bool = _attribute("done", "Whether it has ended, with or without success.")
+    total_bytes: int = _attribute("total_bytes", "Bytes that each server gets.")
+    sent_bytes: int = _attribute("sent_bytes", "Bytes that every server has received.")
+    cancel = _blocking(PublishHandle.cancel)
 
     def released(self) -> None:
         """Returns when every server has received and verified everything: the tensors may change.
 
         Raises what ``committed`` raises.
         """
-
-        async def wait() -> None:
-            await self._inner.released
-
-        self._loop_thread.call(wait())
+        self._loop_thread.call(_wait(lambda: self._inner.released))
 
     def committed(self) -> PublishReport:
         """Returns when every server that could has committed.
@@ -246,13 +228,7 @@ class SyncPublishHandle(_Facade[PublishHandle]):
             PublishError: As ``PublishHandle.committed``.
             ClosedError: It was cancelled.
         """
-
-        async def wait() -> PublishReport:
-            return await self._inner.committed
-
-        return self._loop_thread.call(wait())
-
-    cancel = _blocking(PublishHandle.cancel)
+        return self._loop_thread.call(_wait(lambda: self._inner.committed))
 
 
 def _publishing(
@@ -326,23 +302,7 @@ class SyncBatcher(_Facade[Batcher]):
     close = _blocking(Batcher.close)
     save = _in_loop(Batcher.save)
     load = _in_loop(Batcher.load)
-
-    @property
-    def version(self) -> int | None:
-        """The trainer's step of the latest batch."""
-        return self._inner.version
-
-    @property
-    def taken(self) -> int:
-        """See ``Batcher.taken``."""
-        return self._inner.taken
-
-    @property
-    def handed_out(self) -> int:
-        """Number of groups in batches so far."""
-        return self._inner.handed_out
-
-    @property
-    def dropped(self) -> int:
-        """Number of dropped groups so far."""
-        return self._inner.dropped
+    version: int | None = _attribute("version", "The trainer's step of the latest batch.")
+    taken: int = _attribute("taken", "See ``Batcher.taken``.")
+    handed_out: int = _attribute("handed_out", "Number of groups in batches so far.")
+    dropped: int = _attribute("dropped", "Number of dropped groups so far.")

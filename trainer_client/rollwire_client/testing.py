@@ -32,7 +32,7 @@ from rollwire_client._arguments import checked_version
 from rollwire_client._concurrency import cancel_all
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable
 
 __all__ = ["FakeServer", "Sampler"]
 
@@ -184,8 +184,26 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> None:
         cut, tasks = asyncio.Event(), set[asyncio.Task[Any]]()
         lock = asyncio.Lock()  # gRPC sends one thing at a time
+        live = dict[int, _Sequence]()
+
+        async def write(**fields: Any) -> None:
+            message = rollout_pb2.StreamRolloutsResponse(weights=self._weights, **fields)
+            async with lock:
+                await context.write(message)
+
+        async def read() -> None:
+            async for message in requests:
+                if message.HasField("abort"):
+                    if message.handle in live:
+                        live[message.handle].end(FinishReason.ABORTED)
+                    continue
+                self.requests.append(message.start)
+                output = list(message.start.output_token_ids)
+                sequence = live[message.handle] = _Sequence(message.handle, message.start, output)
+                tasks.add(asyncio.create_task(self._play(sequence, write)))
+
         self._streams.add(cut)
-        reading = asyncio.create_task(self._read(requests, context, tasks, lock))
+        reading = asyncio.create_task(read())
         cutting = asyncio.create_task(cut.wait())
         try:
             await asyncio.wait([reading, cutting], return_when=asyncio.FIRST_COMPLETED)
@@ -197,32 +215,15 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
             self._streams.discard(cut)
             await cancel_all([reading, cutting, *tasks])
 
-    async def _read(
-        self,
-        requests: AsyncIterator[rollout_pb2.StreamRolloutsRequest],
-        context: Any,
-        tasks: set[asyncio.Task[Any]],
-        lock: asyncio.Lock,
-    ) -> None:
-        live = dict[int, _Sequence]()
-        async for message in requests:
-            if message.HasField("abort"):
-                if message.handle in live:
-                    live[message.handle].end(FinishReason.ABORTED)
-                continue
-            self.requests.append(message.start)
-            output = list(message.start.output_token_ids)
-            sequence = live[message.handle] = _Sequence(message.handle, message.start, output)
-            tasks.add(asyncio.create_task(self._play(sequence, context, lock)))
-
-    async def _play(self, sequence: _Sequence, context: Any, lock: asyncio.Lock) -> None:
-        async def write(**fields: Any) -> None:
-            message = rollout_pb2.StreamRolloutsResponse(weights=self._weights, **fields)
-            async with lock:
-                await context.write(message)
-
+    async def _play(self, sequence: _Sequence, write: Callable[..., Awaitable[None]]) -> None:
         if sequence.request.routed_experts and self._routing is None:
-            await write(events=[_no_routing(sequence.handle)])
+            error = rollout_pb2.SequenceError(
+                code=grpc.StatusCode.INVALID_ARGUMENT.value[0],
+                reason="UNSUPPORTED_ROUTING",
+                message="this server has no experts: use FakeServer(routing=(layers, top_k))",
+                field="routed_experts",
+            )
+            await write(events=[rollout_pb2.SequenceEvent(handle=sequence.handle, error=error)])
             return
         self._live.add(sequence)
         try:
@@ -302,13 +303,3 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
         text = struct.pack("<QQ", request.sampling.seed, len(output))
         drawn = hashlib.blake2b(text, digest_size=8).digest()
         return int.from_bytes(drawn, "little") % self._vocab_size
-
-
-def _no_routing(handle: int) -> rollout_pb2.SequenceEvent:
-    error = rollout_pb2.SequenceError(
-        code=grpc.StatusCode.INVALID_ARGUMENT.value[0],
-        reason="UNSUPPORTED_ROUTING",
-        message="this server has no experts: use FakeServer(routing=(layers, top_k))",
-        field="routed_experts",
-    )
-    return rollout_pb2.SequenceEvent(handle=handle, error=error)
