@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from client.scripted import until
@@ -9,7 +10,9 @@ from rollwire_client import Batcher, Fleet, Prompt, Retries, Sampling, Timeouts
 from rollwire_client.testing import FakeServer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterator, Sequence
+
+    from rollwire_client import DropReason, Part
 
 STOP = 7
 SAMPLING = Sampling(stop_token_ids=[STOP])
@@ -45,6 +48,26 @@ def fleet_of(*servers: FakeServer, **options: object) -> Fleet:
 def batcher_of(fleet: Fleet, **options: object) -> Batcher:
     options = {"seed": 1, "group_size": 2, "sampling": SAMPLING, **options}
     return Batcher(fleet, **options)
+
+
+@contextlib.asynccontextmanager
+async def held(
+    *let_go: int, version: int | None = None, **options: object
+) -> AsyncIterator[tuple[HeldServer, Batcher]]:
+    async with (
+        HeldServer(set(let_go), version=version) as server,
+        fleet_of(server) as fleet,
+        batcher_of(fleet, **options) as batcher,
+    ):
+        yield server, batcher
+
+
+def ids(part: Part) -> list[str]:
+    return [group.prompt.id for group in part.groups]
+
+
+def fates(part: Part) -> list[tuple[str, DropReason | None]]:
+    return [(group.prompt.id, group.dropped) for group in part.groups]
 
 
 async def begun(batcher: Batcher, *names: str) -> None:

@@ -114,7 +114,6 @@ async def test_a_call_that_takes_long_is_told_by_name(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(callbacks, "_LOG_AFTER", 0.01)
-    monkeypatch.setattr(callbacks, "_CHECK_INTERVAL", 0.01)
 
     def told() -> bool:
         line = (

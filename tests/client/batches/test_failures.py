@@ -301,7 +301,7 @@ async def test_prompts_that_end_at_once_do_not_hide_those_that_take_longer() -> 
     async with one() as (server, batcher):
         server.default = too_long
         collecting = asyncio.create_task(batcher.collect(prompts(), 4, over_sample=3.0))
-        await until(lambda: batcher._buffer.dropped_count > 8)
+        await until(lambda: len(batcher._buffer.dropped) > 8)
         assert not collecting.done()
         let_go.set()
         batch = await collecting

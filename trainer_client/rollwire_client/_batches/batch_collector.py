@@ -1,4 +1,4 @@
-"""Collects one batch, from its opening to the groups that it hands out."""
+"""Collects one batch, from the prompts that it reads to the groups that it hands out."""
 
 from __future__ import annotations
 
@@ -6,41 +6,33 @@ import asyncio
 import contextlib
 import logging
 import math
-from typing import TYPE_CHECKING
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from rollwire_client._batches.batch import Batch, Decision, DropReason, Group, Part, Progress
-from rollwire_client._batches.group import GroupState, drop_reason, ends_group
+from rollwire_client._batches.group import drop_reason, ends_group
 from rollwire_client._errors import CallbackError, ClosedError, InvalidRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections import deque
+    from collections.abc import Callable, Iterator
 
     from rollwire_client._batches.batch import Prompt
     from rollwire_client._batches.callbacks import CallbackRunner
     from rollwire_client._batches.group import LiveGroup
     from rollwire_client._batches.group_buffer import BatchPlan, GroupBuffer
-    from rollwire_client._batches.progress_bar import ProgressBar
-    from rollwire_client._batches.prompt_source import PromptSource
-
 
 logger = logging.getLogger(__name__)
 
 _FAILURES_IN_A_ROW = 8  # of groups: then every group is taken to fail so
+_STOP_TIMEOUT = 0.05  # seconds for the iterator to return what it is about to return
+_TURN = 0.05  # seconds of reading at once, unless one prompt takes longer
+_END: Any = object()
 
 
 class BatchCollector:
-    """Collects one batch; call ``collect`` once.
-
-    Args:
-        plan: What the batch is to be.
-        buffer: Its groups come from there; what is left stays there.
-        prompts: Of new groups.
-        hooks: Calls ``decide`` and ``stop``.
-        decide: See ``Batcher.collect``.
-        stop: See ``Batcher.collect``.
-        bar: Shows the progress.
-        started: When the batch was asked for, on the event loop's clock.
-    """
+    """Collects one batch: its groups come from ``buffer``, and what is left stays there."""
 
     def __init__(
         self,
@@ -50,7 +42,7 @@ class BatchCollector:
         hooks: CallbackRunner,
         decide: Callable[[Group], Decision] | None,
         stop: Callable[[Progress], bool] | None,
-        bar: ProgressBar,
+        show: Callable[[int, str], None],
         started: float,
     ) -> None:
         self._plan = plan
@@ -59,7 +51,7 @@ class BatchCollector:
         self._hooks = hooks
         self._decide = decide
         self._stop = stop
-        self._bar = bar
+        self._show = show
         self._clock = asyncio.get_running_loop().time
         self._started = started
         self._group_errors: list[Exception] = []  # since the last group that was complete
@@ -68,13 +60,9 @@ class BatchCollector:
     async def collect(self) -> Batch:
         """The batch. Left by an exception, it hands out nothing and loses nothing."""
         try:
-            try:
-                await self._fill()
-            finally:
-                await self._prompts.stop()
-        except BaseException:
-            self._buffer.abandon_batch()
-            raise
+            await self._fill()
+        finally:
+            await self._prompts.stop()
         seconds = self._clock() - self._started
         finished = tuple(group.snapshot() for group in self._buffer.close_batch())
         carried = tuple(group.snapshot() for group in self._buffer.groups.values())
@@ -82,10 +70,11 @@ class BatchCollector:
         return Batch(self._plan.version, Part(finished), Part(carried), Part(dropped), seconds)
 
     async def _fill(self) -> None:
-        """Returns when the batch has what it is to have."""
         buffer = self._buffer
         buffer.open(self._plan, self._clock())
-        self._resume_groups()
+        for group in buffer.groups.values():
+            group.lower_oldest_version(self._plan.oldest_version)
+        self._record_ended(raising=False)
         while True:
             buffer.changed.clear()
             if buffer.closed:
@@ -93,7 +82,8 @@ class BatchCollector:
             self._record_ended()
             self._start_groups()
             stopped = await self._decide_on_ready()
-            self._show_progress()
+            progress = self._progress()
+            self._show(progress.chosen, f"{progress.sampling} sampling, {progress.ready} ready")
             if stopped or buffer.is_over(self._clock()):
                 return
             if buffer.prompts or (self._may_start() and not self._prompts.busy):
@@ -101,42 +91,35 @@ class BatchCollector:
             if not (buffer.samples_candidates() or self._prompts.busy):
                 self._raise_if_all_fail(self._group_errors, nothing_left=True)
                 return  # there are no more prompts
-            await self._wait_for_change()
+            deadline = buffer.deadline()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline if deadline < math.inf else None):
+                    await buffer.changed.wait()
 
-    def _resume_groups(self) -> None:
-        """Starts again what failed in or after the batch before, by no fault of the group."""
-        for group in self._buffer.groups.values():
-            group.lower_oldest_version(self._plan.oldest_version)
-        for group in self._buffer.ended():
-            if group.error is not None and not ends_group(group.error):
-                self._buffer.start(group, self._plan.oldest_version)
-
-    def _record_ended(self) -> None:
-        """Raises the first error that every group would meet, once all are recorded."""
+    def _record_ended(self, *, raising: bool = True) -> None:
+        """Raises the first error that every group would meet, once all are recorded. The groups
+        that met it start again: at once if it was in the time before this batch.
+        """
         shared: Exception | None = None
-        for group in self._buffer.ended():
+        for group, error in self._buffer.take_ended():
+            if error is not None and not ends_group(error):
+                self._buffer.unstarted.append(group)
+                shared = shared or (error if raising else None)
+                continue
             try:
-                self._record(group)
-            except Exception as error:
-                shared = shared or error
+                self._record(group, error)
+            except Exception as raised:
+                shared = shared or raised
         if shared is not None:
             raise shared
 
-    def _record(self, group: LiveGroup) -> None:
-        error = group.error
+    def _record(self, group: LiveGroup, error: Exception | None) -> None:
         if error is None:
             self._group_errors.clear()
             self._buffer.complete(group)
-        elif ends_group(error):
-            self._drop_failed(group, drop_reason(error), error, self._group_errors)
         else:
-            raise error
-
-    def _drop_failed(
-        self, group: LiveGroup, reason: DropReason, error: Exception, errors: list[Exception]
-    ) -> None:
-        self._buffer.drop(group, reason, error)
-        self._record_failure(group.prompt, reason, error, errors)
+            self._buffer.drop(group, drop_reason(error), error)
+            self._record_failure(group.prompt, drop_reason(error), error, self._group_errors)
 
     def _record_failure(
         self, prompt: Prompt, reason: DropReason, error: Exception, errors: list[Exception]
@@ -160,7 +143,7 @@ class BatchCollector:
             return
         last, count = errors[-1], len(errors)
         many = count >= _FAILURES_IN_A_ROW and (nothing_left or isinstance(last, CallbackError))
-        if many or (nothing_left and not self._buffer.any_completed):
+        if many or (nothing_left and not self._buffer.completed):
             last.add_note(f"Groups dropped in a row, with none that was complete: {count}.")
             raise last
 
@@ -173,27 +156,25 @@ class BatchCollector:
 
     def _start_groups(self) -> None:
         """Starts groups of the prompts that came, and asks for more where there is room."""
-        for group in self._buffer.not_started():  # loaded, or saved, perhaps while this goes on
-            self._buffer.start(group, self._plan.oldest_version)
-        while self._buffer.prompts:
-            self._start_group(self._buffer.prompts.popleft())
+        try:
+            while self._buffer.prompts:
+                self._add_group(self._buffer.prompts.popleft())
+        finally:
+            self._buffer.start_all(self._plan.oldest_version)
         if (error := self._prompts.error) is not None:
             error.add_note("So failed `prompts`, which collect takes its prompts from.")
             raise error
         if self._may_start():
             self._prompts.request(self._buffer.room())
 
-    def _start_group(self, prompt: Prompt) -> None:
+    def _add_group(self, prompt: Prompt) -> None:
         try:
-            group = self._buffer.add(prompt)
-        except InvalidRequestError as error:
-            self._buffer.refuse(prompt, error)
-            self._record_failure(prompt, DropReason.FAILED, error, self._group_errors)
+            self._buffer.add(prompt)
         except Exception as error:
             self._buffer.refuse(prompt, error)
-            raise
-        else:
-            self._buffer.start(group, self._plan.oldest_version)
+            if not isinstance(error, InvalidRequestError):
+                raise
+            self._record_failure(prompt, DropReason.FAILED, error, self._group_errors)
 
     async def _decide_on_ready(self) -> bool:
         """Decides on the groups that are complete; True: ``stop`` ends the batch."""
@@ -201,7 +182,8 @@ class BatchCollector:
             try:
                 decision = await self._decision(group.snapshot())
             except CallbackError as error:
-                self._drop_failed(group, DropReason.FAILED, error, self._decide_errors)
+                self._buffer.drop(group, DropReason.FAILED, error)
+                self._record_failure(group.prompt, DropReason.FAILED, error, self._decide_errors)
                 continue
             self._decide_errors.clear()
             if decision is Decision.TAKE:
@@ -215,11 +197,7 @@ class BatchCollector:
         return False
 
     async def _decision(self, group: Group) -> Decision:
-        """What ``decide`` says of a group.
-
-        Raises:
-            CallbackError: It raised, took too long, or returned no Decision.
-        """
+        """What ``decide`` says; CallbackError if it raised, took too long, or said nothing."""
         if self._decide is None:
             return Decision.TAKE
         subject = f"the group of prompt {group.prompt.id!r}"
@@ -252,23 +230,82 @@ class BatchCollector:
             raise TypeError(f"stop returned {stops!r}, not True or False")
         return stops
 
-    def _show_progress(self) -> None:
-        progress = self._progress()
-        self._bar.show(progress.chosen, f"{progress.sampling} sampling, {progress.ready} ready")
-
     def _progress(self) -> Progress:
-        count = self._buffer.count
+        buffer = self._buffer
         return Progress(
             version=self._plan.version,
             target=self._plan.target,
-            chosen=count(GroupState.CHOSEN),
-            sampling=count(GroupState.SAMPLING),
-            ready=count(GroupState.READY, GroupState.POSTPONED),
+            chosen=len(buffer.chosen),
+            sampling=len(buffer.sampling),
+            ready=len(buffer.ready) + len(buffer.postponed),
             seconds=self._clock() - self._started,
         )
 
-    async def _wait_for_change(self) -> None:
-        deadline = self._buffer.deadline()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(deadline if deadline < math.inf else None):
-                await self._buffer.changed.wait()
+
+class PromptSource:
+    """Reads the caller's prompts into ``taken``, in the runner's thread.
+
+    Attributes:
+        ended: There are no more.
+        error: What the iterator raised.
+    """
+
+    def __init__(
+        self,
+        prompts: Iterator[Prompt],
+        runner: CallbackRunner,
+        taken: deque[Prompt],
+        changed: asyncio.Event,
+    ) -> None:
+        self.ended = False
+        self.error: Exception | None = None
+        self._prompts = prompts
+        self._runner = runner
+        self._taken = taken
+        self._changed = changed
+        self._stopped = False
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether some that were asked for are still to come."""
+        return self._reading is not None and not self._reading.done()
+
+    def request(self, count: int) -> None:
+        """Has that many read, unless it is busy."""
+        if not self.busy and not self.ended:
+            self._reading = asyncio.create_task(self._read(count), name="rollwire prompts")
+
+    async def stop(self) -> None:
+        """Reads no more. One that the iterator is about to return is taken later."""
+        self._stopped = True
+        if self._reading is not None and self.busy:
+            await asyncio.wait([self._reading], timeout=_STOP_TIMEOUT)
+
+    async def read(self, count: float) -> None:
+        """Takes that many; of an endless iterator the reading can be cancelled."""
+        loop = asyncio.get_running_loop()
+        while count > 0 and not (self.ended or self._stopped):
+            turn = partial(self._read_turn, count, loop)
+            count -= await self._runner.call_in_thread("prompts", turn, subject="its next prompt")
+
+    async def _read(self, count: int) -> None:
+        try:
+            await self.read(count)
+        except Exception as error:
+            self.error, self.ended = error, True
+            if self._stopped:
+                logger.warning("prompts failed after the batch had ended: %r", error)
+        finally:
+            self._changed.set()
+
+    def _read_turn(self, most: float, loop: asyncio.AbstractEventLoop) -> int:
+        count, until = 0, time.monotonic() + min(_TURN, self._runner.timeout / 2)
+        while count < most and time.monotonic() < until and not self._stopped:
+            if (prompt := next(self._prompts, _END)) is _END:
+                self.ended = True
+                break
+            count += 1
+            self._taken.append(prompt)
+            loop.call_soon_threadsafe(self._changed.set)
+        return count

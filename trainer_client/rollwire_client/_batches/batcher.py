@@ -13,6 +13,11 @@ Between two calls, groups that were carried or begun ahead continue in the backg
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib.util
+import math
+import sys
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -22,20 +27,17 @@ from rollwire.types import version_text
 from rollwire_client._arguments import checked_version, integer, seconds
 from rollwire_client._batches import checkpoint
 from rollwire_client._batches.batch import Drop, Tail
-from rollwire_client._batches.batch_collector import BatchCollector
+from rollwire_client._batches.batch_collector import BatchCollector, PromptSource
 from rollwire_client._batches.callbacks import CallbackRunner, RewardCaller
-from rollwire_client._batches.evaluation import evaluate
-from rollwire_client._batches.group import GroupSampler
+from rollwire_client._batches.group import GroupSampler, evaluate
 from rollwire_client._batches.group_buffer import BatchPlan, GroupBuffer
-from rollwire_client._batches.progress_bar import ProgressBar
-from rollwire_client._batches.prompt_source import PromptSource, read_all
 from rollwire_client._batches.trainer_steps import TrainerSteps
 from rollwire_client._errors import StalenessError
 from rollwire_client._rpc.conversion import DEFAULT_SAMPLING, RolloutOptions
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from rollwire_client._batches.batch import Batch, Decision, Evaluation, Group, Progress, Prompt
     from rollwire_client._batches.callbacks import Reward
@@ -43,7 +45,8 @@ if TYPE_CHECKING:
     from rollwire_client._fleet.fleet import Fleet
 
 _OWN_OPTIONS = ("request_id", "session_id", "min_weight_version", "max_weight_version")
-_POLL = 0.05  # seconds between two checks of what the servers serve
+_WEIGHTS_TIMEOUT = 60.0  # seconds for a server to serve weights that are new enough
+_POLL = 0.05  # seconds between two checks of that
 
 
 class Batcher:
@@ -69,7 +72,6 @@ class Batcher:
             it begins again with other draws. A ``reward`` that raised is called again as often.
         callback_timeout: Seconds that a call of ``reward``, ``decide`` or ``stop``, or reading the
             next prompt, may take; None: no limit. The log says when one takes long.
-        weights_timeout: Seconds that ``collect`` waits for weights that are new enough.
         options: Options of the rollouts, such as ``logprob_basis`` and ``timeout``.
         bar: Whether to show a progress bar if standard error is a terminal.
 
@@ -92,7 +94,6 @@ class Batcher:
         max_lag: int | None = None,
         refills: int = 2,
         callback_timeout: float | None = 600.0,
-        weights_timeout: float = 60.0,
         options: RolloutOptions | None = None,
         bar: bool = True,
     ) -> None:
@@ -119,7 +120,6 @@ class Batcher:
         self._reader = CallbackRunner("rollwire-prompts", callback_timeout)
         self._hooks = CallbackRunner("rollwire-hooks", callback_timeout)
         self._max_lag = max_lag
-        self._weights_timeout = seconds("weights_timeout", weights_timeout)
         self._bar = bar
         self._collecting = False
         self._published = 0  # so many publishes through the fleet are among the steps
@@ -144,7 +144,7 @@ class Batcher:
         """Number of prompts read so far. After ``load``, continue the data set after them."""
         buffer = self._buffer
         live = len(buffer.groups) + len(buffer.prompts)
-        return self.handed_out + self.dropped + buffer.dropped_count + live
+        return self.handed_out + self.dropped + len(buffer.dropped) + live
 
     async def collect(
         self,
@@ -212,11 +212,12 @@ class Batcher:
         try:
             await self._await_weights(plan)
             self.version = plan.version
-            source = PromptSource(iter(prompts), self._reader, self._buffer)
+            buffer = self._buffer
+            source = PromptSource(iter(prompts), self._reader, buffer.prompts, buffer.changed)
             title = "batch" if plan.version is None else f"batch of version {plan.version}"
-            with ProgressBar(title, target, enabled=self._bar) as bar:
+            with _progress_bar(title, target, enabled=self._bar) as show:
                 collector = BatchCollector(
-                    plan, self._buffer, source, self._hooks, decide, stop, bar, started
+                    plan, self._buffer, source, self._hooks, decide, stop, show, started
                 )
                 batch = await collector.collect()
         finally:
@@ -262,8 +263,10 @@ class Batcher:
         sampler = replace(
             self._sampler, group_size=samples, sampling=sampling or self._sampler.sampling
         )
-        taken = await read_all(iter(prompts), self._reader)
-        return await evaluate(sampler, taken, version, bar=self._bar)
+        taken: deque[Prompt] = deque()
+        await PromptSource(iter(prompts), self._reader, taken, asyncio.Event()).read(math.inf)
+        with _progress_bar("evaluation", len(taken), enabled=self._bar) as show:
+            return await evaluate(sampler, taken, version, show)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the groups that are under way, with their tokens so far, and the counters.
@@ -279,7 +282,7 @@ class Batcher:
         contents = checkpoint.BufferContents(
             version=self.version,
             handed_out=self.handed_out,
-            dropped=self.dropped + self._buffer.dropped_count,
+            dropped=self.dropped + len(self._buffer.dropped),
             steps=self._buffer.steps.saved(),
             groups=list(self._buffer.groups.values()),
         )
@@ -337,7 +340,7 @@ class Batcher:
         if oldest is None:
             return
         clock = asyncio.get_running_loop().time
-        give_up = clock() + self._weights_timeout
+        give_up = clock() + _WEIGHTS_TIMEOUT
         while True:
             served = [m.info.weights for m in self._pool.servers if m.info is not None]
             if any(not plan.is_stale(steps.lag(weights)) for weights in served):
@@ -347,7 +350,7 @@ class Batcher:
                 raise StalenessError(
                     f"the trainer is at version {plan.version}, and max_lag is {plan.max_lag}; the "
                     f"servers serve {texts}, and none reached version {oldest} within "
-                    f"{self._weights_timeout:g} s: publish the policy, or allow more lag"
+                    f"{_WEIGHTS_TIMEOUT:g} s: publish the policy, or allow more lag"
                 )
             await asyncio.sleep(_POLL)
 
@@ -357,3 +360,28 @@ def _check_unseeded(sampling: Sampling) -> None:
         raise ValueError(
             "sampling has a seed, which all samples would share: pass seed=… to the batcher"
         )
+
+
+@contextlib.contextmanager
+def _progress_bar(title: str, total: int, *, enabled: bool) -> Iterator[Callable[[int, str], None]]:
+    """Yields what shows how many are done, and a note: on standard error if that is a terminal and
+    rich is installed (it comes with ``rollwire[cli]``), else nowhere.
+    """
+    if not (enabled and sys.stderr.isatty() and importlib.util.find_spec("rich")):
+        yield lambda *_: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),  # else it would go to the terminal, not to its file
+    ) as progress:
+        task = progress.add_task(title, total=total, note="")
+        yield lambda done, note: progress.update(task, completed=done, note=note)

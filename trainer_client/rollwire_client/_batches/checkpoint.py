@@ -1,8 +1,4 @@
-"""A batcher's buffer in a file: groups that are under way, counters, and the trainer's steps.
-
-The file names its format and its digest, so that another file, a later format and damage can be
-told apart. Nothing in it is executed.
-"""
+"""A batcher's buffer in a file, which names its format and digest. Nothing in it is executed."""
 
 from __future__ import annotations
 
@@ -44,14 +40,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 @dataclass(frozen=True, slots=True)
 class BufferContents:
-    """What a file holds.
-
-    Attributes:
-        version: The trainer's step of the latest batch.
-        handed_out, dropped: Groups so far.
-        steps: Of the trainer, the latest, in order.
-        groups: Neither handed out nor dropped, the oldest first.
-    """
+    """What a file holds: of a batcher, its buffer and the trainer's steps."""
 
     version: int | None
     handed_out: int
@@ -61,7 +50,6 @@ class BufferContents:
 
 
 def write(path: Path, sampler: GroupSampler, contents: BufferContents) -> None:
-    """Replaces the file as a whole; see ``Batcher.save``."""
     message = buffer_pb2.SavedBuffer(
         seed=sampler.run_seed,
         group_size=sampler.group_size,
@@ -88,7 +76,6 @@ def write(path: Path, sampler: GroupSampler, contents: BufferContents) -> None:
 
 
 def read(path: Path, sampler: GroupSampler) -> BufferContents:
-    """What was saved; see ``Batcher.load``."""
     content = _content(path)
     try:
         message = buffer_pb2.SavedBuffer.FromString(content)

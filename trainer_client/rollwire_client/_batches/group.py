@@ -1,13 +1,11 @@
-"""How a group is sampled: each of its samples is a sequence that goes on whatever fails."""
+"""How groups are sampled: for batches, and for evaluations."""
 
 from __future__ import annotations
 
 import asyncio
-import enum
 import hashlib
 import json
 import logging
-import math
 import operator
 import uuid
 from dataclasses import dataclass, field, replace
@@ -15,24 +13,29 @@ from typing import TYPE_CHECKING
 
 from rollwire.reasons import ErrorScope
 
-from rollwire_client._batches.batch import DropReason, Group, Prompt, Sample
+from rollwire_client._batches.batch import DropReason, Evaluation, Group, Part, Prompt, Sample
 from rollwire_client._concurrency import cancel_all
 from rollwire_client._errors import (
     CallbackError,
     ClosedError,
+    InvalidRequestError,
     QueueFullError,
     RefusedError,
     RolloutFailedError,
     RollwireError,
     ServerFailedError,
     TimedOutError,
+    WeightVersionError,
 )
 from rollwire_client._rpc.conversion import checked_token_ids
 from rollwire_client._trajectory import TrajectoryBuilder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rollwire.types import WeightTag
+
     from rollwire_client._batches.callbacks import RewardCaller
-    from rollwire_client._batches.trainer_steps import TrainerSteps
     from rollwire_client._data import Sampling
     from rollwire_client._fleet.rollout import Rollout
     from rollwire_client._fleet.server_pool import ServerPool
@@ -42,41 +45,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _QUEUE_FULL_DELAY = 0.1  # seconds between two rollouts, in case ``Retries.seconds`` is near zero
+_EVALUATED_AT_ONCE = 1024  # sequences
+_FAILURES_AT_FIRST = 8  # of the caller's function, before any evaluated group is complete
 _NEVER_REFILLED = (RefusedError, TimedOutError, ClosedError)
 
 
 @dataclass(slots=True)
 class LiveSample:
-    """A sample that is under way or complete.
-
-    Attributes:
-        index: Its place in the group.
-        output: What was sampled.
-        reward: Of the complete sample; None before that, and without a reward function.
-        refills: How often it was begun anew, which changes its seed.
-        rollout: Samples it.
-    """
+    """A sample that is under way or complete."""
 
     index: int
     output: TrajectoryBuilder
     reward: float | None = None
-    refills: int = 0
+    refills: int = 0  # how often it was begun anew, which changes its seed
     rollout: Rollout | None = None
-
-    def restart(self) -> None:
-        """Discards what was sampled; the next draws are others."""
-        self.refills += 1
-        self.rollout = None
-        self.output = TrajectoryBuilder(self.output.prompt_ids)
-
-
-class GroupState(enum.Enum):
-    """Where a group is on its way into a batch; see ``GroupBuffer``."""
-
-    SAMPLING = "sampling"  # also before its task is started, and after that failed
-    READY = "ready"  # complete
-    POSTPONED = "postponed"  # complete, and not to be decided on before the next batch
-    CHOSEN = "chosen"  # part of the open batch
 
 
 @dataclass(slots=True, eq=False)
@@ -84,27 +66,20 @@ class LiveGroup:
     """A group that is neither handed out nor dropped.
 
     Attributes:
-        prompt: Of all samples.
         samples: In the order of their seeds.
         number: Its place among all groups of the batcher, by age.
-        state: Set by ``GroupBuffer``.
         completed: How many groups were complete by the time that it was.
         oldest_version: Its next tokens may be of this weight version or newer ones; None: any.
         task: Samples it; None before it is started.
-        ended: Whether the task came to an end by itself: with ``error`` or, if that is None, with
-            all samples complete.
         session_id: Sends its samples to the same server, as they share a prefix.
     """
 
     prompt: Prompt
     samples: list[LiveSample]
     number: int = 0
-    state: GroupState = GroupState.SAMPLING
     completed: int = 0
     oldest_version: int | None = None
     task: asyncio.Task[None] | None = None
-    ended: bool = False
-    error: Exception | None = None
     session_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def snapshot(self, dropped: DropReason | None = None, error: Exception | None = None) -> Group:
@@ -112,13 +87,6 @@ class LiveGroup:
             Sample(sample.output.trajectory(), sample.reward) for sample in self.samples
         )
         return Group(self.prompt, samples, dropped, error)
-
-    def lag(self, steps: TrainerSteps) -> float:
-        """Steps that its oldest token is behind the trainer: minus infinity without a token, and
-        infinity if weights without a version sampled one.
-        """
-        lags = [steps.lag(weights) for sample in self.samples for weights in sample.output.weights]
-        return max(lags, default=-math.inf)
 
     def lower_oldest_version(self, version: int | None) -> None:
         """Lets older weights sample its next tokens, as after a rollback."""
@@ -133,17 +101,7 @@ class LiveGroup:
 
 @dataclass(frozen=True, slots=True)
 class GroupSampler:
-    """Samples groups.
-
-    Attributes:
-        pool: The servers that sample.
-        run_seed: The trainer's seed.
-        group_size: Samples of each prompt.
-        sampling: Of prompts without one of their own; has no seed.
-        options: Of the rollouts.
-        reward: Scores complete samples; None: they have no reward.
-        refills: How often in a row a sample that failed is begun again.
-    """
+    """Samples groups as a ``Batcher`` was told to; see its arguments."""
 
     pool: ServerPool
     run_seed: int
@@ -154,11 +112,6 @@ class GroupSampler:
     refills: int
 
     def new_group(self, prompt: Prompt) -> LiveGroup:
-        """A group of which nothing is sampled yet.
-
-        Raises:
-            Exception: See ``checked_prompt``.
-        """
         prompt = checked_prompt(prompt)
         samples = [
             LiveSample(i, TrajectoryBuilder(prompt.token_ids)) for i in range(self.group_size)
@@ -168,9 +121,8 @@ class GroupSampler:
     async def sample(self, group: LiveGroup) -> None:
         """Samples all members to their ends; each goes on from what it has.
 
-        Raises:
-            Exception: What a sample met: one that ends the group at once, which ends the other
-                samples too; another one when all samples have ended, the first of them.
+        An error that ends the group ends the other samples too; another one is raised when all
+        samples have ended.
         """
         tasks = [asyncio.create_task(self._complete(group, sample)) for sample in group.samples]
         running, errors = set(tasks), list[Exception]()
@@ -181,8 +133,8 @@ class GroupSampler:
                 errors += [error for error in found if error is not None]
         finally:
             await cancel_all(tasks)
-        for error in sorted(errors, key=ends_group, reverse=True):
-            raise error
+        if errors:
+            raise max(errors, key=ends_group)
 
     async def _complete(self, group: LiveGroup, sample: LiveSample) -> None:
         failures = 0
@@ -203,7 +155,9 @@ class GroupSampler:
                     raise
                 logger.warning("%s; sample %d of %s again", error, sample.index, group.prompt.id)
                 if server_failed:  # the same draws would fail again
-                    sample.restart()
+                    sample.refills += 1
+                    sample.rollout = None
+                    sample.output = TrajectoryBuilder(sample.output.prompt_ids)
             else:
                 if not sample.output.trajectory().complete:
                     failures += 1
@@ -224,13 +178,7 @@ class GroupSampler:
 
 
 def checked_prompt(prompt: Prompt) -> Prompt:
-    """The prompt with plain integers.
-
-    Raises:
-        TypeError, ValueError: It is no Prompt, its id or epoch cannot be, or its sampling has a
-            seed.
-        InvalidRequestError: Its token ids are none.
-    """
+    """The prompt with plain integers; InvalidRequestError if its token ids are none."""
     if not isinstance(prompt, Prompt):
         raise TypeError(f"prompts gave {prompt!r:.80}, not a Prompt(id, token_ids)")
     if not isinstance(prompt.id, str):
@@ -244,15 +192,25 @@ def checked_prompt(prompt: Prompt) -> Prompt:
     return replace(prompt, epoch=epoch, token_ids=checked_token_ids(prompt.token_ids))
 
 
+def check_unique(prompt: Prompt, known: set[tuple[str, int]]) -> None:
+    """Adds the prompt to those that are known."""
+    key = prompt.id, prompt.epoch
+    if key in known:
+        raise ValueError(
+            f"prompt {prompt.id!r} of epoch {prompt.epoch} is under way already: the seeds of its "
+            "samples would be equal; give each pass over the data its epoch"
+        )
+    known.add(key)
+
+
 def sample_seed(run_seed: int, prompt_id: str, epoch: int, index: int, refills: int = 0) -> int:
-    """A 64-bit seed: different for each sample of a run, and the same whenever it is computed."""
     text = json.dumps([run_seed, prompt_id, epoch, index, refills]).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def ends_group(error: Exception) -> bool:
-    """Whether the error is of this group alone. Others every group would meet: those are raised by
-    ``collect``, and the group goes on in the next one.
+    """Whether the error is of this group alone. Others every group would meet: ``collect`` raises
+    those, and the group goes on in the next batch.
     """
     return not isinstance(error, RollwireError) or error.scope is ErrorScope.SEQUENCE
 
@@ -293,3 +251,104 @@ def _ended_by_others(trajectory: Trajectory) -> RolloutFailedError:
     error = RolloutFailedError(f"sequence {trajectory.request_id} was {reason} again and again", ())
     error.trajectory = trajectory
     return error
+
+
+async def evaluate(
+    sampler: GroupSampler,
+    prompts: Sequence[Prompt],
+    version: int | None,
+    show: Callable[[int, str], None],
+) -> Evaluation:
+    """See ``Batcher.evaluate``; ``show`` is told how many groups have ended."""
+    clock = asyncio.get_running_loop().time
+    started = clock()
+    if version is not None:
+        sampler = replace(sampler, options={**sampler.options, "max_weight_version": version})
+    slots = asyncio.Semaphore(max(_EVALUATED_AT_ONCE // sampler.group_size, 1))
+
+    async def sample(index: int, group: LiveGroup | Group) -> Group:
+        if isinstance(group, Group):
+            return group
+        group.oldest_version = version
+        async with slots:
+            try:
+                await sampler.sample(group)
+            except Exception as error:
+                if not ends_group(error):
+                    error.add_note(
+                        f"It was met at prompt {index} of the evaluation, {group.prompt.id!r}."
+                    )
+                    raise
+                _warn_left_out(index, group.prompt, drop_reason(error), error)
+                return group.snapshot(drop_reason(error), error)
+        return group.snapshot()
+
+    groups = _evaluated_groups(sampler, prompts)
+    tasks = [asyncio.create_task(sample(index, group)) for index, group in enumerate(groups)]
+    failed = 0
+    try:
+        for done, task in enumerate(asyncio.as_completed(tasks), 1):
+            error = (await task).error
+            failed += error is not None
+            if failed == done == _FAILURES_AT_FIRST and isinstance(error, CallbackError):
+                raise error  # the function would fail at all the others too
+            show(done, "")
+    finally:
+        await cancel_all(tasks)
+    results = [task.result() for task in tasks]
+    samples = Part(tuple(group for group in results if group.dropped is None))
+    left_out = Part(tuple(group for group in results if group.dropped is not None))
+    errors = [group.error for group in left_out.groups if group.error is not None]
+    if errors and not samples.groups:
+        raise errors[0]
+    weights = _common_weights(samples)
+    return Evaluation(
+        version=weights.version if weights is not None else None,
+        digest=weights.digest if weights is not None else None,
+        samples=samples,
+        seconds=clock() - started,
+        failed=left_out,
+    )
+
+
+def _evaluated_groups(sampler: GroupSampler, prompts: Sequence[Prompt]) -> list[LiveGroup | Group]:
+    """One for each prompt; one that cannot be sampled is dropped already."""
+    groups: list[LiveGroup | Group] = []
+    known: set[tuple[str, int]] = set()
+    for index, prompt in enumerate(prompts):
+        try:
+            group = sampler.new_group(prompt)
+            check_unique(group.prompt, known)
+            groups.append(group)
+        except InvalidRequestError as error:
+            _warn_left_out(index, prompt, DropReason.FAILED, error)
+            groups.append(Group(prompt, (), DropReason.FAILED, error))
+        except Exception as error:
+            error.add_note(f"It is prompt {index} of the evaluation.")
+            raise
+    return groups
+
+
+def _warn_left_out(index: int, prompt: Prompt, reason: DropReason, error: Exception) -> None:
+    logger.warning(
+        "prompt %d of the evaluation, %r, is left out as %s: %s",
+        index, prompt.id, reason.value, error,
+    )  # fmt: skip
+    error.add_note(f"It is of prompt {index} of the evaluation, {prompt.id!r}.")
+
+
+def _common_weights(samples: Part) -> WeightTag | None:
+    """The weights that sampled everything, as one of the servers has them; None without a token."""
+    tags = {
+        segment.weights.digest: segment.weights
+        for group in samples.groups
+        for sample in group.samples
+        for segment in sample.trajectory.segments
+    }
+    if len(tags) > 1:
+        names = ", ".join(f"0x{digest:016x}" for digest in sorted(tags))
+        raise WeightVersionError(
+            f"the samples are of {len(tags)} different weights ({names}): something was "
+            f"published meanwhile, or the servers disagree; evaluate again"
+        )
+    return next(iter(tags.values()), None)

@@ -1,13 +1,13 @@
 """The groups of a ``Batcher`` between their start and their batch.
 
-    SAMPLING ──▶ READY ──▶ CHOSEN ──▶ handed out
+    sampling ──▶ ready ──▶ chosen ──▶ handed out
                   ▲  │        │
-                  │  ▼        │ its batch was abandoned
-            POSTPONED         └──▶ READY
+                  │  ▼        │ the batch hands out nothing
+               postponed      └──▶ ready
 
-A group can be dropped in any state but CHOSEN. A batch of ``target`` groups keeps ``started`` =
-target * over_sample groups going: its *candidates*, the oldest first. Groups beyond those are
-prefetched for later batches, and become candidates as older ones leave.
+A group can be dropped wherever it is, unless it is chosen. A batch of ``target`` groups keeps
+``started`` = target * over_sample groups going: its *candidates*, the oldest first. Groups beyond
+those are prefetched for later batches, and become candidates as older ones leave.
 """
 
 from __future__ import annotations
@@ -16,35 +16,27 @@ import asyncio
 import math
 from collections import deque
 from dataclasses import dataclass
-from operator import attrgetter, itemgetter
+from itertools import islice
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from rollwire_client._arguments import checked_version
 from rollwire_client._batches.batch import Carry, Drop, DropReason, Group, Prompt, Tail
-from rollwire_client._batches.group import GroupState
+from rollwire_client._batches.group import check_unique
 from rollwire_client._batches.trainer_steps import TrainerSteps
 from rollwire_client._concurrency import cancel_all
 
 if TYPE_CHECKING:
     from rollwire_client._batches.group import GroupSampler, LiveGroup
 
-_SAMPLING, _READY, _POSTPONED, _CHOSEN = GroupState
-_BEFORE = {_READY: {_SAMPLING, _POSTPONED, _CHOSEN}, _POSTPONED: {_READY}, _CHOSEN: {_READY}}
 _FIRST_SHARE = 0.8  # of the target: the time that these take is what patience multiplies
 _DROP = Drop()
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """What a batch is to be.
+    """What a batch is to be; see ``Batcher.collect``.
 
     Attributes:
-        target: Groups, at least 1.
-        over_sample: Times as many are kept going, at least 1.
-        prefetch: Groups that are begun beyond those, for later batches.
-        tail: What becomes of what is unfinished at its end.
-        version: The trainer's step; None: nothing is too old.
-        max_lag: Steps that the oldest token of a group may be behind; None: nothing is too old.
         oldest_version: The oldest version that may sample for it; None: any.
     """
 
@@ -59,12 +51,6 @@ class BatchPlan:
     def __post_init__(self) -> None:
         if not isinstance(self.tail, Tail):
             raise TypeError(f"tail is {self.tail!r}, not Drop(…) or Carry(…)")
-        checked_version("version", self.version)
-        if self.target < 1 or self.prefetch < 0 or (self.max_lag is not None and self.max_lag < 0):
-            raise ValueError(
-                f"target is {self.target}, from 1 on; prefetch {self.prefetch} and max_lag "
-                f"{self.max_lag}, from 0 on"
-            )
         if not 1 <= self.over_sample < math.inf:
             raise ValueError(f"over_sample is {self.over_sample!r}, not a number from 1 on")
         if self.max_lag is None:
@@ -88,7 +74,6 @@ class BatchPlan:
         return self.started - self.target if isinstance(self.tail, Carry) else 0
 
     def is_stale(self, lag: float) -> bool:
-        """Whether a group with this lag (see ``LiveGroup.lag``) is too old to train on."""
         return self.max_lag is not None and lag > self.max_lag
 
 
@@ -96,30 +81,34 @@ class GroupBuffer:
     """All groups that are neither handed out nor dropped, and the batch that is open, if one is.
 
     Attributes:
-        sampler: Samples the groups.
         groups: By number: the oldest first.
-        steps: Of the trainer; lag is counted in them.
+        sampling, ready, postponed, chosen: Each group is in one of these too, in the order in which
+            they came there, so that no question about a batch has to look at all groups.
         prompts: Were read from the caller's iterator, and have no group yet.
+        dropped: By number; not yet reported.
+        unstarted: To be started by the next batch, if they were not dropped.
         changed: Set when a group's task has ended, when a prompt has come, and by ``close``.
-        closed: No group is sampled any more.
     """
 
     def __init__(self, sampler: GroupSampler) -> None:
         self.sampler = sampler
         self.groups: dict[int, LiveGroup] = {}
+        self.sampling: dict[int, LiveGroup] = {}  # also before they start, or once they failed
+        self.ready: dict[int, LiveGroup] = {}  # complete
+        self.postponed: dict[int, LiveGroup] = {}  # complete, for the next batch to decide on
+        self.chosen: dict[int, LiveGroup] = {}  # part of the open batch
+        self.unstarted: list[LiveGroup] = []
         self.steps = TrainerSteps()
         self.prompts: deque[Prompt] = deque()
+        self.dropped: dict[int, Group] = {}
         self.changed = asyncio.Event()
         self.closed = False
-        # By state, in the order in which they came to it: so that no question about a batch has to
-        # look at all groups.
-        self._in_state: dict[GroupState, dict[int, LiveGroup]] = {s: {} for s in GroupState}
+        self.completed = 0  # groups so far
+        self._numbers = 0  # given so far
         self._keys: set[tuple[str, int]] = set()
-        self._added = 0
-        self._completed = 0
-        self._dropped: list[tuple[int, Group]] = []  # with the numbers that order them
+        self._ended: list[tuple[LiveGroup, Exception | None]] = []
         self._cancelled: set[asyncio.Task[None]] = set()
-        self._plan: BatchPlan | None = None
+        self._plan: BatchPlan  # of the open batch
         self._opened = 0.0
         self._first_share_at = math.inf
         self._newest_candidate: int | None = None  # None: to be found again
@@ -127,29 +116,13 @@ class GroupBuffer:
     # Groups: added, started, ended.
 
     def add(self, prompt: Prompt) -> LiveGroup:
-        """A new group of a prompt, which is not started.
-
-        Raises:
-            Exception: See ``checked_prompt`` and ``add_group``.
-        """
         return self.add_group(self.sampler.new_group(prompt))
 
     def add_group(self, group: LiveGroup) -> LiveGroup:
-        """The group, which is not started.
-
-        Raises:
-            ValueError: The same prompt is under way in the same epoch: samples would be equal.
-        """
-        key = group.prompt.id, group.prompt.epoch
-        if key in self._keys:
-            raise ValueError(
-                f"prompt {group.prompt.id!r} of epoch {group.prompt.epoch} is under way already: "
-                f"the seeds of its samples would be equal; give each pass over the data its epoch"
-            )
-        self._added += 1
-        group.number = self._added
-        self.groups[group.number] = self._in_state[group.state][group.number] = group
-        self._keys.add(key)
+        check_unique(group.prompt, self._keys)
+        group.number = self._new_number()
+        self.groups[group.number] = self.sampling[group.number] = group
+        self.unstarted.append(group)
         self._newest_candidate = None
         return group
 
@@ -162,61 +135,52 @@ class GroupBuffer:
             except Exception as error:
                 self.refuse(prompt, error)
 
-    def start(self, group: LiveGroup, oldest_version: int | None) -> None:
-        """Samples it, from what it has on, under weights of that version or newer ones."""
-        group.oldest_version, group.ended, group.error = oldest_version, False, None
-        group.task = asyncio.create_task(self._sample(group), name=f"rollwire {group.prompt.id}")
+    def start_all(self, oldest_version: int | None) -> None:
+        """Samples all that is not, from what it has on, under that version or newer ones."""
+        unstarted, self.unstarted = self.unstarted, []
+        for group in unstarted:
+            if group.number in self.sampling:
+                name = f"rollwire {group.prompt.id}"
+                group.oldest_version = oldest_version
+                group.task = asyncio.create_task(self._sample(group), name=name)
 
     async def _sample(self, group: LiveGroup) -> None:
+        error: Exception | None = None
         try:
             await self.sampler.sample(group)
-        except Exception as error:  # the next batch raises it, or drops the group
-            group.error = error
-        group.ended = True
+        except Exception as raised:
+            error = raised
+        self._ended.append((group, error))
         self.changed.set()
 
-    def not_started(self) -> list[LiveGroup]:
-        return [group for group in self._in_state[_SAMPLING].values() if group.task is None]
-
-    def ended(self) -> list[LiveGroup]:
-        """Those whose task has ended, and that are neither complete nor dropped yet."""
-        return [group for group in self._in_state[_SAMPLING].values() if group.ended]
+    def take_ended(self) -> list[tuple[LiveGroup, Exception | None]]:
+        """The groups whose samples have ended since the last call, with the error if one failed."""
+        ended, self._ended = self._ended, []
+        return [(group, error) for group, error in ended if group.number in self.sampling]
 
     def complete(self, group: LiveGroup) -> None:
         """All its samples are complete. If that is too old for the open batch, it is dropped."""
-        self._move(group, _READY)
-        self._completed += 1
-        group.completed = self._completed
-        if self._plan is not None and self._plan.is_stale(group.lag(self.steps)):
+        self.ready[group.number] = self.sampling.pop(group.number)
+        self.completed += 1
+        group.completed = self.completed
+        if self._plan.is_stale(self._lag(group)):
             self.drop(group, DropReason.STALE)
 
     def drop(self, group: LiveGroup, reason: DropReason, error: Exception | None = None) -> None:
         """Frees its place, and aborts what is under way of it."""
         self._remove(group)
-        self._dropped.append((group.number, group.snapshot(reason, error)))
+        self.dropped[group.number] = group.snapshot(reason, error)
 
     def refuse(self, prompt: Prompt, error: Exception) -> None:
         """Counts as dropped what no group can be made of, also if it is no prompt at all."""
-        newest = next(reversed(self.groups), 0)
         if not isinstance(prompt, Prompt):
             prompt = Prompt(f"{prompt!r:.80}", ())
-        self._dropped.append((newest, Group(prompt, (), DropReason.FAILED, error)))
+        self.dropped[self._new_number()] = Group(prompt, (), DropReason.FAILED, error)
 
     def take_dropped(self) -> tuple[Group, ...]:
         """Those that were dropped since the last call, the oldest first."""
-        dropped = sorted(self._dropped, key=itemgetter(0))
-        self._dropped.clear()
-        return tuple(group for _, group in dropped)
-
-    @property
-    def dropped_count(self) -> int:
-        """How many were dropped since the last ``take_dropped``."""
-        return len(self._dropped)
-
-    @property
-    def any_completed(self) -> bool:
-        """Whether a group was ever complete."""
-        return self._completed > 0
+        dropped, self.dropped = self.dropped, {}
+        return tuple(dropped[number] for number in sorted(dropped))
 
     async def close(self) -> None:
         """Ends what is under way. Idempotent."""
@@ -228,13 +192,17 @@ class GroupBuffer:
     # The batch that is open.
 
     def open(self, plan: BatchPlan, now: float) -> None:
-        """Begins a batch; groups that are too old for it are dropped."""
-        if self._plan is not None:
-            raise RuntimeError("a batch is open already")
+        """Begins a batch, which decides on all complete groups again, in the order in which they
+        completed. Groups that are too old for it are dropped.
+        """
         self._plan, self._opened, self._first_share_at = plan, now, math.inf
-        self._reopen()
+        complete = [*self.ready.values(), *self.postponed.values(), *self.chosen.values()]
+        complete.sort(key=attrgetter("completed"))
+        self.ready = {group.number: group for group in complete}
+        self.postponed, self.chosen = {}, {}
+        self._newest_candidate = None
         for group in list(self.groups.values()):
-            if plan.is_stale(group.lag(self.steps)):
+            if plan.is_stale(self._lag(group)):
                 self.drop(group, DropReason.STALE)
 
     def room(self) -> int:
@@ -244,38 +212,36 @@ class GroupBuffer:
         latest if there are at most max_lag * target of them (the admission control of AReaL,
         arXiv:2505.24298, in groups). The batch's own target is never held up by that.
         """
-        plan = self._open_plan
+        plan = self._plan
         most = plan.started + plan.prefetch
         if plan.max_lag is not None:
             later = plan.prefetch + plan.carried
-            allowed = max(plan.max_lag * plan.target - self.count(_POSTPONED), 0)
+            allowed = max(plan.max_lag * plan.target - len(self.postponed), 0)
             most -= max(later - allowed, 0)
-        return max(most - self.count(_SAMPLING, _READY, _CHOSEN), 0)
+        return max(most - (len(self.groups) - len(self.postponed)), 0)
 
     def next_ready(self) -> LiveGroup | None:
         """The group to decide on next: the candidate that was complete first."""
-        plan = self._open_plan
-        if self.count(_CHOSEN) >= (plan.started if plan.tail.patience > 1 else plan.target):
+        plan = self._plan
+        if len(self.chosen) >= (plan.started if plan.tail.patience > 1 else plan.target):
             return None
-        ready = self._in_state[_READY].values()
-        return next((group for group in ready if self._is_candidate(group)), None)
+        return next((group for group in self.ready.values() if self._is_candidate(group)), None)
 
     def choose(self, group: LiveGroup, now: float) -> None:
-        """It is part of the batch."""
-        self._move(group, _CHOSEN)
-        if self.count(_CHOSEN) >= _FIRST_SHARE * self._open_plan.target:
+        """Makes it part of the batch."""
+        self.chosen[group.number] = self.ready.pop(group.number)
+        if len(self.chosen) >= _FIRST_SHARE * self._plan.target:
             self._first_share_at = min(self._first_share_at, now)
 
     def postpone(self, group: LiveGroup) -> None:
-        """It waits for the next batch."""
-        self._move(group, _POSTPONED)
+        self.postponed[group.number] = self.ready.pop(group.number)
+        self._newest_candidate = None
 
     def deadline(self) -> float:
         """Until when the batch waits for unfinished groups; infinity below its target."""
-        if self.count(_CHOSEN) < self._open_plan.target:
+        if len(self.chosen) < self._plan.target:
             return math.inf
-        patience = self._open_plan.tail.patience
-        return self._opened + patience * (self._first_share_at - self._opened)
+        return self._opened + self._plan.tail.patience * (self._first_share_at - self._opened)
 
     def is_over(self, now: float) -> bool:
         """Whether the batch has its target, and waits for no other group."""
@@ -284,42 +250,31 @@ class GroupBuffer:
 
     def samples_candidates(self) -> bool:
         """Whether a group that may become part of the batch is still sampled."""
-        oldest = next(iter(self._in_state[_SAMPLING].values()), None)
+        oldest = next(iter(self.sampling.values()), None)
         return oldest is not None and self._is_candidate(oldest)
 
     def close_batch(self) -> list[LiveGroup]:
-        """Ends the batch: the groups that it hands out. Its other candidates are dropped, unless
-        the tail is carried.
-        """
-        plan = self._open_plan
+        """Hands out the chosen groups. The other candidates are dropped, or carried."""
         candidates = self._candidates()
-        finished = [group for group in candidates if group.state is _CHOSEN]
+        finished = [group for group in candidates if group.number in self.chosen]
         for group in finished:
             self._remove(group)
-        if not isinstance(plan.tail, Carry):
+        if not isinstance(self._plan.tail, Carry):
             for group in candidates:
-                if group.state is not _CHOSEN:
+                if group.number in self.groups:
                     self.drop(group, DropReason.TAIL)
-        self._plan = None
         return finished
 
-    def abandon_batch(self) -> None:
-        """Ends the batch without handing anything out; what was dropped stays dropped."""
-        self._plan = None
-        self._reopen()
-
-    def count(self, *states: GroupState) -> int:
-        return sum(len(self._in_state[state]) for state in states)
-
-    @property
-    def _open_plan(self) -> BatchPlan:
-        if self._plan is None:
-            raise RuntimeError("no batch is open")
-        return self._plan
+    def _lag(self, group: LiveGroup) -> float:
+        """Steps that its oldest token is behind the trainer: minus infinity without a token, and
+        infinity if weights without a version sampled one.
+        """
+        weights = (tag for sample in group.samples for tag in sample.output.weights)
+        return max(map(self.steps.lag, weights), default=-math.inf)
 
     def _candidates(self) -> list[LiveGroup]:
-        live = [group for group in self.groups.values() if group.state is not _POSTPONED]
-        return live[: self._open_plan.started]
+        live = (group for group in self.groups.values() if group.number not in self.postponed)
+        return list(islice(live, self._plan.started))
 
     def _is_candidate(self, group: LiveGroup) -> bool:
         if self._newest_candidate is None:
@@ -327,27 +282,13 @@ class GroupBuffer:
             self._newest_candidate = candidates[-1].number if candidates else 0
         return group.number <= self._newest_candidate
 
-    def _reopen(self) -> None:
-        """All complete groups are to be decided on again, in the order of their ends."""
-        for group in [*self._in_state[_POSTPONED].values(), *self._in_state[_CHOSEN].values()]:
-            self._move(group, _READY)
-        ready = sorted(self._in_state[_READY].values(), key=attrgetter("completed"))
-        self._in_state[_READY] = {group.number: group for group in ready}
-        self._newest_candidate = None
-
-    def _move(self, group: LiveGroup, state: GroupState) -> None:
-        if group.state not in _BEFORE[state]:
-            raise ValueError(
-                f"group {group.number} is {group.state.value}, not to be {state.value}"
-            )
-        if _POSTPONED in (group.state, state):
-            self._newest_candidate = None
-        del self._in_state[group.state][group.number]
-        self._in_state[state][group.number] = group
-        group.state = state
+    def _new_number(self) -> int:
+        self._numbers += 1
+        return self._numbers
 
     def _remove(self, group: LiveGroup) -> None:
-        del self.groups[group.number], self._in_state[group.state][group.number]
+        for table in (self.groups, self.sampling, self.ready, self.postponed, self.chosen):
+            table.pop(group.number, None)
         self._keys.discard((group.prompt.id, group.prompt.epoch))
         self._newest_candidate = None
         if group.task is not None and not group.task.done():

@@ -9,9 +9,7 @@ counted by their labels.
 from __future__ import annotations
 
 import math
-from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,15 +21,8 @@ if TYPE_CHECKING:
 REMEMBERED = 1000  # steps
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerStep:
-    """A version that the trainer came to.
-
-    Attributes:
-        number: Rises from step to step.
-        version: Of the policy; None for an untagged one.
-        digest: Of the policy; None where it is not known.
-    """
+class TrainerStep(NamedTuple):
+    """A policy that the trainer came to; the digest is None where it is not known."""
 
     number: int
     version: int | None
@@ -48,18 +39,20 @@ class TrainerSteps:
     def __init__(self, saved: Iterable[TrainerStep] = (), version: int | None = None) -> None:
         """``saved`` are the steps of an earlier process, which ended at ``version``."""
         self.version = version
-        self._all: deque[TrainerStep] = deque(saved, REMEMBERED)
-        if version is not None and not self._all:  # saved by an older release
-            self._all.append(TrainerStep(0, version, None))
-        self._resumes = bool(self._all)  # the next version is one step after the saved ones
-        self._numbers = {(step.version, step.digest): step.number for step in self._all}
-        self._now = self._all[-1].number if self._all else 0
+        # The number of each policy, by version and digest: the latest last.
+        self._numbers: dict[tuple[int | None, int | None], int] = {}
+        self._now = 0
+        for step in saved:
+            self._now = self._add(step)
+        if version is not None and not self._numbers:  # saved by an older release
+            self._add(TrainerStep(0, version, None))
+        self._resumes = bool(self._numbers)  # the next version is one step after the saved ones
 
     def saved(self) -> list[TrainerStep]:
-        return list(self._all)
+        return [TrainerStep(number, *policy) for policy, number in self._numbers.items()]
 
     def add_published(self, weights: WeightTag) -> None:
-        self._append(1, weights.version, weights.digest)
+        self._add_after(1, weights.version, weights.digest)
 
     def follow_rollback(self, servers: Iterable[ServerInfo]) -> None:
         """Adds the version that somebody else rolled servers back to, from the trainer's."""
@@ -78,51 +71,58 @@ class TrainerSteps:
         Raises:
             ValueError: It is lower than before, and was not published since.
         """
-        known = next((step for step in reversed(self._all) if step.version == version), None)
-        if known is None or known.number < self._now:
+        numbers = (number for (known, _), number in self._numbers.items() if known == version)
+        number = max(numbers, default=-1)
+        if number < self._now:
             if self.version is not None and version < self.version:
                 raise ValueError(
                     f"the trainer's version is {version}, and was {self.version}: a batcher goes "
                     "with one run, whose versions rise, unless servers are rolled back"
                 )
-            last = self._all[-1].version if self._all else None
+            last, _ = next(reversed(self._numbers), (None, None))
             jump = 1 if last is None or self._resumes else max(version - last, 1)
-            known = self._append(jump, version, None)
-        self._now, self.version, self._resumes = known.number, version, False
+            number = self._add_after(jump, version, None)
+        self._now, self.version, self._resumes = number, version, False
 
     def lag(self, weights: WeightTag) -> float:
         """Steps that these weights are behind the trainer; infinity if they have no version."""
-        if weights.version is None:
-            return math.inf
         version, numbers = weights.version, self._numbers
+        if version is None:
+            return math.inf
         number = numbers.get((version, weights.digest), numbers.get((version, None)))
-        return self._now - (self._between(version) if number is None else number)
+        return self._now - (self._by_label(version) if number is None else number)
 
     def oldest_version(self, max_lag: int) -> int:
         """The lowest version that may be at most ``max_lag`` steps behind the trainer."""
         least = self._now - max_lag
-        within = [s for s in self._all if s.number >= least and s.version is not None]
-        versions = [step.version for step in within if step.version is not None]
-        if within and within[0].version is not None:
-            versions.append(within[0].version - (within[0].number - least))
-        return max(min(versions, default=0), 0)
+        within = [
+            (number, version)
+            for (version, _), number in self._numbers.items()
+            if number >= least and version is not None
+        ]
+        if not within:
+            return 0
+        number, version = within[0]
+        before = version - (number - least)  # by its label
+        return max(min(before, *(version for _, version in within)), 0)
 
-    def _append(self, jump: int, version: int | None, digest: int | None) -> TrainerStep:
-        number = self._all[-1].number + jump if self._all else 0
-        if len(self._all) == REMEMBERED:
-            gone = self._all[0]
-            if self._numbers.get((gone.version, gone.digest)) == gone.number:
-                del self._numbers[gone.version, gone.digest]
-        step = TrainerStep(number, version, digest)
-        self._all.append(step)
-        self._numbers[version, digest] = number
-        return step
+    def _add(self, step: TrainerStep) -> int:
+        policy = step.version, step.digest
+        self._numbers.pop(policy, None)  # so that it is the latest
+        self._numbers[policy] = step.number
+        if len(self._numbers) > REMEMBERED:
+            del self._numbers[next(iter(self._numbers))]
+        return step.number
 
-    def _between(self, version: int) -> float:
-        """The number of a version that is no step, by its label."""
+    def _add_after(self, jump: int, version: int | None, digest: int | None) -> int:
+        latest = next(reversed(self._numbers.values()), -jump)
+        return self._add(TrainerStep(latest + jump, version, digest))
+
+    def _by_label(self, version: int) -> float:
+        """The number of a version that is no step."""
         before = -math.inf
-        for step in self._all:
-            if step.version is not None and step.version >= version:
-                return max(step.number - (step.version - version), before)
-            before = step.number
+        for (known, _), number in self._numbers.items():
+            if known is not None and known >= version:
+                return max(number - (known - version), before)
+            before = number
         return before
