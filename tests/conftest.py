@@ -25,14 +25,27 @@ settings.register_profile(
     "repeatable", settings.get_profile("untimed"), derandomize=True, database=None
 )
 settings.register_profile("random", settings.get_profile("untimed"))
+settings.register_profile("fast", settings.get_profile("repeatable"), max_examples=20)
 settings.load_profile("repeatable")
+
+# Several processes test side by side: more threads of torch would only slow each other down.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+FAST_SECONDS = 3  # what takes longer, alone on an idle machine, is marked slow
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--engine", default="embedded", help="the engine that tests/contract tries")
 
 
-def pytest_configure() -> None:
+def is_fast(config: pytest.Config) -> bool:
+    """Whether slow tests are left out."""
+    return "not slow" in config.option.markexpr
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if is_fast(config) and not config.getoption("--hypothesis-profile"):
+        settings.load_profile("fast")
     # As from a terminal: what a shell runs in the background inherits that SIGINT is ignored, and
     # so would the programs that tests interrupt.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -61,6 +74,20 @@ def _group(item: pytest.Item) -> str:
         for definitions in item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
     }
     return f"{item.path.parent.name}/{item.path.stem}" if scopes & {"module", "package"} else ""
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Lists what a fast run should leave out. It never fails: a busy machine is slow too."""
+    if not is_fast(config):
+        return
+    limit = FAST_SECONDS * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    reports = [r for kind in ("passed", "failed") for r in terminalreporter.getreports(kind)]
+    if slow := [r for r in reports if r.when == "call" and r.duration > limit]:
+        terminalreporter.section(f"not marked slow, and took more than {limit:.0f} s")
+        for report in sorted(slow, key=lambda r: -r.duration):
+            terminalreporter.line(f"{report.duration:6.1f} s  {report.nodeid}")
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ from rollwire_client import (
     UnavailableError,
     WeightTag,
 )
+from support.examples import examples
 
 PROMPT = [1, 2, 3]
 FAST = Retries(attempts=3, seconds=5, first_delay=0.001)
@@ -115,7 +116,7 @@ async def test_a_stream_shows_no_interruption(pair: list[ScriptedServer]) -> Non
     assert [chunk.finish is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     plan=st.lists(
         st.tuples(st.integers(0, 6), st.sampled_from([interrupt, cut, drain])), max_size=6

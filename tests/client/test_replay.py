@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollwire_client import Routing, RoutingReplay, WeightTag
 from rollwire_client._routing_replay import RoutingBuilder, Rows, joined
+from support.examples import examples
 
 AS_SAMPLED, LAST_PASS = RoutingReplay.AS_SAMPLED, RoutingReplay.LAST_PASS
 SHAPE = (1, 2, 2)
@@ -145,7 +146,7 @@ def check_whatever(play: Play, routing: Routing) -> None:
                 assert (p in again) == (segment.weights != sampled)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(plays(AS_SAMPLED))
 def test_as_sampled_is_what_sampled_the_token_after_it(play: Play) -> None:
     routing = play.builder.routing(play.runs())
@@ -170,7 +171,7 @@ def test_as_sampled_is_what_sampled_the_token_after_it(play: Play) -> None:
         assert play.taken == of
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(plays(LAST_PASS))
 def test_last_pass_is_the_newest_that_has_all(play: Play) -> None:
     routing = play.builder.routing(play.runs())

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 )
 from rollwire.v1 import common_pb2, rollout_pb2
 from support.calls import Api, Generation, generate, reason_of, request
+from support.examples import examples
 from support.publishing import TERMS, Update, next_version, publish, random_weights
 
 if TYPE_CHECKING:
@@ -253,10 +254,8 @@ def test_calls_in_any_order(server: ServerProcess) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=60,
+            max_examples=examples(60),
             stateful_step_count=16,
-            deadline=None,
-            derandomize=True,
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -21,6 +21,7 @@ from rollwire_server.rpc import interceptor
 from rollwire_server.rpc.interceptor import CONCURRENT_MESSAGES, CallInterceptor
 from rollwire_server.rpc.limits import LARGE_BYTES, has_at_most, message_fields
 from support.calls import connected, generate, reason_of, request, until
+from support.examples import examples
 from support.fuzzing import messages
 from support.raw_calls import RawCalls, give_up
 from support.servers import resident_bytes
@@ -312,7 +313,7 @@ def counted(message: Message) -> int:
 ANNOUNCEMENT = weights_pb2.UpdateWeightsRequest
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(60))
 @given(message=messages(ANNOUNCEMENT.DESCRIPTOR))
 def test_fields_are_counted_as_they_are(message: Message) -> None:
     fields, data = message_fields(ANNOUNCEMENT.DESCRIPTOR), message.SerializeToString()

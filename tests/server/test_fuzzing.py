@@ -18,6 +18,7 @@ from rollwire.v1 import common_pb2, rollout_pb2, weights_pb2
 from rollwire_client._rpc import conversion
 from rollwire_transport import describe_all, plan
 from support.calls import Api, connected, generate, reason_of, request
+from support.examples import examples
 from support.fuzzing import changed, messages
 from support.publishing import Update, publish, random_weights, status
 
@@ -117,7 +118,7 @@ def test_any_message_gets_an_answer(
     sent = st.lists(messages(method.input_type), min_size=1, max_size=count)
 
     @settings(
-        max_examples=60, deadline=None, derandomize=True, database=None,
+        max_examples=examples(60),
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(sent=sent)
@@ -246,7 +247,7 @@ def test_any_bytes_get_an_answer(server: ServerProcess, runner: asyncio.Runner, 
     method = METHODS[name]
 
     @settings(
-        max_examples=40, deadline=None, derandomize=True, database=None,
+        max_examples=examples(40),
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(sent=st.binary(max_size=60), message=messages(method.input_type), data=st.data())

@@ -28,6 +28,7 @@ from rollwire_transport._digest import (
     span_sum,
 )
 from rollwire_transport._manifest import Bucket
+from support.examples import examples
 from support.tensors import content, random_tensor, tensors
 from torch import Tensor
 
@@ -63,7 +64,6 @@ def span_sums(data: Tensor, spans: list[Span]) -> list[int]:
     return [int(span_sum(data, span)) % MODULUS for span in spans]
 
 
-@settings(deadline=None)
 @given(tensors())
 def test_the_digest_is_the_one_that_is_written_down(tensor: Tensor) -> None:
     spec = describe("layer.0.wäight", tensor)
@@ -76,7 +76,7 @@ def test_the_digest_never_changes() -> None:
     assert bucket_digest(3, [1, 2, 3]) % MODULUS == 0x5D5780F0AD0B8AD4
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(st.integers(0, 100_000), st.integers(0, 100), st.integers(0, 2**32))
 def test_every_implementation_gives_the_same_sum(size: int, offset: int, seed: int) -> None:
     words = random_tensor(torch.int64, (size,), seed)
@@ -171,7 +171,6 @@ def test_a_view_that_is_not_aligned_has_the_same_digest() -> None:
     assert tensor_digest(spec, data[3:]) == tensor_digest(spec, data[3:].clone())
 
 
-@settings(deadline=None)
 @given(st.integers(1, 1000), st.lists(st.integers(1, 5), max_size=4), st.integers(0, 2**32))
 def test_the_sums_of_spans_add_up_to_the_tensors(size: int, cuts: list[int], seed: int) -> None:
     data = random_tensor(torch.uint8, (size,), seed)
@@ -180,7 +179,6 @@ def test_the_sums_of_spans_add_up_to_the_tensors(size: int, cuts: list[int], see
     assert sum(span_sums(data, spans)) % MODULUS == reference_sum(content(data))
 
 
-@settings(deadline=None)
 @given(tensors(), st.data())
 def test_a_flipped_bit_is_noticed(tensor: Tensor, data: st.DataObject) -> None:
     assume(tensor.numel() > 0)
@@ -193,7 +191,6 @@ def test_a_flipped_bit_is_noticed(tensor: Tensor, data: st.DataObject) -> None:
     assert digest_of_sum(spec, total) != tensor_digest(spec, tensor)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=2, max_size=40), st.data())
 def test_swapped_words_are_noticed(words: list[int], data: st.DataObject) -> None:
     i = data.draw(st.integers(0, len(words) - 1))
@@ -250,7 +247,6 @@ def test_the_digest_of_a_set_does_not_depend_on_order_and_wraps() -> None:
     assert sum_digests([]) == 0
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32), st.lists(st.integers(0, MODULUS - 1), max_size=5))
 def test_a_buckets_digest_is_the_one_that_is_written_down(index: int, sums: list[int]) -> None:
     value = reference_mix(index + 1)

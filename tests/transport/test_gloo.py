@@ -27,6 +27,7 @@ from rollwire_transport import (
 )
 from rollwire_transport._links.base import Backend, GroupMember
 from rollwire_transport._links.rendezvous import Rendezvous, join
+from support.examples import examples
 from support.gloo import TIMEOUT, group, in_thread, join_at, transfer
 from support.tensors import content, room_for, weights
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10))
 @given(weights())
 def test_everything_arrives_bit_for_bit(tensors: dict[str, Tensor]) -> None:
     manifest = plan(describe_all(tensors), bucket_bytes=256)

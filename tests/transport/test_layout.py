@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rollwire_transport import (
     ManifestError,
@@ -34,7 +34,6 @@ def test_buckets_grow_with_the_update(mib: int, bucket_mib: int) -> None:
     assert max(bucket.size for bucket in manifest.buckets) >> 20 == pytest.approx(bucket_mib, abs=1)
 
 
-@settings(deadline=None)
 @given(specs, bucket_bytes)
 def test_a_plan_is_valid_fits_its_own_schema_and_is_always_the_same(
     tensors: list[TensorSpec], size: int
@@ -46,7 +45,6 @@ def test_a_plan_is_valid_fits_its_own_schema_and_is_always_the_same(
     assert all(bucket.size <= size for bucket in manifest.buckets)
 
 
-@settings(deadline=None)
 @given(specs, bucket_bytes)
 def test_every_byte_has_one_place(tensors: list[TensorSpec], size: int) -> None:
     manifest = plan(tensors, bucket_bytes=size)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rollwire_transport import describe_all, padded_nbytes, plan
 from rollwire_transport._bucket_layout import in_place_view
@@ -25,7 +25,6 @@ def targets(manifest: Manifest, room: dict[str, Tensor]) -> dict[int, Tensor]:
     return {i: as_bytes(room[s.name]) for i, s in enumerate(manifest.tensors) if s.name in room}
 
 
-@settings(deadline=None)
 @given(weights(), st.integers(1, 10))
 def test_tensors_in_one_memory_are_the_home_of_each_bucket(
     tensors: dict[str, Tensor], size: int

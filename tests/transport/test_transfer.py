@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rollwire_transport import (
     DigestMismatch,
@@ -50,7 +50,6 @@ def room(request: pytest.FixtureRequest) -> Iterator[Room]:
         yield room_for if request.param == "apart" else room_in_one
 
 
-@settings(deadline=None)
 @given(weights(), bucket_bytes)
 def test_everything_arrives_bit_for_bit(room: Room, tensors: dict[str, Tensor], size: int) -> None:
     manifest = plan(describe_all(tensors), bucket_bytes=size)
@@ -81,7 +80,6 @@ class Failure(NamedTuple):
 failures = st.builds(Failure, st.integers(0, 4), st.integers(0, 3))
 
 
-@settings(deadline=None)
 @given(weights(), bucket_bytes, st.lists(failures, max_size=4))
 def test_after_failures_it_goes_on_from_a_bucket_that_is_missing(
     room: Room, tensors: dict[str, Tensor], size: int, failures: list[Failure]

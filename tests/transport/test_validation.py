@@ -6,7 +6,7 @@ import dataclasses
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rollwire_transport import (
     Bucket,
@@ -172,7 +172,6 @@ numbers = st.sampled_from([-1, 0, 1, 20, 64, 100, 128, 148, 2**31, 2**63]) | st.
 spans = st.lists(st.builds(Span, st.integers(-1, 2), numbers, numbers, numbers), max_size=4)
 
 
-@settings(deadline=None)
 @given(st.lists(st.builds(Bucket, numbers, spans.map(tuple)), max_size=3))
 def test_what_passes_covers_every_byte_once(buckets: list[Bucket]) -> None:
     manifest = Manifest((A, B), tuple(buckets))

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 from rollwire_client import Carry, Drop, DropReason, Prompt, Sampling, WeightTag
 from rollwire_client._batches.group import GroupSampler
 from rollwire_client._batches.group_buffer import BatchPlan, GroupBuffer
+from support.examples import examples
 
 
 class NumberedBuffer:
@@ -184,7 +185,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestAnyOrder.settings = settings(max_examples=examples(60), stateful_step_count=60)
 
 
 def filled(plan: BatchPlan, *, complete: int) -> NumberedBuffer:

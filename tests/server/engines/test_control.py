@@ -20,6 +20,7 @@ from rollwire_server.engines.embedded.builtin import build
 from rollwire_server.engines.embedded.model import PackedModel
 from rollwire_server.engines.embedded.runner import MAX_FAILED_STEPS, ModelRunner
 from support.engines import Recorder, prompts, running, spec, staged_update
+from support.examples import examples
 
 if TYPE_CHECKING:
     from support.engines import Driver, Sampled
@@ -68,9 +69,7 @@ COMMANDS = st.one_of(
 )
 
 
-@settings(
-    deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=examples(12), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(commands=st.lists(COMMANDS, max_size=12))
 async def test_commands_in_any_order_lose_and_repeat_nothing(
     driver: Driver, commands: list[str | int]

@@ -12,6 +12,7 @@ from rollwire_server.engines.embedded.sampling import (
     log_probabilities,
     sample,
 )
+from support.examples import examples
 from torch import Tensor
 
 VOCAB = 24
@@ -49,7 +50,7 @@ def kept(scores: list[float], top_k: int, top_p: float, min_p: float) -> dict[in
     return {i: w / sum(within.values()) for i, w in within.items()}
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     scores=st.lists(st.integers(-40, 40), min_size=VOCAB, max_size=VOCAB, unique=True),
     temperature=st.sampled_from([0.25, 1.0, 2.0]),

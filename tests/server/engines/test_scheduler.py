@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from rollwire_server.engines.base import SamplingParams, SequenceSpec
 from rollwire_server.engines.embedded.scheduler import MIN_SHARED_TOKENS, Scheduler
+from support.examples import examples
 
 if TYPE_CHECKING:
     from rollwire_server.engines.embedded.batch import StepPlan
@@ -116,7 +117,7 @@ class Schedules(RuleBasedStateMachine):
         assert self.live == {*started, *waiting}
 
 
-Schedules.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Schedules.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestSchedules = Schedules.TestCase
 
 

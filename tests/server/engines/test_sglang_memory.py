@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rollwire_server.engines.loading import cuda_ipc
 from rollwire_server.engines.loading.staging_memory import (
@@ -39,14 +39,12 @@ def homes(manifest: Manifest, staged: Mapping[str, Tensor]) -> list[Tensor | Non
     return [in_place_view(bucket, targets, CPU) for bucket in manifest.buckets]
 
 
-@settings(deadline=None)
 @given(specs)
 def test_buckets_have_their_place_in_it(specs: list[TensorSpec]) -> None:
     staged = allocate_on_host(specs).lend(specs)
     assert all(place is not None for place in homes(plan(specs, bucket_bytes=640), staged))
 
 
-@settings(deadline=None)
 @given(specs, st.data())
 def test_so_have_those_of_a_partial_update(specs: list[TensorSpec], data: st.DataObject) -> None:
     memory = allocate_on_host(specs)
@@ -58,7 +56,6 @@ def test_so_have_those_of_a_partial_update(specs: list[TensorSpec], data: st.Dat
     assert all(place is not None for place in homes(plan(some, bucket_bytes=640), staged))
 
 
-@settings(deadline=None)
 @given(specs, st.integers(1, 4))
 def test_devices_have_about_as_much_each(specs: list[TensorSpec], devices: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
