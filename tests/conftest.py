@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support import forked
 from support.servers import ServerProcess, StartServer, servers
 
 if TYPE_CHECKING:
@@ -44,12 +46,21 @@ def is_fast(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if address := getattr(config, "workerinput", {}).get("forked"):
+        forked.adopt(address)
     if is_fast(config) and not config.getoption("--hypothesis-profile"):
         settings.load_profile("fast")
     # As from a terminal: what a shell runs in the background inherits that SIGINT is ignored, and
     # so would the programs that tests interrupt.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Servers of all processes (``-n``) are forks of the same one."""
+    if sys.version_info < (3, 14):  # from there on, it knows its own by a key
+        node.workerinput["forked"] = forked.share()
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups

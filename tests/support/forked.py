@@ -12,6 +12,7 @@ import faulthandler
 import multiprocessing
 import os
 import sys
+from multiprocessing import forkserver
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,6 +35,20 @@ _context.set_forkserver_preload(
         "transformers.models.qwen3_moe.modeling_qwen3_moe",
     ]
 )
+
+
+def share() -> str:
+    """Starts the process that is forked; returns its address, for ``adopt`` in other processes."""
+    forkserver.ensure_running()
+    return forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+
+
+def adopt(address: str) -> None:
+    """Forks what another process has started, instead of importing everything here again."""
+    own = forkserver._forkserver  # type: ignore[attr-defined]
+    own._forkserver_address = address
+    own._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # the other one keeps it alive
+    own.ensure_running = lambda: None
 
 
 class ServerCommand:
