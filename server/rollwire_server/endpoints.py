@@ -14,8 +14,12 @@ from grpc_reflection.v1alpha import reflection
 from rollwire.v1 import rollout_pb2, weights_pb2
 
 from rollwire_server.metrics import MetricsServer
-from rollwire_server.rpc.interceptor import CALLS_BESIDE_SEQUENCES, CallInterceptor
-from rollwire_server.rpc.limits import LARGE_BYTES, SMALL_BYTES
+from rollwire_server.rpc.interceptor import (
+    CALLS_BESIDE_SEQUENCES,
+    LARGE_BYTES,
+    SMALL_BYTES,
+    CallInterceptor,
+)
 from rollwire_server.security import AuthInterceptor, server_credentials
 from rollwire_server.settings import StartError, parse_listen_range
 

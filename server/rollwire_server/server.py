@@ -23,7 +23,6 @@ from rollwire_server.engines import create_engine
 from rollwire_server.engines.base import EngineError
 from rollwire_server.metrics import Metrics
 from rollwire_server.rpc.rollout_service import RolloutService
-from rollwire_server.rpc.server_info import ServerInfoBuilder
 from rollwire_server.rpc.weight_service import WeightService
 from rollwire_server.security import TokenAuthorizer
 from rollwire_server.sequences.manager import Sequences
@@ -127,22 +126,18 @@ class RolloutServer:
         self, api: grpc.aio.Server, updates: UpdateManager, tasks: asyncio.TaskGroup
     ) -> None:
         engine, state, sequences = self._engine, self._state, self._sequences
-        sleep = SleepController(engine, state, sequences, updates, tasks)
-        info = ServerInfoBuilder(self._server_id, engine, state, sequences, updates, self._counters)
-        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(
-            RolloutService(
-                engine,
-                state,
-                sequences,
-                updates.weights,
-                sleep,
-                info,
-                self._counters,
-                self._authorizer,
-                max_streams_per_client=self._settings.max_streams_per_client,
-            ),
-            api,
+        rollouts = RolloutService(
+            self._server_id,
+            engine,
+            state,
+            sequences,
+            updates,
+            SleepController(engine, state, sequences, updates, tasks),
+            self._counters,
+            self._authorizer,
+            max_streams_per_client=self._settings.max_streams_per_client,
         )
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollouts, api)
         weights_pb2_grpc.add_WeightServiceServicer_to_server(
             WeightService(engine, state, updates), api
         )

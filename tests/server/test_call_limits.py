@@ -18,8 +18,13 @@ from rollwire_server.counters import ServerCounters
 from rollwire_server.endpoints import MAX_HEALTH_CALLS
 from rollwire_server.errors import ServiceError, abort
 from rollwire_server.rpc import interceptor
-from rollwire_server.rpc.interceptor import CONCURRENT_MESSAGES, CallInterceptor
-from rollwire_server.rpc.limits import LARGE_BYTES, has_at_most, message_fields
+from rollwire_server.rpc.interceptor import (
+    CONCURRENT_MESSAGES,
+    LARGE_BYTES,
+    CallInterceptor,
+    has_at_most,
+    message_fields,
+)
 from support.calls import connected, generate, reason_of, request, until
 from support.examples import examples
 from support.fuzzing import messages

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from rollwire.reasons import Reason
 from rollwire.v1 import rollout_pb2, weights_pb2
 from rollwire_server.errors import ServiceError, float_text
-from rollwire_server.rpc import conversion
-from rollwire_server.rpc.validation import MAX_STOP_TOKENS, read_request
+from rollwire_server.rpc.validation import MAX_STOP_TOKENS, manifest_from_proto, read_request
 from support.calls import Api, connected, generate, reason_of, request
 from support.engine_room import serving
 
@@ -265,5 +264,5 @@ def test_a_part_of_a_manifest_that_is_too_much_is_not_looked_at() -> None:
     many = weights_pb2.Manifest(
         tensors=[weights_pb2.TensorSpec(name="t", dtype="float32", shape=[2] * 1000)]
     )
-    (spec,) = conversion.manifest_from_proto(many).tensors
+    (spec,) = manifest_from_proto(many).tensors
     assert len(spec.shape) == 65

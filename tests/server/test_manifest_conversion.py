@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from rollwire_client._rpc.conversion import manifest_to_proto
-from rollwire_server.rpc.conversion import manifest_from_proto
+from rollwire_server.rpc.validation import manifest_from_proto
 from rollwire_transport import Encoding, describe_all, plan
 
 TENSORS = {"w": torch.zeros(5, 7, dtype=torch.bfloat16), "b": torch.zeros(())}

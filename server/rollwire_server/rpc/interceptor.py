@@ -5,6 +5,10 @@ rest does not come. To bound memory, messages are read only after the caller's t
 and only a few of one client at a time. gRPC also keeps a response for as long as nobody takes it,
 so a call with one response has its turn until then. To read and write by itself, this serves every
 call as one of streams: over the wire they are the same.
+
+gRPC's own limit of length is one for all methods, and has to let manifests through. Parsing takes
+the event loop, and each empty message inside of a message takes some 80 bytes in place of two:
+thirty megabytes of nothing but those would take seconds, and gigabytes.
 """
 
 from __future__ import annotations
@@ -19,17 +23,19 @@ from weakref import WeakValueDictionary
 
 import grpc
 import structlog
+from google.protobuf import descriptor_pool
+from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection
 from rollwire.reasons import Reason
 
 from rollwire_server.engines.base import EngineError
 from rollwire_server.errors import ServiceError, abort, from_engine_error
 from rollwire_server.logs import bind, is_caller_fault
-from rollwire_server.rpc.limits import LARGE_BYTES, MessageParser
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
 
+    from google.protobuf.descriptor import Descriptor
     from google.protobuf.message import Message
 
     from rollwire_server.counters import ServerCounters
@@ -38,7 +44,19 @@ if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
     Respond = Callable[[Any, Context], Awaitable[None]]
 
+MessageFields = dict[int, "MessageFields"]  # the fields that hold messages, by number
+
 log = structlog.get_logger()
+
+LARGE_BYTES = 32 << 20  # 10 MiB is the manifest of 100,000 tensors, or a prompt of 2 million
+DEFAULT_BYTES = 4 << 20  # gRPC's default
+SMALL_BYTES = 1 << 16  # of health and reflection, which take names
+LARGE_METHODS = {"Generate", "StreamRollouts", "UpdateWeights"}
+
+# Fields of the methods that take messages in any number. Their handlers check the number of each by
+# its name; this bound is a little less strict, and limits the work until then.
+MAX_FIELDS = {"Abort": 1 << 16, "UpdateWeights": 3 << 19}
+UNCOUNTED_BYTES = 1 << 16  # in so few there cannot be too many
 
 CALLS_BESIDE_SEQUENCES = 1000  # of a method by one client, beyond those that sequences may have
 MAX_REFLECTIONS = 16  # for people, and each may bring a large message
@@ -48,15 +66,10 @@ LOGGED_FIELDS = ("request_id", "attempt", "update_id", "version", "pause_id")
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Limits the calls of each client, parses their messages, and answers with their errors.
-
-    Args:
-        max_calls: Of one method by one client at once.
-        counters: Of refusals.
-    """
+    """Limits the calls of each client, parses their messages, and answers with their errors."""
 
     def __init__(self, max_calls: int, counters: ServerCounters) -> None:
-        self._max_calls = max_calls
+        self._max_calls = max_calls  # of one method by one client at once
         self._counters = counters
         self._calls: Counter[tuple[str, str]] = Counter()  # under way, by client and method
         self._parsers: dict[str, MessageParser] = {}  # by method
@@ -75,8 +88,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         service, _, name = method.removeprefix("/").partition("/")
         if (parser := self._parsers.get(method)) is None:
             deserialize: Any = handler.request_deserializer
-            parser = MessageParser(service, name, deserialize, self._counting_fields)
-            self._parsers[method] = parser
+            parser = self._parsers[method] = MessageParser(service, name, deserialize)
         respond = _responder(handler)
         one_response = not handler.response_streaming
 
@@ -98,9 +110,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 try:
                     await serve(stream, context, admission)
                 except (ServiceError, EngineError) as raised:
-                    error = (
-                        raised if isinstance(raised, ServiceError) else from_engine_error(raised)
-                    )
+                    error = from_engine_error(raised) if isinstance(raised, EngineError) else raised
                     self._counters.refusals[error.reason.name.lower()] += 1
                     log.info("refused", rpc=name, reason=error.reason.name, message=error.message)
                     await abort(context, error)
@@ -154,7 +164,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 ) from error
             if data is grpc.aio.EOF:
                 raise ServiceError(Reason.BAD_REQUEST, f"no message arrived: {name} needs one")
-            return await parser.parse(data)
+            return await parser.parse(data, self._counting_fields)
 
 
 def client_of(context: Context) -> str:
@@ -197,3 +207,108 @@ def _logged_fields(request: Message) -> dict[str, Any]:
         for name in LOGGED_FIELDS
         if name in known and (not known[name].has_presence or request.HasField(name))
     }
+
+
+class MessageParser:
+    """Parses the messages of one method, and refuses what is too large or no message."""
+
+    def __init__(self, service: str, method: str, deserialize: Callable[[bytes], Any]) -> None:
+        self._method = method
+        self._deserialize = deserialize
+        self._max_bytes = SMALL_BYTES
+        if service.startswith("rollwire."):
+            self._max_bytes = LARGE_BYTES if method in LARGE_METHODS else DEFAULT_BYTES
+        self._max_fields = MAX_FIELDS.get(method, 0)
+        self._fields: MessageFields = {}
+        if self._max_fields:
+            descriptor = descriptor_pool.Default().FindMethodByName(f"{service}.{method}")
+            self._fields = message_fields(descriptor.input_type)
+
+    async def parse(self, data: bytes, counting: asyncio.Lock) -> Any:
+        """``counting`` is held while fields are counted, which takes a thread."""
+        self._check_length(data)
+        if self._fields and len(data) > UNCOUNTED_BYTES:
+            async with counting:
+                few = await asyncio.to_thread(has_at_most, self._max_fields, data, self._fields)
+            if not few:
+                raise ServiceError(
+                    Reason.BAD_REQUEST,
+                    f"the message has more than {self._max_fields} parts, the limit of "
+                    f"{self._method}, or it cannot be parsed",
+                )
+        return self._parse(data)
+
+    def parse_or_error(self, data: bytes) -> Any:
+        """For messages of a stream: what a deserializer raises ends the call without a reason."""
+        try:
+            self._check_length(data)
+            return self._parse(data)
+        except ServiceError as error:
+            return error
+
+    def _check_length(self, data: bytes) -> None:
+        if len(data) > self._max_bytes:
+            raise ServiceError(
+                Reason.BAD_REQUEST,
+                f"the message has {len(data)} bytes, the limit of {self._method} is "
+                f"{self._max_bytes}",
+            )
+
+    def _parse(self, data: bytes) -> Any:
+        try:
+            return self._deserialize(data)
+        except DecodeError as error:
+            raise ServiceError(
+                Reason.BAD_REQUEST,
+                f"the message cannot be parsed: it is not a request of {self._method}",
+            ) from error
+
+
+def message_fields(descriptor: Descriptor) -> MessageFields:
+    """Those of a message and of the messages inside. (The API has none that holds its own kind.)"""
+    inner = {field.number: field.message_type for field in descriptor.fields}
+    return {number: message_fields(kind) for number, kind in inner.items() if kind is not None}
+
+
+def has_at_most(limit: int, data: bytes, fields: MessageFields) -> bool:
+    """Whether a serialized message has at most ``limit`` fields, with those of messages inside that
+    hold messages themselves. False for what cannot be read.
+    """
+    count = 0
+    pending = [(0, len(data), fields)]
+    try:
+        while pending:
+            at, end, fields = pending.pop()
+            while at < end:
+                count += 1
+                if count > limit:
+                    return False
+                tag, at = _varint(data, at)
+                wire_type = tag & 7
+                if wire_type == 2:
+                    size, at = _varint(data, at)
+                    if inner := fields.get(tag >> 3):
+                        pending.append((at, at + size, inner))
+                    at += size
+                elif wire_type == 0:
+                    _, at = _varint(data, at)
+                elif wire_type in (1, 5):
+                    at += 8 if wire_type == 1 else 4
+                else:  # groups, which nobody sends
+                    return False
+            if at != end:
+                return False
+    except IndexError:
+        return False
+    return True
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    if (byte := data[at]) < 128:  # nearly always
+        return byte, at + 1
+    value = shift = 0
+    while byte >= 128 and shift < 70:
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        byte = data[at]
+    return value | byte << shift, at + 1

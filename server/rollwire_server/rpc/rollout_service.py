@@ -5,15 +5,28 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from rollwire.conversion import SLEEPING_WEIGHTS_FROM_PROTO, weight_tag_to_proto
+import rollwire_transport as transport
+from rollwire.conversion import (
+    LOGPROB_BASIS_TO_PROTO,
+    SERVER_STATE_TO_PROTO,
+    SLEEPING_WEIGHTS_FROM_PROTO,
+    finish_to_proto,
+    weight_tag_to_proto,
+)
 from rollwire.reasons import Reason
+from rollwire.types import ServerState
 from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
 
+from rollwire_server import __version__
 from rollwire_server.errors import ServiceError
 from rollwire_server.logs import bind
-from rollwire_server.rpc import conversion
 from rollwire_server.rpc.interceptor import client_of
-from rollwire_server.rpc.rollout_stream import RolloutStream
+from rollwire_server.rpc.rollout_stream import (
+    RolloutStream,
+    prompt_logprobs_to_proto,
+    routed_experts_to_proto,
+    top_logprobs_to_proto,
+)
 from rollwire_server.rpc.validation import check_id, read_duration, read_request
 from rollwire_server.security import Scope
 from rollwire_server.sequences.sequence import ReadyQueue
@@ -21,17 +34,17 @@ from rollwire_server.state import Rpc
 
 if TYPE_CHECKING:
     import grpc
+    from rollwire.types import WeightTag
 
     from rollwire_server.counters import ServerCounters
     from rollwire_server.engines.base import Engine
-    from rollwire_server.rpc.server_info import ServerInfoBuilder
     from rollwire_server.security import TokenAuthorizer
     from rollwire_server.sequences.manager import Sequences
     from rollwire_server.sequences.request import Request
-    from rollwire_server.sequences.sequence import Cursor
+    from rollwire_server.sequences.sequence import Cursor, SequenceOutput
     from rollwire_server.sleep import SleepController
     from rollwire_server.state import StateMachine
-    from rollwire_server.weights.state import WeightState
+    from rollwire_server.weights.manager import UpdateManager
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -44,27 +57,29 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
 
     def __init__(
         self,
+        server_id: str,
         engine: Engine,
         state: StateMachine,
         sequences: Sequences,
-        weights: WeightState,
+        updates: UpdateManager,
         sleep: SleepController,
-        info: ServerInfoBuilder,
         counters: ServerCounters,
         authorizer: TokenAuthorizer,
         *,
         max_streams_per_client: int,
     ) -> None:
-        self._counters = counters
+        self._server_id = server_id
         self._engine = engine
         self._state = state
         self._sequences = sequences
-        self._weights = weights
+        self._updates = updates
         self._sleep = sleep
-        self._info = info
+        self._counters = counters
         self._authorizer = authorizer
         self._max_streams = max_streams_per_client
         self._streams: Counter[str] = Counter()  # by client address
+        backends = transport.available_backends(updates.listen)
+        self._transports = [name for name, backend in backends.items() if backend.ok]
 
     async def Generate(  # type: ignore[override]  # noqa: N802  writes by itself
         self, request: rollout_pb2.GenerateRequest, context: Context
@@ -87,11 +102,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         while (output := cursor.next_output(TOKENS_A_MESSAGE)) is not None:
             error = output.end if isinstance(output.end, ServiceError) else None
             if error is None or output.token_ids:
-                await context.write(
-                    conversion.generate_response(
-                        output, request.request_id, request.attempt, self._weights.current
-                    )
-                )
+                await context.write(_response(output, request, self._updates.weights.current))
             if error is not None:
                 raise error
 
@@ -160,7 +171,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.ResumeResponse(
             resumed_sequences=self._sequences.live if resumed else 0,
             remaining_pauses=len(self._state.pauses),
-            weights=weight_tag_to_proto(self._weights.current),
+            weights=weight_tag_to_proto(self._updates.weights.current),
         )
 
     async def Sleep(  # noqa: N802
@@ -177,10 +188,73 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.WakeUpRequest, _: Context
     ) -> rollout_pb2.WakeUpResponse:
         await self._sleep.wake(reload_checkpoint=request.reload_checkpoint)
-        return rollout_pb2.WakeUpResponse(weights=weight_tag_to_proto(self._weights.current))
+        weights = weight_tag_to_proto(self._updates.weights.current)
+        return rollout_pb2.WakeUpResponse(weights=weights)
 
     async def GetServerInfo(  # noqa: N802
         self, _request: rollout_pb2.GetServerInfoRequest, _context: Context
     ) -> rollout_pb2.GetServerInfoResponse:
         self._state.check(Rpc.GET_SERVER_INFO)
-        return self._info.build()
+        response = rollout_pb2.GetServerInfoResponse(
+            server_id=self._server_id,
+            state=SERVER_STATE_TO_PROTO[self._state.current],
+            software_version=__version__,
+            accepts_updates=not self._updates.frozen,
+            transports=self._transports,
+        )
+        for pause_id, left in self._state.pauses.items():
+            pause = response.pauses.add(pause_id=pause_id)
+            if left is not None:
+                pause.lease_left.FromMilliseconds(int(left * 1000))
+        if self._state.current is not ServerState.STARTING:
+            self._describe_engine(response)
+        return response
+
+    def _describe_engine(self, response: rollout_pb2.GetServerInfoResponse) -> None:
+        engine, load, weights = self._engine.describe(), self._engine.load(), self._updates.weights
+        response.weights.CopyFrom(weight_tag_to_proto(weights.current))
+        if weights.highest_version is not None:
+            response.highest_version = weights.highest_version
+        response.engine = engine.engine
+        response.model = engine.model
+        response.vocab_size = engine.vocab_size
+        response.context_length = engine.context_length
+        response.eos_token_ids.extend(engine.eos_token_ids)
+        bases = (LOGPROB_BASIS_TO_PROTO[basis] for basis in engine.logprob_bases)
+        response.logprob_bases.extend(sorted(bases))
+        response.deterministic = engine.deterministic
+        response.max_running_sequences = engine.max_running_sequences
+        activity = self._sequences.by_activity()
+        response.running_sequences = activity["running"]
+        response.waiting_sequences = activity["waiting"]
+        response.held_sequences = activity["held"]
+        response.sampled_tokens = self._counters.sampled_tokens
+        response.kv_tokens_used = load.kv_tokens_used
+        response.kv_tokens_total = load.kv_tokens_total
+
+
+def _response(
+    output: SequenceOutput, request: Request, weights: WeightTag
+) -> rollout_pb2.GenerateResponse:
+    """A message of Generate; it has ``weights`` where the output has none of its own."""
+    weights = output.weights or weights
+    prompt = prompt_logprobs_to_proto(output.extras)
+    if output.segment is not None:
+        oldest = output.segment.oldest_kv_revision
+    else:
+        oldest = min((part.oldest_kv_revision for part in prompt), default=weights.revision)
+    message = rollout_pb2.GenerateResponse(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        offset=output.offset,
+        token_ids=output.token_ids,
+        logprobs=output.logprobs,
+        weights=weight_tag_to_proto(weights),
+        oldest_kv_revision=oldest,
+        top_logprobs=top_logprobs_to_proto(output.tops),
+        prompt_logprobs=prompt,
+        routed_experts=routed_experts_to_proto(output.extras),
+    )
+    if output.end is not None and not isinstance(output.end, ServiceError):
+        message.finish.CopyFrom(finish_to_proto(output.end))
+    return message

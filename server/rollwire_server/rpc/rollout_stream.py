@@ -1,5 +1,4 @@
-"""StreamRollouts: any number of sequences over one stream, one message an engine step, or one a
-delivery interval.
+"""StreamRollouts: any number of sequences over one stream, one message an engine step or interval.
 
 Rows are built straight from the sequences, with as little Python for each token as possible: a
 server that samples 256 sequences comes through here 256 times a step.
@@ -12,26 +11,33 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
-from rollwire.conversion import finish_to_proto, weight_tag_to_proto
+from rollwire.conversion import duration_to_proto, finish_to_proto, weight_tag_to_proto
 from rollwire.reasons import Reason
 from rollwire.v1 import rollout_pb2
 
+from rollwire_server.engines.base import PromptLogprobs, RoutedExperts
 from rollwire_server.errors import ServiceError
 from rollwire_server.logs import MAX_CHARACTERS
-from rollwire_server.rpc import conversion
 from rollwire_server.rpc.validation import read_request
 from rollwire_server.sequences.sequence import ReadyQueue
 from rollwire_server.state import Rpc
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from rollwire.types import WeightTag
 
     from rollwire_server.counters import ServerCounters
     from rollwire_server.engines.base import Engine
     from rollwire_server.sequences.manager import Sequences
-    from rollwire_server.sequences.sequence import Cursor, SequenceOutput, TokenSegment
+    from rollwire_server.sequences.request import Request
+    from rollwire_server.sequences.sequence import (
+        Cursor,
+        Extra,
+        SequenceOutput,
+        TokenSegment,
+        TopTokens,
+    )
     from rollwire_server.state import StateMachine
 
 log = structlog.get_logger()
@@ -62,7 +68,7 @@ class Columns:
         self.size = 0  # in bytes, at most
 
     def add_token(self, cursor: Cursor, segment: TokenSegment) -> None:
-        """Adds a row for the token that a cursor has just taken."""
+        """For the token that the cursor has just taken."""
         sequence, at = cursor.sequence, cursor.position - 1
         self.handles.append(cursor.handle)
         self.counts.append(1)
@@ -167,9 +173,7 @@ class RolloutStream:
 
     def _start(self, handle: int, message: rollout_pb2.GenerateRequest) -> None:
         try:
-            self._state.check_started(Rpc.GENERATE)
-            _check_has_id(message)
-            request = read_request(message, self._engine.describe(), self._sequences.next_key())
+            request = self._read_start(message)
             self._cursors[handle] = self._sequences.start(request, self._queue, handle)
         except ServiceError as error:
             self._counters.refusals[error.reason.name.lower()] += 1
@@ -181,9 +185,19 @@ class RolloutStream:
                 message=error.message,
             )
             self._refusals.append(
-                rollout_pb2.SequenceEvent(handle=handle, error=conversion.error_to_proto(error))
+                rollout_pb2.SequenceEvent(handle=handle, error=_error_to_proto(error))
             )
             self._queue.wake()
+
+    def _read_start(self, message: rollout_pb2.GenerateRequest) -> Request:
+        self._state.check_started(Rpc.GENERATE)
+        if not message.request_id:
+            raise ServiceError(
+                Reason.BAD_REQUEST,
+                "StreamRollouts needs a request_id: a UUID for each sequence",
+                field="request_id",
+            )
+        return read_request(message, self._engine.describe(), self._sequences.next_key())
 
     # Messages to the client.
 
@@ -244,13 +258,55 @@ class RolloutStream:
         self._sequences.detach(cursor)
 
 
-def _check_has_id(message: rollout_pb2.GenerateRequest) -> None:
-    if not message.request_id:
-        raise ServiceError(
-            Reason.BAD_REQUEST,
-            "StreamRollouts needs a request_id: a UUID for each sequence",
-            field="request_id",
+def _error_to_proto(error: ServiceError) -> rollout_pb2.SequenceError:
+    retry_after = error.reason.retry_after
+    return rollout_pb2.SequenceError(
+        code=error.reason.code.value[0],
+        reason=error.reason.name,
+        message=error.message,
+        metadata=error.metadata,
+        retry_delay=None if retry_after is None else duration_to_proto(retry_after),
+        field=error.field or "",
+    )
+
+
+def top_logprobs_to_proto(tops: list[TopTokens]) -> rollout_pb2.TopLogprobs | None:
+    if not tops:
+        return None
+    message = rollout_pb2.TopLogprobs(k=len(tops[0][0]))
+    for token_ids, logprobs in tops:
+        message.token_ids.extend(token_ids)
+        message.logprobs.extend(logprobs)
+    return message
+
+
+def prompt_logprobs_to_proto(extras: Iterable[Extra]) -> list[rollout_pb2.PromptLogprobs]:
+    return [
+        rollout_pb2.PromptLogprobs(
+            start_position=part.start_position,
+            logprobs=part.logprobs,
+            oldest_kv_revision=part.oldest_kv_revision,
         )
+        for extra in extras
+        if isinstance(part := extra.value, PromptLogprobs)
+    ]
+
+
+def routed_experts_to_proto(extras: Iterable[Extra]) -> list[rollout_pb2.RoutedExperts]:
+    return [
+        rollout_pb2.RoutedExperts(
+            start_position=rows.start_position,
+            num_tokens=rows.num_tokens,
+            num_layers=rows.num_layers,
+            top_k=rows.top_k,
+            experts=rows.experts,
+            bytes_per_expert=rows.bytes_per_expert,
+            weights=weight_tag_to_proto(extra.weights),
+            oldest_kv_revision=rows.oldest_kv_revision,
+        )
+        for extra in extras
+        if isinstance(rows := extra.value, RoutedExperts)
+    ]
 
 
 def _event(handle: int, output: SequenceOutput) -> rollout_pb2.SequenceEvent:
@@ -258,8 +314,8 @@ def _event(handle: int, output: SequenceOutput) -> rollout_pb2.SequenceEvent:
     return rollout_pb2.SequenceEvent(
         handle=handle,
         finish=None if end is None or isinstance(end, ServiceError) else finish_to_proto(end),
-        error=conversion.error_to_proto(end) if isinstance(end, ServiceError) else None,
-        top_logprobs=conversion.top_logprobs_to_proto(output.tops),
-        prompt_logprobs=conversion.prompt_logprobs_to_proto(output.extras),
-        routed_experts=conversion.routed_experts_to_proto(output.extras),
+        error=_error_to_proto(end) if isinstance(end, ServiceError) else None,
+        top_logprobs=top_logprobs_to_proto(output.tops),
+        prompt_logprobs=prompt_logprobs_to_proto(output.extras),
+        routed_experts=routed_experts_to_proto(output.extras),
     )

@@ -1,7 +1,4 @@
-"""Validates a GenerateRequest and makes a ``Request`` of it.
-
-Everything that the engine or the server could fail at is refused here, by the field's name.
-"""
+"""Reads requests and manifests. What the engine or the server could fail at is refused by name."""
 
 from __future__ import annotations
 
@@ -11,10 +8,12 @@ import struct
 import uuid
 from typing import TYPE_CHECKING
 
+import rollwire_transport as transport
 from google.protobuf.unknown_fields import UnknownFieldSet
 from rollwire.conversion import LOGPROB_BASIS_FROM_PROTO
 from rollwire.reasons import Reason
 from rollwire.types import LogprobBasis
+from rollwire.v1 import weights_pb2
 
 from rollwire_server.engines.base import SamplingParams, SequenceSpec
 from rollwire_server.errors import ServiceError, float_text
@@ -38,7 +37,7 @@ SAMPLING_DEFAULTS = {
     "ignore_eos": False,
 }
 MAX_DURATION_SECONDS = 315_576_000_000  # of google.protobuf.Duration
-MAX_ID_CHARACTERS = 256
+MAX_ID_CHARACTERS = 256  # ids are repeated in answers
 MAX_STOP_TOKENS = 1024
 TOKEN_BYTES = 5  # the most that an id takes
 OTHER_BYTES = 1 << 16  # names, stop tokens, sampling
@@ -47,14 +46,9 @@ MIN_TEMPERATURE_FLOAT32 = struct.unpack("f", struct.pack("f", MIN_TEMPERATURE))[
 
 
 def read_request(message: rollout_pb2.GenerateRequest, info: EngineInfo, key: int) -> Request:
-    """The validated request with every default filled in; raises ServiceError.
-
-    Args:
-        message: As it came.
-        info: What the engine can do.
-        key: Names the sequence in the engine.
-    """
-    _check_ids(message)
+    """The validated request with every default filled in; ``key`` is the engine's."""
+    for field in ("request_id", "session_id"):
+        check_id(field, getattr(message, field))
     prompt = _check_lengths(message, info)
     _check_tokens("prompt_token_ids", message.prompt_token_ids, info)
     _check_tokens("output_token_ids", message.output_token_ids, info)
@@ -98,9 +92,7 @@ def read_request(message: rollout_pb2.GenerateRequest, info: EngineInfo, key: in
 
 
 def read_duration(message: object, field: str) -> float | None:
-    """Seconds of a Duration field, None where it is absent; raises ServiceError when they are
-    negative, or more than a Duration may have.
-    """
+    """Seconds of a Duration field; None where it is absent."""
     if not message.HasField(field):  # type: ignore[attr-defined]
         return None
     duration: Duration = getattr(message, field)
@@ -115,18 +107,12 @@ def read_duration(message: object, field: str) -> float | None:
 
 
 def check_id(field: str, value: str) -> None:
-    """Raises ServiceError for an id that is too long to be repeated in an answer."""
     if len(value) > MAX_ID_CHARACTERS:
         raise ServiceError(
             Reason.BAD_REQUEST,
             f"{field} has {len(value)} characters, more than {MAX_ID_CHARACTERS}",
             field=field,
         )
-
-
-def _check_ids(message: rollout_pb2.GenerateRequest) -> None:
-    for field in ("request_id", "session_id"):
-        check_id(field, getattr(message, field))
 
 
 def _check_lengths(message: rollout_pb2.GenerateRequest, info: EngineInfo) -> int:
@@ -257,3 +243,75 @@ def _check_supported(message: rollout_pb2.SamplingParams, info: EngineInfo) -> N
 
 def _bad_sampling(field: str, problem: str) -> ServiceError:
     return ServiceError(Reason.BAD_SAMPLING, f"{field} {problem}", field=f"sampling.{field}")
+
+
+# Manifests of updates.
+
+ENCODINGS = {
+    weights_pb2.ENCODING_UNSPECIFIED: transport.Encoding.FULL,
+    weights_pb2.ENCODING_FULL: transport.Encoding.FULL,
+    weights_pb2.ENCODING_DELTA: transport.Encoding.DELTA,
+}
+MAX_TENSORS = 200_000
+MAX_BUCKETS = 200_000
+
+
+def check_manifest_size(message: weights_pb2.Manifest) -> None:
+    """To be called before each part becomes a Python object, which takes a hundred times the
+    memory.
+    """
+    spans = 0
+    if len(message.buckets) <= MAX_BUCKETS:
+        spans = sum(len(bucket.spans) for bucket in message.buckets)
+    for what, count, limit in (
+        ("tensors", len(message.tensors), MAX_TENSORS),
+        ("buckets", len(message.buckets), MAX_BUCKETS),
+        ("spans", spans, MAX_TENSORS + MAX_BUCKETS),  # a bucket's end cuts one tensor
+    ):
+        if count > limit:
+            raise ServiceError(
+                Reason.MANIFEST_MISMATCH,
+                f"the manifest has {count} {what}, more than {limit}: use larger buckets, or send "
+                "tensors that belong together as one",
+                field="manifest",
+            )
+
+
+def manifest_from_proto(message: weights_pb2.Manifest) -> transport.Manifest:
+    """The manifest of a message that passed ``check_manifest_size``; it is not validated yet."""
+    if message.encoding not in ENCODINGS:
+        raise ServiceError(
+            Reason.UNSUPPORTED_ENCODING,
+            f"unknown encoding {message.encoding}",
+            field="manifest.encoding",
+        )
+    return transport.Manifest(
+        tensors=tuple(
+            transport.TensorSpec(
+                name=spec.name,
+                dtype=spec.dtype,
+                shape=tuple(spec.shape[: transport.MAX_DIMENSIONS + 1]),  # too many stay too many
+                alias_of=spec.alias_of or None,
+            )
+            for spec in message.tensors
+        ),
+        buckets=tuple(
+            transport.Bucket(
+                size=bucket.size,
+                spans=tuple(
+                    transport.Span(
+                        tensor=span.tensor,
+                        tensor_offset=span.tensor_offset,
+                        bucket_offset=span.bucket_offset,
+                        length=span.length,
+                    )
+                    for span in bucket.spans
+                ),
+                sender=bucket.sender,
+            )
+            for bucket in message.buckets
+        ),
+        encoding=ENCODINGS[message.encoding],
+        partial=message.partial,
+        base_digest=message.base_digest if message.HasField("base_digest") else None,
+    )

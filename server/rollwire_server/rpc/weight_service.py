@@ -17,13 +17,20 @@ from rollwire.reasons import Reason
 from rollwire.v1 import weights_pb2, weights_pb2_grpc
 
 from rollwire_server.errors import ServiceError
-from rollwire_server.rpc import conversion
-from rollwire_server.rpc.validation import check_id, read_duration
+from rollwire_server.rpc.validation import (
+    check_id,
+    check_manifest_size,
+    manifest_from_proto,
+    read_duration,
+)
 from rollwire_server.state import Rpc
 from rollwire_server.weights.types import GroupMembership, PublisherId, UpdateAnnouncement
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import grpc
+    import rollwire_transport as transport
 
     from rollwire_server.engines.base import Engine
     from rollwire_server.state import StateMachine
@@ -52,7 +59,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         self._state.check(Rpc.GET_WEIGHT_SCHEMA)
         schema = self._engine.schema()
         # In a thread: the schema may have a hundred thousand tensors.
-        return await asyncio.to_thread(conversion.schema_to_proto, schema)
+        return await asyncio.to_thread(_schema_to_proto, schema)
 
     async def UpdateWeights(  # type: ignore[override]  # noqa: N802  writes by itself
         self, request: weights_pb2.UpdateWeightsRequest, context: Context
@@ -61,7 +68,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         publisher, update_id = _publisher(request.publisher), _update_id(request.update_id)
         version = _version(request)
         self._updates.check_can_announce(publisher)
-        conversion.check_manifest_size(request.manifest)
+        check_manifest_size(request.manifest)
         if self._announcements >= MAX_ANNOUNCEMENTS:
             raise ServiceError(
                 Reason.UPDATE_IN_PROGRESS,
@@ -70,7 +77,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         self._announcements += 1
         try:
             async with self._converting:
-                manifest = await asyncio.to_thread(conversion.manifest_from_proto, request.manifest)
+                manifest = await asyncio.to_thread(manifest_from_proto, request.manifest)
             announcement = UpdateAnnouncement(
                 publisher=publisher,
                 update_id=update_id,
@@ -185,6 +192,17 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
             if update.lease is not None:
                 response.stage_lease_left.CopyFrom(duration_to_proto(update.lease.left))
         return response
+
+
+def _schema_to_proto(specs: Iterable[transport.TensorSpec]) -> weights_pb2.GetWeightSchemaResponse:
+    return weights_pb2.GetWeightSchemaResponse(
+        tensors=[
+            weights_pb2.TensorSpec(
+                name=spec.name, dtype=spec.dtype, shape=spec.shape, alias_of=spec.alias_of or ""
+            )
+            for spec in specs
+        ]
+    )
 
 
 def _publisher(message: weights_pb2.Publisher) -> PublisherId:
