@@ -62,25 +62,19 @@ UPDATE_PHASE_FROM_PROTO = _from_proto(UPDATE_PHASE_TO_PROTO)
 
 
 def duration_to_proto(seconds: float) -> Duration:
-    """A duration in seconds as a message.
-
-    Raises:
-        ValueError, OverflowError: It is not finite, or longer than a Duration can be.
-    """
+    """Raises ValueError or OverflowError for what is not finite, or longer than a Duration can be."""
     message = Duration()
     message.FromNanoseconds(round(seconds * 1e9))
     return message
 
 
 def weight_tag_to_proto(tag: WeightTag) -> common_pb2.WeightTag:
-    """A tag as a message."""
     return common_pb2.WeightTag(
         version=tag.version, revision=tag.revision, server_id=tag.server_id, digest=tag.digest
     )
 
 
 def weight_tag_from_proto(message: common_pb2.WeightTag) -> WeightTag:
-    """The tag of a message."""
     return WeightTag(
         version=message.version if message.HasField("version") else None,
         revision=message.revision,
@@ -90,7 +84,6 @@ def weight_tag_from_proto(message: common_pb2.WeightTag) -> WeightTag:
 
 
 def finish_to_proto(finish: Finish) -> rollout_pb2.Finish:
-    """A sequence's end as a message."""
     return rollout_pb2.Finish(
         reason=FINISH_REASON_TO_PROTO[finish.reason],
         stop_token_id=finish.stop_token_id,
@@ -102,7 +95,7 @@ def finish_to_proto(finish: Finish) -> rollout_pb2.Finish:
 
 
 def finish_from_proto(message: rollout_pb2.Finish) -> Finish | None:
-    """A sequence's end; None if its reason is not one of the API's."""
+    """None if its reason is not one of the API's."""
     reason = FINISH_REASON_FROM_PROTO.get(message.reason)
     if reason is None:
         return None

@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
 _CHECK_SECONDS = 0.1  # between two checks whether the loop runs
 _READ_SECONDS = 0.25  # after a stall, to read what has arrived
-_MAX_STALLED_SECONDS = (
-    60.0  # the most that one wait leaves out: a process that never listens must give up too
-)
+_MAX_STALLED_SECONDS = 60.0  # of one wait: a process that never listens must give up too
 _MAX_STALLS = 256  # that are remembered
 
 
@@ -41,7 +39,7 @@ class _StallDetector:
         self._check_again()
 
     def check(self) -> float:
-        """Notes a stall that has just ended; returns the time."""
+        """Notes a stall that has just ended, and returns the time."""
         now = time.monotonic()
         if now - self._checked_at > 2 * _CHECK_SECONDS:
             self.stalls.append((self._checked_at + _CHECK_SECONDS, now))
@@ -66,9 +64,8 @@ def _detector() -> _StallDetector:
 
 
 def elapsed(since: float) -> float:
-    """Seconds since ``since`` (of ``time.monotonic``) in which the running loop was not stalled.
-
-    Stalls before the first use of this module in a loop are not known.
+    """Seconds since ``since`` (of ``time.monotonic``) in which the running loop was not stalled, as
+    far as known: stalls before the first use of this module in a loop are not.
     """
     detector = _detector()
     now = detector.check()
@@ -81,15 +78,12 @@ def elapsed(since: float) -> float:
 
 
 class Deadline:
-    """``seconds`` from now, stalls not counted."""
-
     def __init__(self, seconds: float) -> None:
         self._since = _detector().check()
         self._seconds = seconds
 
     @property
     def left(self) -> float:
-        """Seconds to go, if there is no stall."""
         return max(self._seconds - elapsed(self._since), 0.0)
 
 
@@ -104,7 +98,6 @@ class Timer(Deadline):
         self._schedule(seconds)
 
     def cancel(self) -> None:
-        """Idempotent."""
         self._handle.cancel()
 
     def _schedule(self, seconds: float) -> None:

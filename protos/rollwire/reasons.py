@@ -10,16 +10,16 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
-from grpc import StatusCode
+from grpc import StatusCode as Code
 
 from rollwire.conversion import duration_to_proto
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from google.protobuf.any_pb2 import Any as AnyMessage
     from google.protobuf.message import Message
 
 DOMAIN = "rollwire"
@@ -40,7 +40,7 @@ class ErrorScope(enum.Enum):
 
 
 _SEQUENCE, _SERVER = ErrorScope.SEQUENCE, ErrorScope.SERVER
-_CONFIGURATION, _UPDATE = ErrorScope.CONFIGURATION, ErrorScope.UPDATE
+_CONFIG, _UPDATE = ErrorScope.CONFIGURATION, ErrorScope.UPDATE
 
 
 @enum.unique
@@ -55,11 +55,7 @@ class Reason(enum.Enum):
     """
 
     def __init__(
-        self,
-        code: StatusCode,
-        scope: ErrorScope,
-        meaning: str,
-        retry_after: float | None = None,
+        self, code: Code, scope: ErrorScope, meaning: str, retry_after: float | None = None
     ) -> None:
         self.code = code
         self.scope = scope
@@ -67,149 +63,92 @@ class Reason(enum.Enum):
         self.retry_after = retry_after
 
     # Requests, checked before the engine sees them.
-    EMPTY_PROMPT = StatusCode.INVALID_ARGUMENT, _SEQUENCE, "the prompt has no tokens"
-    TOKEN_OUT_OF_RANGE = StatusCode.INVALID_ARGUMENT, _SEQUENCE, "a token id beyond the vocabulary"
-    CONTEXT_EXCEEDED = StatusCode.INVALID_ARGUMENT, _SEQUENCE, "longer than the context"
+    EMPTY_PROMPT = Code.INVALID_ARGUMENT, _SEQUENCE, "the prompt has no tokens"
+    TOKEN_OUT_OF_RANGE = Code.INVALID_ARGUMENT, _SEQUENCE, "a token id beyond the vocabulary"
+    CONTEXT_EXCEEDED = Code.INVALID_ARGUMENT, _SEQUENCE, "longer than the context"
     BAD_SAMPLING = (  # of the sequence: the limit may depend on the prompt's length
-        StatusCode.INVALID_ARGUMENT,
+        Code.INVALID_ARGUMENT,
         _SEQUENCE,
         "a sampling parameter out of its range, or not supported",
     )
-    UNSUPPORTED_LOGPROB_BASIS = (
-        StatusCode.INVALID_ARGUMENT,
-        _CONFIGURATION,
-        "not offered by this engine",
-    )
-    UNSUPPORTED_ROUTING = (
-        StatusCode.INVALID_ARGUMENT,
-        _CONFIGURATION,
-        "the model has no experts to report",
-    )
-    BAD_REQUEST = (
-        StatusCode.INVALID_ARGUMENT,
-        _SEQUENCE,
-        "a field is missing or invalid",
-    )
+    UNSUPPORTED_LOGPROB_BASIS = Code.INVALID_ARGUMENT, _CONFIG, "not offered by this engine"
+    UNSUPPORTED_ROUTING = Code.INVALID_ARGUMENT, _CONFIG, "the model has no experts to report"
+    BAD_REQUEST = Code.INVALID_ARGUMENT, _SEQUENCE, "a field is missing or invalid"
 
-    INTERNAL = StatusCode.INTERNAL, _SERVER, "a bug of the server"
+    INTERNAL = Code.INTERNAL, _SERVER, "a bug of the server"
     ENGINE_FAILED = (
-        StatusCode.INTERNAL,
+        Code.INTERNAL,
         _SERVER,
         "the engine failed at the call; the serving weights are unchanged",
     )
-    NO_MEMORY = StatusCode.RESOURCE_EXHAUSTED, _SERVER, "the engine has no memory for the call"
+    NO_MEMORY = Code.RESOURCE_EXHAUSTED, _SERVER, "the engine has no memory for the call"
 
     # Authentication.
-    UNAUTHENTICATED = (
-        StatusCode.UNAUTHENTICATED,
-        _CONFIGURATION,
-        "no token, or an unknown one",
-    )
-    PERMISSION_DENIED = (
-        StatusCode.PERMISSION_DENIED,
-        _CONFIGURATION,
-        "the token does not permit this call",
-    )
+    UNAUTHENTICATED = Code.UNAUTHENTICATED, _CONFIG, "no token, or an unknown one"
+    PERMISSION_DENIED = Code.PERMISSION_DENIED, _CONFIG, "the token does not permit this call"
 
     # Sequences.
-    STALE_ATTEMPT = StatusCode.ABORTED, _SEQUENCE, "the server has seen a higher attempt"
-    PREFIX_MISMATCH = (
-        StatusCode.FAILED_PRECONDITION,
-        _SEQUENCE,
-        "a prefix that the server did not sample",
-    )
+    STALE_ATTEMPT = Code.ABORTED, _SEQUENCE, "the server has seen a higher attempt"
+    PREFIX_MISMATCH = Code.FAILED_PRECONDITION, _SEQUENCE, "a prefix that the server did not sample"
     REQUEST_MISMATCH = (
-        StatusCode.FAILED_PRECONDITION,
+        Code.FAILED_PRECONDITION,
         _SEQUENCE,
         "a pick-up that differs from the request that it picks up",
     )
-    WEIGHTS_TOO_OLD = (
-        StatusCode.FAILED_PRECONDITION,
-        _CONFIGURATION,
-        "older than min_weight_version",
-    )
-    WEIGHTS_TOO_NEW = (
-        StatusCode.FAILED_PRECONDITION,
-        _CONFIGURATION,
-        "newer than max_weight_version",
-    )
-    TIMED_OUT = (
-        StatusCode.DEADLINE_EXCEEDED,
-        _SEQUENCE,
-        "the request's time limit has passed",
-    )
-    NOT_FINITE = StatusCode.INTERNAL, _SEQUENCE, "NaN or infinity in the sequence's logits"
-    STEP_FAILED = (
-        StatusCode.INTERNAL,
-        _SEQUENCE,
-        "the engine's step raised for this sequence alone",
-    )
+    WEIGHTS_TOO_OLD = Code.FAILED_PRECONDITION, _CONFIG, "older than min_weight_version"
+    WEIGHTS_TOO_NEW = Code.FAILED_PRECONDITION, _CONFIG, "newer than max_weight_version"
+    TIMED_OUT = Code.DEADLINE_EXCEEDED, _SEQUENCE, "the request's time limit has passed"
+    NOT_FINITE = Code.INTERNAL, _SEQUENCE, "NaN or infinity in the sequence's logits"
+    STEP_FAILED = Code.INTERNAL, _SEQUENCE, "the engine's step raised for this sequence alone"
 
     # State and load of the server.
-    QUEUE_FULL = StatusCode.RESOURCE_EXHAUSTED, _SERVER, "too many sequences wait", 1.0
+    QUEUE_FULL = Code.RESOURCE_EXHAUSTED, _SERVER, "too many sequences wait", 1.0
     TOO_MANY_STREAMS = (
-        StatusCode.RESOURCE_EXHAUSTED,
+        Code.RESOURCE_EXHAUSTED,
         _SERVER,
         "the client has too many StreamRollouts calls",
     )
     TOO_MANY_CALLS = (
-        StatusCode.RESOURCE_EXHAUSTED,
+        Code.RESOURCE_EXHAUSTED,
         _SERVER,
         "the client has too many calls of this method",
         1.0,
     )
-    STARTING = StatusCode.UNAVAILABLE, _SERVER, "the engine is loading", 5.0
-    DRAINING = StatusCode.UNAVAILABLE, _SERVER, "the server is shutting down", 1.0
-    SLEEPING = StatusCode.UNAVAILABLE, _SERVER, "the server has freed its memory", 5.0
-    AWAITING_WEIGHTS = StatusCode.UNAVAILABLE, _SERVER, "no update was committed yet", 5.0
-    QUARANTINED = (
-        StatusCode.UNAVAILABLE,
-        _SERVER,
-        "a commit failed half way; a full update cures it",
-        5.0,
-    )
+    STARTING = Code.UNAVAILABLE, _SERVER, "the engine is loading", 5.0
+    DRAINING = Code.UNAVAILABLE, _SERVER, "the server is shutting down", 1.0
+    SLEEPING = Code.UNAVAILABLE, _SERVER, "the server has freed its memory", 5.0
+    AWAITING_WEIGHTS = Code.UNAVAILABLE, _SERVER, "no update was committed yet", 5.0
+    QUARANTINED = Code.UNAVAILABLE, _SERVER, "a commit failed half way; a full update cures it", 5.0
     UNSUPPORTED_SLEEP = (
-        StatusCode.FAILED_PRECONDITION,
-        _CONFIGURATION,
+        Code.FAILED_PRECONDITION,
+        _CONFIG,
         "the engine does not support this sleep mode",
     )
 
     # Weight updates.
-    FROZEN = StatusCode.FAILED_PRECONDITION, _UPDATE, "this server accepts no updates"
-    STALE_PUBLISHER = (
-        StatusCode.FAILED_PRECONDITION,
-        _UPDATE,
-        "a publisher with a higher term took over",
-    )
-    UPDATE_IN_PROGRESS = StatusCode.FAILED_PRECONDITION, _UPDATE, "another update is under way"
-    NOT_STAGED = StatusCode.FAILED_PRECONDITION, _UPDATE, "the update is unknown or not complete"
-    VERSION_NOT_NEWER = (
-        StatusCode.FAILED_PRECONDITION,
-        _UPDATE,
-        "the version is below the committed one",
-    )
+    FROZEN = Code.FAILED_PRECONDITION, _UPDATE, "this server accepts no updates"
+    STALE_PUBLISHER = Code.FAILED_PRECONDITION, _UPDATE, "a publisher with a higher term took over"
+    UPDATE_IN_PROGRESS = Code.FAILED_PRECONDITION, _UPDATE, "another update is under way"
+    NOT_STAGED = Code.FAILED_PRECONDITION, _UPDATE, "the update is unknown or not complete"
+    VERSION_NOT_NEWER = Code.FAILED_PRECONDITION, _UPDATE, "the version is below the committed one"
     VERSION_CONFLICT = (
-        StatusCode.FAILED_PRECONDITION,
+        Code.FAILED_PRECONDITION,
         _UPDATE,
         "the version was committed with other content",
     )
-    BASE_MISMATCH = StatusCode.FAILED_PRECONDITION, _UPDATE, "the update needs other weights"
-    MANIFEST_MISMATCH = (
-        StatusCode.INVALID_ARGUMENT,
-        _UPDATE,
-        "the update's tensors are not the model's",
-    )
-    DIGEST_MISMATCH = StatusCode.DATA_LOSS, _UPDATE, "the received bytes are not the sent ones"
-    TRANSPORT_FAILED = StatusCode.ABORTED, _UPDATE, "the transport group failed"
-    TRANSPORT_TIMEOUT = StatusCode.ABORTED, _UPDATE, "a member of the transport group is silent"
+    BASE_MISMATCH = Code.FAILED_PRECONDITION, _UPDATE, "the update needs other weights"
+    MANIFEST_MISMATCH = Code.INVALID_ARGUMENT, _UPDATE, "the update's tensors are not the model's"
+    DIGEST_MISMATCH = Code.DATA_LOSS, _UPDATE, "the received bytes are not the sent ones"
+    TRANSPORT_FAILED = Code.ABORTED, _UPDATE, "the transport group failed"
+    TRANSPORT_TIMEOUT = Code.ABORTED, _UPDATE, "a member of the transport group is silent"
     STAGING_FAILED = (
-        StatusCode.RESOURCE_EXHAUSTED,
+        Code.RESOURCE_EXHAUSTED,
         _UPDATE,
         "no memory for an update beside the serving weights",
     )
-    COMMIT_FAILED = StatusCode.INTERNAL, _UPDATE, "the commit failed; nothing was changed"
+    COMMIT_FAILED = Code.INTERNAL, _UPDATE, "the commit failed; nothing was changed"
     UNSUPPORTED_ENCODING = (
-        StatusCode.UNIMPLEMENTED,
+        Code.UNIMPLEMENTED,
         _UPDATE,
         "this server does not support the update's encoding",
     )
@@ -235,14 +174,7 @@ class ErrorDetails:
 def encode_status(
     reason: Reason, message: str, *, field: str | None = None, metadata: Mapping[str, str]
 ) -> status_pb2.Status:
-    """Encodes an error for the wire.
-
-    Args:
-        reason: Why the call failed.
-        message: What happened, what the server's state is, and what to do.
-        field: The wrong field of the request.
-        metadata: Facts for programs.
-    """
+    """Encodes an error for the wire; ``field`` is the wrong field of the request."""
     details: list[Message] = [
         error_details_pb2.ErrorInfo(reason=reason.name, domain=DOMAIN, metadata=metadata)
     ]
@@ -255,7 +187,10 @@ def encode_status(
         delay = duration_to_proto(reason.retry_after)
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     code: int = reason.code.value[0]
-    return status_pb2.Status(code=code, message=message, details=map(_packed, details))
+    status = status_pb2.Status(code=code, message=message)
+    for detail in details:
+        status.details.add().Pack(detail)
+    return status
 
 
 def decode_details(metadata: Iterable[tuple[str, str | bytes]]) -> ErrorDetails:
@@ -271,12 +206,6 @@ def decode_details(metadata: Iterable[tuple[str, str | bytes]]) -> ErrorDetails:
         for detail in status.details:
             _read_detail(detail, found)
     return found
-
-
-def _packed(message: Message) -> AnyMessage:
-    packed = AnyMessage()
-    packed.Pack(message)
-    return packed
 
 
 def _read_detail(packed: AnyMessage, found: ErrorDetails) -> None:

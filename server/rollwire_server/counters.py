@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -9,7 +10,27 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rollwire_server.weights.types import CommitResult, UpdateOutcome
+    from rollwire.types import WeightTag
+
+
+class UpdateOutcome(enum.Enum):
+    COMMITTED = "committed"
+    ALREADY_CURRENT = "already_current"
+    DISCARDED = "discarded"  # before its commit began
+    FAILED = "failed"  # in its commit
+
+
+@dataclass(frozen=True, slots=True)
+class CommitResult:
+    """What CommitWeights answers, a repeated one too."""
+
+    weights: WeightTag
+    receive_ns: int = 0
+    apply_ns: int = 0
+    paused_ns: int = 0
+    held_sequences: int = 0
+    kv_tokens_to_recompute: int = 0
+    already_current: bool = False
 
 
 @dataclass(slots=True)

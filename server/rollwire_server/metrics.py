@@ -19,19 +19,18 @@ from rollwire.reasons import Reason
 from rollwire.types import FinishReason, ServerState
 
 from rollwire_server import __version__
-from rollwire_server.weights.types import UpdateOutcome
+from rollwire_server.counters import UpdateOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from prometheus_client import Metric
 
-    from rollwire_server.counters import ServerCounters
+    from rollwire_server.counters import CommitResult, ServerCounters
     from rollwire_server.engines.base import Engine
     from rollwire_server.sequences.manager import Sequences
     from rollwire_server.state import StateMachine
     from rollwire_server.weights.manager import UpdateManager
-    from rollwire_server.weights.types import CommitResult
 
 PAUSE_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 STAGING_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)

@@ -17,14 +17,10 @@ import torch
 from rollwire.reasons import Reason
 from rollwire.types import KvPolicy, ServerState, SleepingWeights, UpdatePhase
 from rollwire.v1 import common_pb2, rollout_pb2
+from rollwire_server.counters import UpdateOutcome
 from rollwire_server.engines.base import ChangedWeightsError, EngineError, TornWeightsError
 from rollwire_server.errors import ServiceError
-from rollwire_server.weights.types import (
-    GroupMembership,
-    PublisherId,
-    UpdateAnnouncement,
-    UpdateOutcome,
-)
+from rollwire_server.weights.update import GroupMembership, PublisherId, UpdateAnnouncement
 from structlog.testing import capture_logs
 from support.calls import connected, generate, reason_of, request
 from support.checkpoints import dense

@@ -21,9 +21,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from rollwire.v1 import common_pb2
 from rollwire_server import metrics
-from rollwire_server.counters import ServerCounters
+from rollwire_server.counters import ServerCounters, UpdateOutcome
 from rollwire_server.metrics import MAX_CONNECTIONS, Metrics, MetricsServer
-from rollwire_server.weights.types import UpdateOutcome
 from support.calls import Generation, connected, generate, request
 from support.engine_room import updating
 from support.publishing import Update, random_weights

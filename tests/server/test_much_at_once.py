@@ -19,8 +19,7 @@ from rollwire_server.engines.base import SamplingParams, SequenceSpec
 from rollwire_server.errors import ServiceError
 from rollwire_server.rpc.weight_service import MAX_ANNOUNCEMENTS, WeightService
 from rollwire_server.sequences import registry
-from rollwire_server.sequences.request import Request
-from rollwire_server.sequences.sequence import ReadyQueue
+from rollwire_server.sequences.sequence import ReadyQueue, Request
 from rollwire_server.weights.manager import UpdateManager
 from rollwire_server.weights.state import WeightState
 from support.calls import Generation, connected, reason_of, request, until

@@ -12,9 +12,8 @@ from rollwire.v1 import rollout_pb2
 from rollwire_server.engines.base import EngineInfo, SamplingParams, SequenceSpec
 from rollwire_server.errors import ServiceError
 from rollwire_server.rpc.validation import read_request
-from rollwire_server.sequences.registry import check_pick_up
-from rollwire_server.sequences.request import NOT_COMPARED, Request
-from rollwire_server.sequences.sequence import ReadyQueue, Sequence
+from rollwire_server.sequences.registry import NOT_COMPARED, check_pick_up
+from rollwire_server.sequences.sequence import ReadyQueue, Request, Sequence
 from support.calls import request
 from support.engine_room import serving
 from support.sampling import PARAMETERS

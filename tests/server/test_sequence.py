@@ -14,11 +14,11 @@ from rollwire_server.engines.base import (
     SequenceSpec,
     TopLogprobs,
 )
-from rollwire_server.sequences.request import Request
 from rollwire_server.sequences.sequence import (
     EXTRA_BYTES,
     Cursor,
     ReadyQueue,
+    Request,
     Sequence,
 )
 

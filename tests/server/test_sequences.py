@@ -11,8 +11,7 @@ from rollwire.types import Finish, FinishReason
 from rollwire_server.engines.base import SamplingParams, SequenceSpec, Step
 from rollwire_server.errors import ServiceError
 from rollwire_server.sequences import registry
-from rollwire_server.sequences.request import Request
-from rollwire_server.sequences.sequence import ReadyQueue
+from rollwire_server.sequences.sequence import ReadyQueue, Request
 from support.engine_room import serving
 
 if TYPE_CHECKING:

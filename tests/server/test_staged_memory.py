@@ -15,7 +15,7 @@ from rollwire.reasons import Reason
 from rollwire.types import KvPolicy, UpdatePhase
 from rollwire_server.engines.base import EngineError
 from rollwire_server.errors import ServiceError, result_of, spawn
-from rollwire_server.weights.types import GroupMembership, PublisherId, UpdateAnnouncement
+from rollwire_server.weights.update import GroupMembership, PublisherId, UpdateAnnouncement
 from support.engine_room import updating
 from support.memory_link import MemoryLink
 

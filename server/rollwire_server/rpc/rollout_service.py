@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from rollwire_server.engines.base import Engine
     from rollwire_server.security import TokenAuthorizer
     from rollwire_server.sequences.manager import Sequences
-    from rollwire_server.sequences.request import Request
-    from rollwire_server.sequences.sequence import Cursor, SequenceOutput
+    from rollwire_server.sequences.sequence import Cursor, Request, SequenceOutput
     from rollwire_server.sleep import SleepController
     from rollwire_server.state import StateMachine
     from rollwire_server.weights.manager import UpdateManager

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from rollwire_server.counters import ServerCounters
     from rollwire_server.engines.base import Engine
     from rollwire_server.sequences.manager import Sequences
-    from rollwire_server.sequences.request import Request
     from rollwire_server.sequences.sequence import (
         Cursor,
         Extra,
+        Request,
         SequenceOutput,
         TokenSegment,
         TopTokens,

@@ -17,7 +17,7 @@ from rollwire.v1 import weights_pb2
 
 from rollwire_server.engines.base import SamplingParams, SequenceSpec
 from rollwire_server.errors import ServiceError, float_text
-from rollwire_server.sequences.request import Request
+from rollwire_server.sequences.sequence import Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -24,7 +24,7 @@ from rollwire_server.rpc.validation import (
     read_duration,
 )
 from rollwire_server.state import Rpc
-from rollwire_server.weights.types import GroupMembership, PublisherId, UpdateAnnouncement
+from rollwire_server.weights.update import GroupMembership, PublisherId, UpdateAnnouncement
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

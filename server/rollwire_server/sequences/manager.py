@@ -1,7 +1,4 @@
-"""Every sequence of the server: admitted, sampled, read, kept to be picked up.
-
-Both ways in (Generate, StreamRollouts) are views of what is here.
-"""
+"""Every sequence of the server; Generate and StreamRollouts are views of what is here."""
 
 from __future__ import annotations
 
@@ -27,21 +24,16 @@ if TYPE_CHECKING:
 
     from rollwire_server.counters import ServerCounters
     from rollwire_server.engines.base import Engine, SequenceEnd, Step
-    from rollwire_server.sequences.request import Request
-    from rollwire_server.sequences.sequence import ReadyQueue
+    from rollwire_server.sequences.sequence import ReadyQueue, Request
     from rollwire_server.state import StateMachine
 
 log = structlog.get_logger()
 
 
 class Sequences:
-    """Every sequence of one server; the engine's Sink.
+    """Every sequence of one server; the engine's Sink."""
 
-    Args:
-        max_waiting: Sequences beyond those that run at once; more are refused (QUEUE_FULL).
-        max_sequence_seconds: From a sequence's arrival to its last token, at most.
-        engine_died: Called when the engine is dead.
-    """
+    weights: WeightTag  # that sample the next token; from the engine's start on
 
     def __init__(
         self,
@@ -56,8 +48,8 @@ class Sequences:
         self._engine = engine
         self._state = state
         self._counters = counters
-        self._max_waiting = max_waiting
-        self._max_sequence_seconds = max_sequence_seconds
+        self._max_waiting = max_waiting  # beyond those that run at once
+        self._max_sequence_seconds = max_sequence_seconds  # from the arrival to the last token
         self._engine_died = engine_died
         self._keys = itertools.count(1)
         self._registry = SequenceRegistry()
@@ -67,14 +59,6 @@ class Sequences:
         self._abort_requested = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._weights: WeightTag | None = None
-
-    @property
-    def weights(self) -> WeightTag:
-        """The weights that sample the next token; known once the engine has started."""
-        if self._weights is None:
-            raise RuntimeError("asked for the weights before the engine has started")
-        return self._weights
 
     @property
     def live(self) -> int:
@@ -94,10 +78,8 @@ class Sequences:
         return next(self._keys)
 
     def start(self, request: Request, queue: ReadyQueue, handle: int = 0) -> Cursor:
-        """Starts a sequence, or picks up the live or kept one of the same id and attempt.
-
-        Returns the stream's cursor, which begins right after the given prefix. Raises ServiceError,
-        and then nothing has changed.
+        """Starts a sequence, or picks up the live or kept one of the same id and attempt; returns
+        the stream's cursor. When it raises ServiceError, nothing has changed.
         """
         if request.detach_grace > (limit := self._max_sequence_seconds):
             request = dataclasses.replace(request, detach_grace=limit)
@@ -113,16 +95,16 @@ class Sequences:
             if known is None or known.end is not None:  # else it takes the place of that
                 self._check_queue()
         if known is not None:
-            self._end(known, known.finish(FinishReason.SUPERSEDED, "a newer attempt took over"))
+            self._finish(known, FinishReason.SUPERSEDED, "a newer attempt took over")
             self._registry.forget(known)
         self._registry.add(sequence)
         prompt, given = len(request.spec.prompt), len(request.spec.prefix)
         _log("sequence begun", request, prompt_tokens=prompt, given_tokens=given)
         cursor = self._attach(sequence, queue, handle, sequence.prefix_length)
         if complete is not None:
-            self._end(sequence, sequence.finish(complete))
+            self._finish(sequence, complete)
             return cursor
-        if request.needs_newer(self._version):
+        if request.needs_newer(self.weights.version):
             self._awaiting_version[sequence] = None
             self._idle.clear()
         else:
@@ -146,10 +128,7 @@ class Sequences:
             self._on_grace_over(sequence)
 
     async def abort(self, keys: Iterable[tuple[str, int | None]]) -> tuple[int, list[str]]:
-        """Ends sequences by their exact request id, and attempt where one is given.
-
-        Returns how many, and the ids that are not live.
-        """
+        """Ends sequences by request id and attempt; returns how many, and the ids not live."""
         aborted = 0
         not_found = []
         for request_id, attempt in keys:
@@ -168,22 +147,14 @@ class Sequences:
 
     def abort_soon(self, sequence: Sequence) -> None:
         """Ends one sequence now; the engine learns of it in a moment."""
-        self._end(sequence, sequence.finish(FinishReason.ABORTED, "aborted by a caller"))
+        self._finish(sequence, FinishReason.ABORTED, "aborted by a caller")
 
     async def abort_all(self) -> int:
-        live = self._registry.live()
-        for sequence in live:
-            self.abort_soon(sequence)
-        await self._abort_in_engine()
-        return len(live)
+        return await self._finish_all(FinishReason.ABORTED, "aborted by a caller")
 
     async def interrupt_all(self, message: str) -> int:
         """Gives up every live sequence, so that it goes on elsewhere; returns how many."""
-        live = self._registry.live()
-        for sequence in live:
-            self._interrupt(sequence, message)
-        await self._abort_in_engine()
-        return len(live)
+        return await self._finish_all(FinishReason.INTERRUPTED, message)
 
     async def wait_idle(self) -> None:
         await self._idle.wait()
@@ -197,16 +168,14 @@ class Sequences:
     # For commits.
 
     async def interrupt_out_of_bounds(self, version: int | None) -> None:
-        """Interrupts what must not go on under ``version``; called while held, before a commit,
-        and after it for what came meanwhile.
-        """
+        """Called while held, before a commit, and after it for what came meanwhile."""
         for sequence in list(self._sampling.values()):
             self._interrupt_if_out_of_bounds(sequence, version)
         await self._abort_in_engine()
 
     def weights_committed(self, weights: WeightTag) -> None:
         """Sets the weights of every later token; starts the sequences that waited for them."""
-        self._weights = weights
+        self.weights = weights
         for sequence in list(self._awaiting_version):
             if sequence.request.needs_newer(weights.version):
                 continue
@@ -248,7 +217,7 @@ class Sequences:
     def on_failure(self, error: BaseException) -> None:
         """The engine is dead: its sequences go on elsewhere, the server goes down."""
         for sequence in self._registry.live():
-            self._interrupt(sequence, f"the engine died: {error}")
+            self._finish(sequence, FinishReason.INTERRUPTED, f"the engine died: {error}")
         self._engine_died(error)
 
     # Admission.
@@ -271,17 +240,14 @@ class Sequences:
             )
 
     def _check_not_too_new(self, request: Request) -> None:
-        if request.needs_older(self._version):
+        version = self.weights.version
+        if request.needs_older(version):
             raise ServiceError(
                 Reason.WEIGHTS_TOO_NEW,
-                f"the server serves {version_text(self._version)}, newer than max_weight_version "
+                f"the server serves {version_text(version)}, newer than max_weight_version "
                 f"{request.max_weight_version}: use a server with that version or an older one",
-                metadata={"version": str(self._version)},
+                metadata={"version": str(version)},
             )
-
-    @property
-    def _version(self) -> int | None:
-        return self._weights.version if self._weights is not None else None
 
     # The life of one sequence.
 
@@ -315,14 +281,22 @@ class Sequences:
         self._idle.clear()
         self._engine.submit(spec)
 
-    def _interrupt(self, sequence: Sequence, message: str) -> None:
-        self._end(sequence, sequence.finish(FinishReason.INTERRUPTED, message))
-
     def _interrupt_if_out_of_bounds(self, sequence: Sequence, version: int | None) -> bool:
         bound = sequence.request.violated_bound(version)
         if bound:
-            self._interrupt(sequence, f"{version_text(version)} came, {bound}")
+            message = f"{version_text(version)} came, {bound}"
+            self._finish(sequence, FinishReason.INTERRUPTED, message)
         return bool(bound)
+
+    async def _finish_all(self, reason: FinishReason, message: str) -> int:
+        live = self._registry.live()
+        for sequence in live:
+            self._finish(sequence, reason, message)
+        await self._abort_in_engine()
+        return len(live)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, message: str = "") -> None:
+        self._end(sequence, sequence.finish(reason, message))
 
     def _end(self, sequence: Sequence, end: Finish | ServiceError) -> None:
         """Ends a sequence once and for all; what it sampled stays for its stream."""
@@ -351,21 +325,19 @@ class Sequences:
             sequence.start_timer("grace", request.detach_grace, self._registry.forget)
 
     async def _abort_in_engine(self) -> None:
-        """Takes the sequences that the server has ended out of the engine."""
         self._abort_requested.clear()
         keys, self._to_abort = self._to_abort, []
         await self._engine.abort(keys)
 
     def _on_grace_over(self, sequence: Sequence) -> None:
-        if sequence.end is None:
-            self._end(sequence, sequence.finish(FinishReason.ABORTED, "its stream was lost"))
+        self._finish(sequence, FinishReason.ABORTED, "its stream was lost")
         self._registry.forget(sequence)
 
     def _on_timeout(self, sequence: Sequence, seconds: float) -> None:
         if sequence in self._awaiting_version:
             error = ServiceError(
                 Reason.WEIGHTS_TOO_OLD,
-                f"the server serves {version_text(self._version)} and got no version "
+                f"the server serves {version_text(self.weights.version)} and got no version "
                 f"{sequence.request.min_weight_version} within {seconds:g} s",
             )
         else:
@@ -399,12 +371,6 @@ def _check_columns(step: Step) -> EngineError | None:
 
 def _end_of(sequence: Sequence, end: SequenceEnd) -> Finish | ServiceError:
     match end.reason:
-        case EndReason.STOP:
-            return sequence.finish(FinishReason.STOP)
-        case EndReason.LENGTH:
-            return sequence.finish(FinishReason.LENGTH)
-        case EndReason.INTERRUPTED:
-            return sequence.finish(FinishReason.INTERRUPTED, end.message)
         case EndReason.STEP_FAILED:
             return ServiceError(
                 Reason.STEP_FAILED,
@@ -418,3 +384,5 @@ def _end_of(sequence: Sequence, end: SequenceEnd) -> Finish | ServiceError:
                 f"the logits after {len(sequence.tokens)} output tokens are NaN or infinite: the "
                 "weights may be broken; other sequences continue",
             )
+        case EndReason.STOP | EndReason.LENGTH | EndReason.INTERRUPTED:
+            return sequence.finish(FinishReason[end.reason.name], end.message)

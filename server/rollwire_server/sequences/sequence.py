@@ -1,8 +1,7 @@
 """One sequence as the server keeps it, and the cursors by which streams read it.
 
-Sequences live apart from streams: the engine appends to a sequence whether or not anybody reads it,
-and a stream takes what lies behind its cursor. So a slow reader costs no more memory than its
-sequence.
+The engine appends to a sequence whether or not anybody reads it, and a stream takes what lies
+behind its cursor. So a slow reader costs no more memory than its sequence.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ if TYPE_CHECKING:
 
     from rollwire.types import WeightTag
 
-    from rollwire_server.engines.base import SequenceExtras
+    from rollwire_server.engines.base import SequenceExtras, SequenceSpec
     from rollwire_server.errors import ServiceError
-    from rollwire_server.sequences.request import Request
 
 EXTRA_BYTES = 1 << 19  # of prompt log-probabilities and routing in one message
 TOP_LOGPROB_BYTES = 9  # of one likely token and its log-probability in a message
@@ -33,6 +31,38 @@ NUMBER_BYTES = 36  # of a Python number and its place in a list
 EMPTY_BYTES = 4096  # of a sequence without tokens
 
 TopTokens = tuple[list[int], list[float]]  # ids and log-probabilities, likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A validated request: the engine's part (``spec``) and the server's own, in seconds."""
+
+    request_id: str
+    attempt: int
+    spec: SequenceSpec
+    seed: int | None = None  # as asked; None where the server drew the one of ``spec``
+    min_weight_version: int | None = None
+    max_weight_version: int | None = None
+    detach_grace: float = 0.0  # that the sequence is kept without a stream
+    delivery_interval: float = 0.0  # between two messages about it; 0: one each engine step
+    timeout: float | None = None  # until its last token; None: the server's limit
+
+    def needs_newer(self, version: int | None) -> bool:
+        """Whether weights are too old for it; weights without a version are older than any."""
+        minimum = self.min_weight_version
+        return minimum is not None and (version is None or version < minimum)
+
+    def needs_older(self, version: int | None) -> bool:
+        maximum = self.max_weight_version
+        return maximum is not None and version is not None and version > maximum
+
+    def violated_bound(self, version: int | None) -> str:
+        """The bound that keeps it from going on under ``version``; "" where none does."""
+        if self.needs_older(version):
+            return f"beyond max_weight_version {self.max_weight_version}"
+        if self.needs_newer(version):
+            return f"below min_weight_version {self.min_weight_version}"
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +76,7 @@ class TokenSegment:
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """Prompt log-probabilities or routing, cut to what one message takes, and the weights that
-    computed them.
-    """
+    """Prompt log-probabilities or routing, cut to what one message takes."""
 
     value: PromptLogprobs | RoutedExperts
     weights: WeightTag
@@ -58,17 +86,7 @@ class Extra:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One attempt at a request, live or kept.
-
-    Attributes:
-        tokens: Output token ids, the given prefix included.
-        prefix_length: How many of them the caller brought.
-        logprobs: Of the tokens after the prefix.
-        segments: Which weights sampled the tokens after the prefix.
-        tops: The likeliest tokens beside each token after the prefix, if they were asked for.
-        end: Finish or error, once there is one; nothing is appended afterwards.
-        cursor: Of the stream that reads it now.
-    """
+    """One attempt at a request, live or kept. Of its columns only ``tokens`` has the prefix."""
 
     request: Request
     tokens: array[int] = field(init=False)
@@ -78,8 +96,8 @@ class Sequence:
     tops: list[TopTokens] = field(default_factory=list)
     extras: list[Extra] = field(default_factory=list)
     cached_prompt_tokens: int = 0
-    end: Finish | ServiceError | None = None
-    cursor: Cursor | None = None
+    end: Finish | ServiceError | None = None  # nothing is appended afterwards
+    cursor: Cursor | None = None  # of the stream that reads it now
     timers: dict[str, Timer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -87,9 +105,7 @@ class Sequence:
         self.prefix_length = len(self.tokens)
 
     def append(self, token: int, logprob: float, weights: WeightTag, oldest: int) -> None:
-        """Appends a sampled token; no key or value that it attended to is older than the revision
-        ``oldest``.
-        """
+        """``oldest`` is the revision of the oldest key or value that the token attended to."""
         last = self.segments[-1] if self.segments else None
         if last is None or last.weights is not weights or last.oldest_kv_revision != oldest:
             self.segments.append(TokenSegment(len(self.tokens), weights, oldest))
@@ -108,7 +124,6 @@ class Sequence:
             self.cached_prompt_tokens = extras.cached_prompt_tokens
 
     def finish(self, reason: FinishReason, message: str = "") -> Finish:
-        """The Finish that this sequence has if it ends now."""
         return Finish(
             reason=reason,
             output_tokens=len(self.tokens),
@@ -127,7 +142,7 @@ class Sequence:
         return FinishReason.LENGTH if len(self.tokens) >= sampling.max_new_tokens else None
 
     def memory_bytes(self) -> int:
-        """About the memory that it takes: what a caller can make large."""
+        """About: what a caller can make large."""
         spec = self.request.spec
         numbers = len(spec.prompt) + len(spec.prefix) + len(spec.sampling.stop_token_ids)
         numbers += 2 * sum(len(token_ids) for token_ids, _ in self.tops)
@@ -152,37 +167,21 @@ class Sequence:
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """What a cursor takes at once: tokens of one segment, and what belongs to them.
+    """What a cursor takes at once: tokens of one segment, and what belongs to them."""
 
-    Attributes:
-        offset: Of the first token, among the output tokens.
-        segment: Of the tokens; None where there are none.
-        weights: What computed all of it but the routing; None where nothing was computed.
-        extra_bytes: Of extras and tops in a message.
-        end: With the last output of a cursor, which may bring no tokens.
-    """
-
-    offset: int
+    offset: int  # of the first token, among the output tokens
     token_ids: Ints[int]
     logprobs: Ints[float]
-    segment: TokenSegment | None
-    weights: WeightTag | None
+    segment: TokenSegment | None  # of the tokens; None where there are none
+    weights: WeightTag | None  # what computed all of it but the routing; None: nothing was computed
     tops: list[TopTokens]
     extras: list[Extra]
-    extra_bytes: int
-    end: Finish | ServiceError | None
+    extra_bytes: int  # of extras and tops in a message
+    end: Finish | ServiceError | None  # with the last output, which may bring no tokens
 
 
 class Cursor:
-    """A stream's place in one sequence.
-
-    Attributes:
-        queue: Of its stream; the cursor is in it while there is something to take.
-        handle: Names the sequence on that stream.
-        position: The output token that it takes next.
-        delivery_interval: Seconds that the queue collects tokens before it offers them; 0: none.
-        done: Whether the end was taken.
-    """
+    """A stream's place in one sequence, which ``handle`` names on that stream."""
 
     __slots__ = (
         "_extra", "_segment", "delivery_interval", "done", "handle", "position", "queue",
@@ -193,9 +192,9 @@ class Cursor:
         self.sequence = sequence
         self.queue = queue
         self.handle = handle
-        self.position = position
+        self.position = position  # of the output token that comes next
         self.delivery_interval = sequence.request.delivery_interval
-        self.done = False
+        self.done = False  # whether the end was taken
         self._segment = 0  # index of the segment at or before the position
         self._extra = 0  # index of the next extra
 
@@ -286,7 +285,7 @@ class Cursor:
         return segments[self._segment]
 
     def _prompt_weights(self) -> WeightTag | None:
-        """What computed the prompt log-probabilities that come next, if they do."""
+        """Of the prompt log-probabilities that come next, if they do."""
         extras = self.sequence.extras
         extra = extras[self._extra] if self._extra < len(extras) else None
         return extra.weights if extra and isinstance(extra.value, PromptLogprobs) else None
@@ -319,9 +318,8 @@ class ReadyQueue:
         self._filled = asyncio.Event()
 
     def put(self, cursor: Cursor) -> None:
-        """Adds a cursor. The end of a sequence is not delayed."""
         if interval := cursor.delivery_interval:
-            if cursor.sequence.end is None:
+            if cursor.sequence.end is None:  # an end is not delayed
                 self._delay(cursor, interval)
                 return
             self._delayed.get(interval, {}).pop(cursor, None)
@@ -333,7 +331,6 @@ class ReadyQueue:
         self._filled.set()
 
     async def wait(self) -> None:
-        """Returns when there is something, or after ``wake``."""
         await self._filled.wait()
 
     def pop_all(self) -> list[Cursor]:
@@ -344,7 +341,6 @@ class ReadyQueue:
         return cursors
 
     def close(self) -> None:
-        """Drops what is delayed: the stream is over."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()

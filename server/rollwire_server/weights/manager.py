@@ -1,9 +1,4 @@
-"""The weight updates of one server, one at a time; nothing that serves is touched before a commit.
-
-``announce`` checks an update and has the engine stage memory for it. ``join`` has the update join a
-transport group, receive buckets into that memory and verify them. ``commit`` has ``WeightState``
-put them in place.
-"""
+"""The weight updates of one server, one at a time. What serves is not touched before a commit."""
 
 from __future__ import annotations
 
@@ -17,11 +12,11 @@ import structlog
 from rollwire.reasons import Reason
 from rollwire.types import ServerState, UpdatePhase, weights_text
 
+from rollwire_server.counters import UpdateOutcome
 from rollwire_server.engines.base import EngineError
 from rollwire_server.errors import ServiceError, from_engine_error, result_of, spawn
 from rollwire_server.logs import bind
 from rollwire_server.state import Rpc
-from rollwire_server.weights.types import UpdateOutcome
 from rollwire_server.weights.update import WeightUpdate
 
 if TYPE_CHECKING:
@@ -29,12 +24,11 @@ if TYPE_CHECKING:
 
     from rollwire.types import KvPolicy
 
-    from rollwire_server.counters import ServerCounters
+    from rollwire_server.counters import CommitResult, ServerCounters
     from rollwire_server.engines.base import Engine
     from rollwire_server.state import StateMachine
     from rollwire_server.weights.state import WeightState
-    from rollwire_server.weights.types import (
-        CommitResult,
+    from rollwire_server.weights.update import (
         GroupMembership,
         PublisherId,
         UpdateAnnouncement,
@@ -48,25 +42,7 @@ PROGRESS_SECONDS = 0.25  # the API promises a message every 500 ms
 
 
 class UpdateManager:
-    """Announces, receives, commits and discards weight updates.
-
-    Life: construct → RPCs, while ``tasks`` (owned by the server) is alive → ``discard_current``.
-
-    Args:
-        engine: Gives the memory for an update.
-        state: Says in which states an RPC is refused.
-        weights: What serves; a commit replaces it.
-        counters: Counts updates and their bytes.
-        tasks: Owns joining, receiving and committing.
-        frozen: Refuse all updates.
-        bucket_timeout: Seconds to wait for the next bucket.
-        listen: Where transfers may listen.
-
-    Attributes:
-        current: The update under way, if there is one.
-        publisher: The last publisher that announced an update; lower terms are refused.
-        announced_version: Of the last update that had a version.
-    """
+    """Life: construct → RPCs, while ``tasks`` (the server's) is alive → ``discard_current``."""
 
     def __init__(
         self,
@@ -89,8 +65,8 @@ class UpdateManager:
         self.frozen = frozen
         self.listen = listen
         self.current: WeightUpdate | None = None
-        self.publisher: PublisherId | None = None
-        self.announced_version: int | None = None
+        self.publisher: PublisherId | None = None  # that announced last; lower terms are refused
+        self.announced_version: int | None = None  # of the last update that had one
         self._announcing = asyncio.Lock()
         self._commits: OrderedDict[str, CommitResult] = OrderedDict()
         self._verifying: asyncio.Task[bool | ServiceError] | None = None
@@ -98,10 +74,7 @@ class UpdateManager:
         self._holding_memory: set[asyncio.Task[Any]] = set()
 
     async def discard_current(self, reason: Reason, why: str) -> None:
-        """Discards the update under way, or waits for its commit if that has begun.
-
-        Returns when no memory of any update is held.
-        """
+        """Or waits for its commit, if that has begun; returns when no update holds memory."""
         while (update := self.current) is not None:
             if update.committing is not None:
                 await asyncio.wait([update.committing])
@@ -111,12 +84,9 @@ class UpdateManager:
             await asyncio.wait(self._holding_memory)
 
     async def verify(self) -> bool:
-        """Whether the memory still holds what was committed.
-
-        Reading all weights takes the engine's time, so callers at one time share one reading.
-        Raises ServiceError when the server sleeps, or the engine cannot tell.
-        """
+        """Whether the memory still holds what was committed."""
         self._state.check(Rpc.VERIFY)
+        # Reading all weights takes the engine's time, so callers at one time share one reading.
         if self._verifying is None or self._verifying.done():
             self._verifying = spawn(self._tasks, self.weights.verify(), "verify")
         return await result_of(self._verifying)
@@ -124,17 +94,13 @@ class UpdateManager:
     # The steps of an update.
 
     def check_can_announce(self, publisher: PublisherId) -> None:
-        """Raises ServiceError when anything that ``publisher`` announces would be refused."""
         self._check_allowed(Rpc.UPDATE_WEIGHTS)
         self._check_publisher(publisher)
 
     async def announce(
         self, announcement: UpdateAnnouncement
     ) -> AsyncGenerator[UpdateProgress, None]:
-        """Announces an update and reports on it until it is staged, at least every 500 ms.
-
-        Closing the iterator before that discards the update.
-        """
+        """Reports on the update until it is staged; closing the iterator before discards it."""
         update = await self._admit(announcement)
         try:
             while True:
@@ -159,7 +125,6 @@ class UpdateManager:
         membership: GroupMembership,
         timeout: float,
     ) -> None:
-        """Joins the transport group of an announced update and starts to receive."""
         self._check_allowed(Rpc.JOIN_TRANSPORT)
         self._check_publisher(publisher)
         await self._require(update_id).join(membership, timeout)
@@ -167,10 +132,7 @@ class UpdateManager:
     async def commit(
         self, publisher: PublisherId, update_id: str, expected_digest: int, policy: KvPolicy
     ) -> CommitResult:
-        """Makes a staged update the weights that serve; idempotent.
-
-        A commit that has begun is completed, also when its caller goes away.
-        """
+        """Idempotent. What has begun is completed, also when its caller goes away."""
         if (result := self._commits.get(update_id)) is not None:
             self._check_publisher(publisher)
             return result
@@ -185,7 +147,7 @@ class UpdateManager:
         return await result_of(update.committing)
 
     async def discard(self, publisher: PublisherId, update_id: str) -> None:
-        """Discards an announced or staged update; what serves stays. Idempotent."""
+        """Idempotent."""
         self._check_allowed(Rpc.DISCARD_UPDATE)
         self._check_publisher(publisher)
         update = self.current

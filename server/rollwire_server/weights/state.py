@@ -11,6 +11,7 @@ import structlog
 from rollwire.reasons import Reason
 from rollwire.types import KvPolicy, WeightTag, weights_text
 
+from rollwire_server.counters import CommitResult
 from rollwire_server.engines.base import (
     ChangedWeightsError,
     EngineError,
@@ -19,15 +20,13 @@ from rollwire_server.engines.base import (
 )
 from rollwire_server.errors import ServiceError, from_engine_error
 from rollwire_server.state import StateChange
-from rollwire_server.weights.types import CommitResult
 
 if TYPE_CHECKING:
     from rollwire_server.counters import ServerCounters
     from rollwire_server.engines.base import CommitStats, Engine
     from rollwire_server.sequences.manager import Sequences
     from rollwire_server.state import StateMachine
-    from rollwire_server.weights.types import UpdateAnnouncement
-    from rollwire_server.weights.update import WeightUpdate
+    from rollwire_server.weights.update import UpdateAnnouncement, WeightUpdate
 
 log = structlog.get_logger()
 
@@ -35,16 +34,7 @@ MAX_HISTORY = 64
 
 
 class WeightState:
-    """The weights of one server.
-
-    Life: construct → ``loaded`` → commits, one at a time.
-
-    Attributes:
-        history: The weights that served, newest first.
-        committed_update_id: The update that brought what serves now; "" for a checkpoint.
-        committed_at: When its publisher last committed it, in Unix time; None for a checkpoint.
-        highest_version: The highest ever committed here; None if no commit had a version.
-    """
+    """Life: construct → ``loaded`` → commits, one at a time."""
 
     def __init__(
         self, engine: Engine, state: StateMachine, sequences: Sequences, counters: ServerCounters
@@ -53,10 +43,10 @@ class WeightState:
         self._state = state
         self._sequences = sequences
         self._counters = counters
-        self.history: deque[WeightTag] = deque(maxlen=MAX_HISTORY)
-        self.committed_update_id = ""
-        self.committed_at: float | None = None
-        self.highest_version: int | None = None
+        self.history: deque[WeightTag] = deque(maxlen=MAX_HISTORY)  # newest first
+        self.committed_update_id = ""  # of what serves; "" for a checkpoint
+        self.committed_at: float | None = None  # in Unix time; None for a checkpoint
+        self.highest_version: int | None = None  # ever committed here
         self._digests: dict[str, int] = {}  # of each tensor that serves
         self._last_versioned: WeightTag | None = None
 
@@ -80,10 +70,7 @@ class WeightState:
             self._serve(weights)
 
     async def verify(self) -> bool:
-        """Whether the memory still holds what was committed.
-
-        Raises ServiceError when the engine cannot tell.
-        """
+        """Whether the memory still holds what was committed."""
         while True:
             committed = self._digests
             try:
@@ -96,7 +83,6 @@ class WeightState:
                 return digests == committed
 
     def check_version(self, announcement: UpdateAnnouncement) -> None:
-        """Raises ServiceError when an update's version is below what was committed."""
         version, last = announcement.version, self._last_versioned
         if version is None or last is None or last.version is None:
             return
@@ -109,11 +95,7 @@ class WeightState:
             )
 
     async def commit(self, update: WeightUpdate, policy: KvPolicy) -> CommitResult:
-        """Makes a staged update the weights that serve.
-
-        Raises ServiceError when that fails. The failure is logged first, since its caller may have
-        gone away.
-        """
+        """A failure is logged before it is raised, since its caller may have gone away."""
         announcement, now = update.announcement, self.current
         digests = {**self._digests, **update.receiver.digests}
         digest = transport.sum_digests(digests.values())
@@ -126,12 +108,8 @@ class WeightState:
         same = announcement.version == now.version and digest == now.digest
         if same and self._state.current.ready:
             result = CommitResult(now, receive_ns=update.receive_ns, already_current=True)
-            log.info(
-                "already current",
-                **update.log_fields,
-                revision=now.revision,
-                digest=f"{digest:016x}",
-            )
+            told = {"revision": now.revision, "digest": f"{digest:016x}"}
+            log.info("already current", **update.log_fields, **told)
         else:
             result = await self._replace(update, digests, policy)
         self.committed_update_id, self.committed_at = announcement.update_id, time.time()

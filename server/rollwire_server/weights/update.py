@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
@@ -24,7 +25,6 @@ from rollwire.reasons import Reason
 from rollwire.types import UpdatePhase, weights_text
 
 from rollwire_server.errors import ServiceError, result_of, spawn
-from rollwire_server.weights.types import UpdateProgress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,10 +33,50 @@ if TYPE_CHECKING:
     from rollwire.types import WeightTag
     from torch import Tensor
 
-    from rollwire_server.counters import ServerCounters
-    from rollwire_server.weights.types import CommitResult, GroupMembership, UpdateAnnouncement
+    from rollwire_server.counters import CommitResult, ServerCounters
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherId:
+    """Who publishes: one run of a trainer. A higher term takes the server over."""
+
+    id: str
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateAnnouncement:
+    publisher: PublisherId
+    update_id: str
+    version: int | None
+    allow_version_rollback: bool
+    manifest: transport.Manifest
+    stage_lease: float  # in seconds
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMembership:
+    """A server's place in one transport group."""
+
+    epoch: str
+    backend: str
+    rank: int
+    world_size: int
+    rendezvous: str
+    first_bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateProgress:
+    phase: UpdatePhase
+    received_bytes: int
+    forwarded_bytes: int
+    next_bucket: int
+    digest: int
+    detail: str
+    epoch: str
 
 
 class WeightUpdate:
