@@ -62,7 +62,7 @@ UPDATE_PHASE_FROM_PROTO = _from_proto(UPDATE_PHASE_TO_PROTO)
 
 
 def duration_to_proto(seconds: float) -> Duration:
-    """Raises ValueError or OverflowError for what is not finite, or longer than a Duration can be."""
+    """Raises ValueError or OverflowError for what no Duration can be."""
     message = Duration()
     message.FromNanoseconds(round(seconds * 1e9))
     return message
