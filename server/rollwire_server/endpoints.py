@@ -20,7 +20,7 @@ from rollwire_server.rpc.interceptor import (
     SMALL_BYTES,
     CallInterceptor,
 )
-from rollwire_server.security import AuthInterceptor, server_credentials
+from rollwire_server.security import server_credentials
 from rollwire_server.settings import StartError, parse_listen_range
 
 if TYPE_CHECKING:
@@ -102,10 +102,7 @@ class Endpoints:
         self._health_service = HealthService()
         max_calls = settings.max_running + settings.max_waiting + CALLS_BESIDE_SEQUENCES
         self.api = grpc.aio.server(
-            interceptors=[
-                AuthInterceptor(authorizer, counters),
-                CallInterceptor(max_calls, counters),
-            ],
+            interceptors=[CallInterceptor(max_calls, counters, authorizer)],
             options=_options(max_calls, LARGE_BYTES),
         )
         self.addresses = {"listen": _bind(self.api, settings.listen, server_credentials(settings))}

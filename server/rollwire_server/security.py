@@ -7,7 +7,7 @@ import errno
 import hmac
 import ipaddress
 import ssl
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
 import structlog
@@ -15,18 +15,16 @@ from grpc_health.v1 import health
 from rollwire.reasons import Reason
 from rollwire.v1 import rollout_pb2, weights_pb2
 
-from rollwire_server.errors import ServiceError, abort
+from rollwire_server.errors import ServiceError
 from rollwire_server.settings import StartError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Iterable
     from pathlib import Path
 
-    from rollwire_server.counters import ServerCounters
     from rollwire_server.settings import ServerSettings
 
     Metadata = Iterable[tuple[str, str | bytes]]
-    Handler = grpc.RpcMethodHandler[Any, Any]
 
 log = structlog.get_logger()
 
@@ -43,7 +41,7 @@ _ROLLOUT_SERVICE = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"]
 _WEIGHT_SERVICE = weights_pb2.DESCRIPTOR.services_by_name["WeightService"]
 _ROLLOUT_CALLS = {"Generate", "StreamRollouts", "Abort", "GetServerInfo"}
 
-# By full method name. Health calls are OPEN, any other is ROLLOUT.
+# By full method name.
 SCOPES: dict[str, Scope] = {
     f"/{service.full_name}/{method.name}": (
         Scope.ROLLOUT if method.name in _ROLLOUT_CALLS else Scope.CONTROL
@@ -51,6 +49,12 @@ SCOPES: dict[str, Scope] = {
     for service in (_ROLLOUT_SERVICE, _WEIGHT_SERVICE)
     for method in service.methods
 }
+
+
+def scope_of(method: str) -> Scope:
+    if method.startswith(f"/{health.SERVICE_NAME}/"):
+        return Scope.OPEN
+    return SCOPES.get(method, Scope.ROLLOUT)  # such as reflection
 
 
 class _WatchedFile:
@@ -165,41 +169,6 @@ class TokenAuthorizer:
                 "may sample could change the weights: use two different tokens"
             )
         return tokens
-
-
-class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls whose token is missing or wrong, before their messages are read."""
-
-    def __init__(self, authorizer: TokenAuthorizer, counters: ServerCounters) -> None:
-        self._authorizer = authorizer
-        self._counters = counters
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
-        handler = await continuation(handler_call_details)
-        method = handler_call_details.method
-        is_health = method.startswith(f"/{health.SERVICE_NAME}/")
-        scope = Scope.OPEN if is_health else SCOPES.get(method, Scope.ROLLOUT)
-        try:
-            self._authorizer.authorize(scope, handler_call_details.invocation_metadata or ())
-        except ServiceError as error:
-            self._counters.refusals[error.reason.name.lower()] += 1
-            rpc = method.rpartition("/")[2] if handler is not None else "unknown"
-            log.info("refused", rpc=rpc, reason=error.reason.name)
-            return _refusal_handler(error) if handler is not None else handler
-        return handler
-
-
-def _refusal_handler(error: ServiceError) -> Handler:
-    # Reads no message, so gRPC buffers none.
-    async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await abort(context, error)
-
-    make: Callable[..., Handler] = grpc.stream_stream_rpc_method_handler
-    return make(refuse)
 
 
 def server_credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:

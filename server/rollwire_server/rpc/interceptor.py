@@ -1,4 +1,4 @@
-"""What every call passes through: the limits of its client, its message, and its failure.
+"""What every call passes through: its token, the limits of its client, its message, its failure.
 
 gRPC buffers a message whole as soon as somebody asks for it, and keeps what it has of one whose
 rest does not come. To bound memory, messages are read only after the caller's token was checked,
@@ -31,6 +31,7 @@ from rollwire.reasons import Reason
 from rollwire_server.engines.base import EngineError
 from rollwire_server.errors import ServiceError, abort, from_engine_error
 from rollwire_server.logs import bind, is_caller_fault
+from rollwire_server.security import scope_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from rollwire_server.counters import ServerCounters
+    from rollwire_server.security import TokenAuthorizer
 
     Context = grpc.aio.ServicerContext[Any, Any]
     Handler = grpc.RpcMethodHandler[Any, Any]
@@ -66,11 +68,14 @@ LOGGED_FIELDS = ("request_id", "attempt", "update_id", "version", "pause_id")
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Limits the calls of each client, parses their messages, and answers with their errors."""
+    """Checks tokens, limits the calls of each client, parses messages, answers with errors."""
 
-    def __init__(self, max_calls: int, counters: ServerCounters) -> None:
+    def __init__(
+        self, max_calls: int, counters: ServerCounters, authorizer: TokenAuthorizer | None = None
+    ) -> None:
         self._max_calls = max_calls  # of one method by one client at once
         self._counters = counters
+        self._authorizer = authorizer
         self._calls: Counter[tuple[str, str]] = Counter()  # under way, by client and method
         self._parsers: dict[str, MessageParser] = {}  # by method
         self._counting_fields = asyncio.Lock()
@@ -93,6 +98,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         one_response = not handler.response_streaming
 
         async def serve(stream: Any, context: Context, admission: AsyncExitStack) -> None:
+            if self._authorizer is not None:
+                self._authorizer.authorize(scope_of(method), context.invocation_metadata() or ())
             client = client_of(context)
             admission.enter_context(self._counted(client, service, name))
             if handler.request_streaming:
