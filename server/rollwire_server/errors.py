@@ -47,6 +47,10 @@ class ServiceError(Exception):
         self.metadata = dict(metadata or {})
 
 
+def bad_request(field: str, message: str) -> ServiceError:
+    return ServiceError(Reason.BAD_REQUEST, message, field=field)
+
+
 def from_engine_error(
     error: EngineError, state: str = "", *, no_memory: Reason = Reason.NO_MEMORY
 ) -> ServiceError:

@@ -10,7 +10,7 @@ from rollwire.reasons import Reason
 from rollwire.types import ServerState, SleepingWeights
 
 from rollwire_server.engines.base import EngineError
-from rollwire_server.errors import ServiceError, from_engine_error, result_of, spawn
+from rollwire_server.errors import ServiceError, bad_request, from_engine_error, result_of, spawn
 from rollwire_server.state import Rpc, StateChange, StateMachine
 
 if TYPE_CHECKING:
@@ -87,10 +87,9 @@ class SleepController:
                 return
             discarded = self._sleeping_weights is SleepingWeights.DISCARD
             if reload_checkpoint and not discarded:
-                raise ServiceError(
-                    Reason.BAD_REQUEST,
+                raise bad_request(
+                    "reload_checkpoint",
                     "reload_checkpoint is for weights that were discarded, and these were kept",
-                    field="reload_checkpoint",
                 )
             try:
                 await self._engine.wake(reload_checkpoint=reload_checkpoint)

@@ -20,7 +20,7 @@ from rollwire.reasons import Reason
 from rollwire.types import ServerState
 
 from rollwire_server.engines.base import EngineError
-from rollwire_server.errors import ServiceError
+from rollwire_server.errors import ServiceError, bad_request
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
@@ -174,16 +174,12 @@ class StateMachine:
         """
         pause_id = pause_id or uuid.uuid4().hex
         if pause_id == COMMIT:
-            raise ServiceError(
-                Reason.BAD_REQUEST,
-                f"{COMMIT!r} is reserved for the server: choose another pause_id",
-                field="pause_id",
+            raise bad_request(
+                "pause_id", f"{COMMIT!r} is reserved for the server: choose another pause_id"
             )
         if len(self._holds) >= MAX_HOLDS and pause_id not in self._holds:
-            raise ServiceError(
-                Reason.BAD_REQUEST,
-                f"{len(self.pauses)} pauses hold this server, the limit: resume some",
-                field="pause_id",
+            raise bad_request(
+                "pause_id", f"{len(self.pauses)} pauses hold this server, the limit: resume some"
             )
         self.pauses_started += pause_id not in self._holds
         seconds = self._default_pause_lease if lease is None else lease

@@ -18,7 +18,7 @@ from rollwire.types import ServerState
 from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
 
 from rollwire_server import __version__
-from rollwire_server.errors import ServiceError
+from rollwire_server.errors import ServiceError, bad_request
 from rollwire_server.logs import bind
 from rollwire_server.rpc.interceptor import client_of
 from rollwire_server.rpc.rollout_stream import (
@@ -131,16 +131,13 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         if request.all:
             self._authorizer.authorize(Scope.CONTROL, context.invocation_metadata() or ())
             if request.sequences:
-                raise ServiceError(
-                    Reason.BAD_REQUEST, "`all` and `sequences` exclude each other", field="all"
-                )
+                raise bad_request("all", "`all` and `sequences` exclude each other")
             return rollout_pb2.AbortResponse(aborted=await self._sequences.abort_all())
         if len(request.sequences) > MAX_ABORTED_SEQUENCES:
-            raise ServiceError(
-                Reason.BAD_REQUEST,
+            raise bad_request(
+                "sequences",
                 f"{len(request.sequences)} sequences in one call, the limit is "
                 f"{MAX_ABORTED_SEQUENCES}",
-                field="sequences",
             )
         for key in request.sequences:
             check_id("sequences.request_id", key.request_id)
@@ -177,9 +174,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.SleepRequest, _: Context
     ) -> rollout_pb2.SleepResponse:
         if request.weights not in SLEEPING_WEIGHTS_FROM_PROTO:
-            raise ServiceError(
-                Reason.BAD_REQUEST, f"unknown value {request.weights} of weights", field="weights"
-            )
+            raise bad_request("weights", f"unknown value {request.weights} of weights")
         freed = await self._sleep.sleep(SLEEPING_WEIGHTS_FROM_PROTO[request.weights])
         return rollout_pb2.SleepResponse(freed_bytes=freed)
 

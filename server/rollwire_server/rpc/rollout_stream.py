@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import structlog
 from rollwire.conversion import duration_to_proto, finish_to_proto, weight_tag_to_proto
-from rollwire.reasons import Reason
 from rollwire.v1 import rollout_pb2
 
 from rollwire_server.engines.base import PromptLogprobs, RoutedExperts
-from rollwire_server.errors import ServiceError
+from rollwire_server.errors import ServiceError, bad_request
 from rollwire_server.logs import MAX_CHARACTERS
 from rollwire_server.rpc.validation import read_request
 from rollwire_server.sequences.sequence import ReadyQueue
@@ -154,10 +153,9 @@ class RolloutStream:
         match command.WhichOneof("command"):
             case "start":
                 if handle in self._cursors:
-                    raise ServiceError(
-                        Reason.BAD_REQUEST,
+                    raise bad_request(
+                        "handle",
                         f"handle {handle} is in use on this stream: choose a new one for each",
-                        field="handle",
                     )
                 self._start(handle, command.start)
             case "abort":
@@ -165,11 +163,7 @@ class RolloutStream:
                 if cursor is not None and cursor.sequence.cursor is cursor:  # not superseded
                     self._sequences.abort_soon(cursor.sequence)
             case _:
-                raise ServiceError(
-                    Reason.BAD_REQUEST,
-                    "a message without a command: set start or abort",
-                    field="command",
-                )
+                raise bad_request("command", "a message without a command: set start or abort")
 
     def _start(self, handle: int, message: rollout_pb2.GenerateRequest) -> None:
         try:
@@ -192,10 +186,8 @@ class RolloutStream:
     def _read_start(self, message: rollout_pb2.GenerateRequest) -> Request:
         self._state.check_started(Rpc.GENERATE)
         if not message.request_id:
-            raise ServiceError(
-                Reason.BAD_REQUEST,
-                "StreamRollouts needs a request_id: a UUID for each sequence",
-                field="request_id",
+            raise bad_request(
+                "request_id", "StreamRollouts needs a request_id: a UUID for each sequence"
             )
         return read_request(message, self._engine.describe(), self._sequences.next_key())
 

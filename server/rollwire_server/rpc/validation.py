@@ -16,7 +16,7 @@ from rollwire.types import LogprobBasis
 from rollwire.v1 import weights_pb2
 
 from rollwire_server.engines.base import SamplingParams, SequenceSpec
-from rollwire_server.errors import ServiceError, float_text
+from rollwire_server.errors import ServiceError, bad_request, float_text
 from rollwire_server.sequences.sequence import Request
 
 if TYPE_CHECKING:
@@ -64,10 +64,9 @@ def read_request(message: rollout_pb2.GenerateRequest, info: EngineInfo, key: in
     minimum = message.min_weight_version if message.HasField("min_weight_version") else None
     maximum = message.max_weight_version if message.HasField("max_weight_version") else None
     if minimum is not None and maximum is not None and minimum > maximum:
-        raise ServiceError(
-            Reason.BAD_REQUEST,
+        raise bad_request(
+            "min_weight_version",
             f"min_weight_version {minimum} is above max_weight_version {maximum}",
-            field="min_weight_version",
         )
     return Request(
         request_id=message.request_id or uuid.uuid4().hex,
@@ -98,20 +97,16 @@ def read_duration(message: object, field: str) -> float | None:
     duration: Duration = getattr(message, field)
     seconds = duration.seconds + duration.nanos / 1e9
     if seconds < 0:
-        raise ServiceError(Reason.BAD_REQUEST, f"{field} is negative: {seconds:g} s", field=field)
+        raise bad_request(field, f"{field} is negative: {seconds:g} s")
     if seconds > MAX_DURATION_SECONDS:
-        raise ServiceError(
-            Reason.BAD_REQUEST, f"{field} is {seconds:g} s, more than 10,000 years", field=field
-        )
+        raise bad_request(field, f"{field} is {seconds:g} s, more than 10,000 years")
     return seconds
 
 
 def check_id(field: str, value: str) -> None:
     if len(value) > MAX_ID_CHARACTERS:
-        raise ServiceError(
-            Reason.BAD_REQUEST,
-            f"{field} has {len(value)} characters, more than {MAX_ID_CHARACTERS}",
-            field=field,
+        raise bad_request(
+            field, f"{field} has {len(value)} characters, more than {MAX_ID_CHARACTERS}"
         )
 
 

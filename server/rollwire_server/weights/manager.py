@@ -14,7 +14,7 @@ from rollwire.types import ServerState, UpdatePhase, weights_text
 
 from rollwire_server.counters import UpdateOutcome
 from rollwire_server.engines.base import EngineError
-from rollwire_server.errors import ServiceError, from_engine_error, result_of, spawn
+from rollwire_server.errors import ServiceError, bad_request, from_engine_error, result_of, spawn
 from rollwire_server.logs import bind
 from rollwire_server.state import Rpc
 from rollwire_server.weights.update import WeightUpdate
@@ -214,10 +214,9 @@ class UpdateManager:
         async with self._announcing:
             self.check_can_announce(announcement.publisher)
             if announcement.update_id in self._commits:
-                raise ServiceError(
-                    Reason.BAD_REQUEST,
+                raise bad_request(
+                    "update_id",
                     f"update {announcement.update_id} was committed: give each update a new id",
-                    field="update_id",
                 )
             if (update := self.current) is not None:
                 if announcement == update.announcement and update.phase is UpdatePhase.STAGED:

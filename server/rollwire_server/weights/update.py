@@ -24,7 +24,7 @@ from rollwire.deadlines import Timer
 from rollwire.reasons import Reason
 from rollwire.types import UpdatePhase, weights_text
 
-from rollwire_server.errors import ServiceError, result_of, spawn
+from rollwire_server.errors import ServiceError, bad_request, result_of, spawn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -219,24 +219,21 @@ class WeightUpdate:
         if backend is None or not backend.ok:
             usable = ", ".join(name for name, backend in backends.items() if backend.ok) or "none"
             why = f" ({backend.reason})" if backend is not None else ""
-            raise ServiceError(
-                Reason.BAD_REQUEST,
+            raise bad_request(
+                "backend",
                 f"this server cannot use backend {membership.backend!r}{why}, only {usable}",
-                field="backend",
             )
         if not 0 < membership.rank < membership.world_size:
-            raise ServiceError(
-                Reason.BAD_REQUEST,
+            raise bad_request(
+                "ranks",
                 f"rank {membership.rank} is not a receiver in a group of {membership.world_size}: "
                 "the trainer has rank 0",
-                field="ranks",
             )
         if membership.first_bucket > self.receiver.next_bucket:
-            raise ServiceError(
-                Reason.BAD_REQUEST,
+            raise bad_request(
+                "first_bucket",
                 f"a group that begins with bucket {membership.first_bucket} leaves a gap: bucket "
                 f"{self.receiver.next_bucket} has not been received yet",
-                field="first_bucket",
             )
 
     async def _join(self, membership: GroupMembership, timeout: float) -> None:
