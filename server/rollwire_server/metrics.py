@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -53,22 +54,17 @@ REQUEST_BYTES = 16 << 10
 PATHS = {"/metrics", "/"}
 
 
+@dataclass(eq=False)
 class Metrics(Collector):
     """Collects all metrics when they are scraped, so that sampling pays nothing for them."""
 
-    def __init__(
-        self,
-        counters: ServerCounters,
-        engine: Engine,
-        state: StateMachine,
-        sequences: Sequences,
-        updates: UpdateManager,
-    ) -> None:
-        self._counters = counters
-        self._engine = engine
-        self._state = state
-        self._sequences = sequences
-        self._updates = updates
+    _counters: ServerCounters
+    _engine: Engine
+    _state: StateMachine
+    _sequences: Sequences
+    _updates: UpdateManager
+
+    def __post_init__(self) -> None:
         self.registry = CollectorRegistry()
         paused, apply, staging = (
             Histogram(f"rollwire_{name}_seconds", what, buckets=buckets, registry=self.registry)
@@ -81,7 +77,7 @@ class Metrics(Collector):
             apply.observe(commit.apply_ns / 1e9)
             staging.observe(commit.receive_ns / 1e9)
 
-        counters.on_commit.append(observe)
+        self._counters.on_commit.append(observe)
 
     def collect(self) -> Iterator[Metric]:
         counters, state = self._counters, self._state.current

@@ -135,7 +135,7 @@ class RolloutServer:
             SleepController(engine, state, sequences, updates, tasks),
             self._counters,
             self._authorizer,
-            max_streams_per_client=self._settings.max_streams_per_client,
+            self._settings.max_streams_per_client,
         )
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollouts, api)
         weights_pb2_grpc.add_WeightServiceServicer_to_server(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
@@ -21,24 +22,17 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 
+@dataclass(eq=False)
 class SleepController:
     """What has begun is completed, also when its caller goes away."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        state: StateMachine,
-        sequences: Sequences,
-        updates: UpdateManager,
-        tasks: asyncio.TaskGroup,
-    ) -> None:
-        self._engine = engine
-        self._state = state
-        self._sequences = sequences
-        self._updates = updates
-        self._tasks = tasks
-        self._lock = asyncio.Lock()
-        self._sleeping_weights = SleepingWeights.KEEP
+    _engine: Engine
+    _state: StateMachine
+    _sequences: Sequences
+    _updates: UpdateManager
+    _tasks: asyncio.TaskGroup
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _sleeping_weights: SleepingWeights = SleepingWeights.KEEP
 
     async def sleep(self, weights: SleepingWeights) -> int:
         """Interrupts all sequences, then frees the KV cache and the weights as asked; returns the

@@ -30,18 +30,17 @@ async def busy_server() -> rollout_pb2.GetServerInfoResponse:
     load = EngineLoad(running=1, waiting=1, kv_tokens_used=1, kv_tokens_total=9)
     weights = SimpleNamespace(current=WeightTag(3, 1, "s", 7), highest_version=3)
     activity = dict.fromkeys(("running", "waiting", "held"), 1)
-    parts: dict[str, Any] = {
-        "engine": SimpleNamespace(describe=lambda: engine, load=lambda: load),
-        "state": SimpleNamespace(
-            check=lambda _: None, current=ServerState.PAUSED, pauses={"p": 1.0}
-        ),
-        "sequences": SimpleNamespace(by_activity=lambda: activity),
-        "updates": SimpleNamespace(frozen=False, listen=ListenOptions(), weights=weights),
-        "counters": ServerCounters(sampled_tokens=5),
-        "sleep": None,
-        "authorizer": None,
-    }
-    service = RolloutService("s", **parts, max_streams_per_client=1)
+    state = SimpleNamespace(check=lambda _: None, current=ServerState.PAUSED, pauses={"p": 1.0})
+    parts: list[Any] = [
+        SimpleNamespace(describe=lambda: engine, load=lambda: load),
+        state,
+        SimpleNamespace(by_activity=lambda: activity),
+        SimpleNamespace(frozen=False, listen=ListenOptions(), weights=weights),
+        None,
+        ServerCounters(sampled_tokens=5),
+        None,
+    ]
+    service = RolloutService("s", *parts, 1)
     context: Any = None
     return await service.GetServerInfo(rollout_pb2.GetServerInfoRequest(), context)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import rollwire_transport as transport
@@ -51,33 +52,23 @@ MAX_ABORTED_SEQUENCES = 10_000
 TOKENS_A_MESSAGE = 65_536  # at most 9 bytes each: well below 1 MiB
 
 
+@dataclass(eq=False)
 class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     """See rollout.proto."""
 
-    def __init__(
-        self,
-        server_id: str,
-        engine: Engine,
-        state: StateMachine,
-        sequences: Sequences,
-        updates: UpdateManager,
-        sleep: SleepController,
-        counters: ServerCounters,
-        authorizer: TokenAuthorizer,
-        *,
-        max_streams_per_client: int,
-    ) -> None:
-        self._server_id = server_id
-        self._engine = engine
-        self._state = state
-        self._sequences = sequences
-        self._updates = updates
-        self._sleep = sleep
-        self._counters = counters
-        self._authorizer = authorizer
-        self._max_streams = max_streams_per_client
-        self._streams: Counter[str] = Counter()  # by client address
-        backends = transport.available_backends(updates.listen)
+    _server_id: str
+    _engine: Engine
+    _state: StateMachine
+    _sequences: Sequences
+    _updates: UpdateManager
+    _sleep: SleepController
+    _counters: ServerCounters
+    _authorizer: TokenAuthorizer
+    _max_streams: int  # of one client
+    _streams: Counter[str] = field(default_factory=Counter)  # by client address
+
+    def __post_init__(self) -> None:
+        backends = transport.available_backends(self._updates.listen)
         self._transports = [name for name, backend in backends.items() if backend.ok]
 
     async def Generate(  # type: ignore[override]  # noqa: N802  writes by itself

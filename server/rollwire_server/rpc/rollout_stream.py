@@ -7,6 +7,7 @@ server that samples 256 sequences comes through here 256 times a step.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -100,24 +101,17 @@ class Columns:
         )
 
 
+@dataclass(eq=False)
 class RolloutStream:
-    def __init__(
-        self,
-        engine: Engine,
-        state: StateMachine,
-        sequences: Sequences,
-        counters: ServerCounters,
-        context: grpc.aio.ServicerContext[Any, Any],
-    ) -> None:
-        self._engine = engine
-        self._state = state
-        self._sequences = sequences
-        self._counters = counters
-        self._context = context
-        self._queue = ReadyQueue()
-        self._cursors: dict[int, Cursor] = {}  # by handle, of sequences that have not ended
-        self._refusals: list[rollout_pb2.SequenceEvent] = []
-        self._refusals_sent = asyncio.Event()
+    _engine: Engine
+    _state: StateMachine
+    _sequences: Sequences
+    _counters: ServerCounters
+    _context: grpc.aio.ServicerContext[Any, Any]
+    _queue: ReadyQueue = field(default_factory=ReadyQueue)
+    _cursors: dict[int, Cursor] = field(default_factory=dict)  # by handle; have not ended
+    _refusals: list[rollout_pb2.SequenceEvent] = field(default_factory=list)
+    _refusals_sent: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
         """Serves the call until the client has half-closed and every sequence has ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
@@ -33,22 +34,21 @@ log = structlog.get_logger()
 MAX_HISTORY = 64
 
 
+@dataclass(eq=False)
 class WeightState:
     """Life: construct → ``loaded`` → commits, one at a time."""
 
-    def __init__(
-        self, engine: Engine, state: StateMachine, sequences: Sequences, counters: ServerCounters
-    ) -> None:
-        self._engine = engine
-        self._state = state
-        self._sequences = sequences
-        self._counters = counters
-        self.history: deque[WeightTag] = deque(maxlen=MAX_HISTORY)  # newest first
-        self.committed_update_id = ""  # of what serves; "" for a checkpoint
-        self.committed_at: float | None = None  # in Unix time; None for a checkpoint
-        self.highest_version: int | None = None  # ever committed here
-        self._digests: dict[str, int] = {}  # of each tensor that serves
-        self._last_versioned: WeightTag | None = None
+    _engine: Engine
+    _state: StateMachine
+    _sequences: Sequences
+    _counters: ServerCounters
+    # What served, newest first.
+    history: deque[WeightTag] = field(default_factory=lambda: deque(maxlen=MAX_HISTORY))
+    committed_update_id: str = ""  # of what serves; "" for a checkpoint
+    committed_at: float | None = None  # in Unix time; None for a checkpoint
+    highest_version: int | None = None  # ever committed here
+    _digests: dict[str, int] = field(default_factory=dict)  # of each tensor that serves
+    _last_versioned: WeightTag | None = None
 
     @property
     def current(self) -> WeightTag:
