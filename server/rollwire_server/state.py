@@ -1,8 +1,8 @@
 """What the server is doing, what holds it, and which RPCs it accepts.
 
-The state says what the server can do at all. Holds (each pause by its id, the commit) say why it
-does not sample right now; it samples while there are none. A server that is SERVING and has a pause
-shows as PAUSED. In every other state the state matters more than the pause.
+The state says what the server can do at all. Pauses and a commit hold it: it samples while there
+are none. A server that is SERVING and has a pause shows as PAUSED. In every other state the state
+matters more than the pause.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from rollwire_server.engines.base import EngineError
 from rollwire_server.errors import ServiceError, bad_request
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import AsyncIterator, Callable
 
     from rollwire_server.engines.base import Engine
 
 log = structlog.get_logger()
 
-COMMIT = "commit"  # the name of the hold of a commit
-MAX_HOLDS = 1000
+MAX_PAUSES = 1000
 
 
 class Rpc(enum.Enum):
@@ -98,26 +97,25 @@ class StateMachine:
 
     def __init__(self, *, default_pause_lease: float) -> None:
         self._state = ServerState.STARTING  # never PAUSED: see ``current``
-        self._holds: dict[str, Deadline | None] = {}  # with the lease that lifts each
+        self._pauses: dict[str, Deadline | None] = {}  # by id, with the lease that lifts each
+        self._committing = False
         self._default_pause_lease = default_pause_lease
         self._engine: Engine | None = None
         self._engine_held: bool | None = False  # None while it is being held or released
         self._held_since = 0.0
         self._held_before = 0.0
         self.pauses_started = 0  # without renewals
-        self._change = asyncio.Event()  # set and replaced when the holds or the engine change
+        self._change = asyncio.Event()  # set and replaced when a hold or the engine changes
         self._observers: list[Callable[[ServerState], None]] = []
 
     @property
     def current(self) -> ServerState:
-        paused = any(name != COMMIT for name in self._holds)
-        if self._state is ServerState.SERVING and paused:
-            return ServerState.PAUSED
-        return self._state
+        paused = self._state is ServerState.SERVING and self._pauses
+        return ServerState.PAUSED if paused else self._state
 
     @property
     def held(self) -> bool:
-        return bool(self._holds)
+        return self._committing or bool(self._pauses)
 
     @property
     def held_seconds(self) -> float:
@@ -126,12 +124,8 @@ class StateMachine:
 
     @property
     def pauses(self) -> dict[str, float | None]:
-        """The pauses by id, with the seconds left of each lease; None: until it is resumed."""
-        return {
-            name: None if lease is None else lease.left
-            for name, lease in self._holds.items()
-            if name != COMMIT
-        }
+        """By id, with the seconds left of each lease; None: until it is resumed."""
+        return {name: None if lease is None else lease.left for name, lease in self._pauses.items()}
 
     def observe(self, observer: Callable[[ServerState], None]) -> None:
         """Calls ``observer`` with the state, now and after every change."""
@@ -173,32 +167,36 @@ class StateMachine:
         The same id again renews its lease. Returns the id once no step is in flight.
         """
         pause_id = pause_id or uuid.uuid4().hex
-        if pause_id == COMMIT:
+        if len(self._pauses) >= MAX_PAUSES and pause_id not in self._pauses:
             raise bad_request(
-                "pause_id", f"{COMMIT!r} is reserved for the server: choose another pause_id"
+                "pause_id", f"{len(self._pauses)} pauses hold this server, the limit: resume some"
             )
-        if len(self._holds) >= MAX_HOLDS and pause_id not in self._holds:
-            raise bad_request(
-                "pause_id", f"{len(self.pauses)} pauses hold this server, the limit: resume some"
-            )
-        self.pauses_started += pause_id not in self._holds
+        self.pauses_started += pause_id not in self._pauses
         seconds = self._default_pause_lease if lease is None else lease
-        await self._hold(pause_id, Deadline(seconds) if seconds else None)
+        before = self.current
+        self._pauses[pause_id] = Deadline(seconds) if seconds else None
+        self._notify_observers(before, f"hold {pause_id}")
+        self._notify_waiters()
+        await self._wait_until(lambda: self._engine_held is True or pause_id not in self._pauses)
         return pause_id
 
     async def resume(self, pause_id: str) -> None:
         """Lifts one pause, or all (empty id)."""
-        names = [pause_id] if pause_id else list(self.pauses)
-        await self._lift([name for name in names if name != COMMIT])
+        self._lift([pause_id] if pause_id else list(self._pauses))
+        await self._wait_until_released()
 
     @contextlib.asynccontextmanager
     async def held_for_commit(self) -> AsyncIterator[None]:
         """Holds the engine inside, and lets it sample again whatever came of the commit."""
         try:
-            await self._hold(COMMIT, None)
+            self._committing = True
+            self._notify_waiters()
+            await self._wait_until(lambda: self._engine_held is True)
             yield
         finally:
-            await self._lift([COMMIT])
+            self._committing = False
+            self._notify_waiters()
+            await self._wait_until_released()
 
     async def run(self) -> None:
         """Holds and releases the engine, and lifts pauses whose lease has ended.
@@ -209,11 +207,14 @@ class StateMachine:
         try:
             while True:
                 change = self._change
-                self._lift_expired()
+                expired = [n for n, lease in self._pauses.items() if lease and lease.left == 0]
+                if expired:
+                    log.warning("pauses lifted: their leases are over", pause_ids=expired)
+                    self._lift(expired)
                 if self._engine is not None and self._engine_held is not self.held:
                     await self._hold_or_release(self._engine)
                 elif change is self._change:
-                    leases = [lease.left for lease in self._holds.values() if lease is not None]
+                    leases = [lease.left for lease in self._pauses.values() if lease is not None]
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(min(leases, default=None)):
                             await change.wait()
@@ -235,33 +236,16 @@ class StateMachine:
         self._engine_held = hold
         self._notify_waiters()
 
-    def _lift_expired(self) -> None:
-        expired = [
-            name for name, lease in self._holds.items() if lease is not None and lease.left == 0
-        ]
-        if expired:
-            log.warning("pauses lifted: their leases are over", pause_ids=expired)
-            self._remove(expired)
-
-    async def _hold(self, name: str, lease: Deadline | None) -> None:
-        """Returns once no step is in flight, or the hold is lifted again."""
+    def _lift(self, pause_ids: list[str]) -> None:
         before = self.current
-        self._holds[name] = lease
-        self._notify_observers(before, f"hold {name}")
+        for pause_id in pause_ids:
+            self._pauses.pop(pause_id, None)
+        self._notify_observers(before, f"lift {', '.join(pause_ids)}")
         self._notify_waiters()
-        await self._wait_until(lambda: self._engine_held is True or name not in self._holds)
 
-    async def _lift(self, names: Iterable[str]) -> None:
-        """Returns once the engine samples again, or something else holds it."""
-        self._remove(names)
+    async def _wait_until_released(self) -> None:
+        """Or something else holds the engine."""
         await self._wait_until(lambda: self._engine_held is False or self.held)
-
-    def _remove(self, names: Iterable[str]) -> None:
-        before = self.current
-        for name in names:
-            self._holds.pop(name, None)
-        self._notify_observers(before, f"lift {', '.join(names)}")
-        self._notify_waiters()
 
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
         while self._engine is not None and not condition():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from rollwire.types import ServerState
 from rollwire_server.errors import ServiceError
-from rollwire_server.state import COMMIT, Rpc, StateChange, StateMachine
+from rollwire_server.state import Rpc, StateChange, StateMachine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -325,10 +325,13 @@ async def test_pauses_have_a_limit() -> None:
         await state.pause("7", None)
 
 
-async def test_a_pause_may_not_be_named_as_the_commit() -> None:
-    async with serving() as (state, _):
-        with pytest.raises(ServiceError, match="pause_id"):
-            await state.pause(COMMIT, None)
+async def test_a_pause_may_have_any_name() -> None:
+    async with serving() as (state, gate):
+        await state.pause("commit", None)
+        async with state.held_for_commit():
+            await state.resume("commit")
+            assert gate.held
+        assert not gate.held
 
 
 def test_what_is_refused_while_the_engine_loads_is_called_what_it_is() -> None:
