@@ -46,6 +46,7 @@ MESSAGE_BYTES = 1 << 20
 TOKENS_AN_OUTPUT = 49_152
 TOKEN_BYTES = 9  # the most that an id and a log-probability take
 ROW_BYTES = 24  # handle, count, offset, oldest revision
+TOKEN_ROW_BYTES = ROW_BYTES + TOKEN_BYTES
 REFUSALS_A_MESSAGE = 200  # each has at most some 2 KB of message and facts
 MAX_PENDING_REFUSALS = 1000
 
@@ -208,13 +209,12 @@ class RolloutStream:
         """
         open_columns: dict[int, Columns] = {}  # by the identity of their weights
         for cursor in cursors:
-            event = None
             if (segment := cursor.next_token()) is not None:  # nearly always
-                output, weights = None, segment.weights
-                size = ROW_BYTES + TOKEN_BYTES
+                weights, size = segment.weights, TOKEN_ROW_BYTES
             elif (output := cursor.next_output(TOKENS_AN_OUTPUT)) is not None:
                 weights = output.weights or self._sequences.weights
                 size = ROW_BYTES + TOKEN_BYTES * len(output.token_ids)
+                event = None
                 if output.end is not None or output.extra_bytes:
                     event = _event(cursor.handle, output)
                     size += event.ByteSize()

@@ -323,8 +323,9 @@ class ReadyQueue:
                 self._delay(cursor, interval)
                 return
             self._delayed.get(interval, {}).pop(cursor, None)
+        if not self._ready:  # else it is set already
+            self._filled.set()
         self._ready[cursor] = None
-        self._filled.set()
 
     def wake(self) -> None:
         """Lets ``wait`` return though there may be nothing."""
