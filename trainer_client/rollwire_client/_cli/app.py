@@ -11,10 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from rollwire_client._cli.generate import generate
-from rollwire_client._cli.info import info
-from rollwire_client._cli.output import print_error
 from rollwire_client._cli.publish import publish
-from rollwire_client._cli.top import top
+from rollwire_client._cli.servers import info, top
+from rollwire_client._cli.shared import print_error
 from rollwire_client._cli.trace import trace
 from rollwire_client._errors import RollwireError
 from rollwire_client._rpc.channel import Credentials, CredentialsError

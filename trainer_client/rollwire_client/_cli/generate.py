@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 from rollwire.types import FinishReason, WeightTag
 
-from rollwire_client._cli import options, output
+from rollwire_client._cli import shared
 from rollwire_client._concurrency import cancel_all
 from rollwire_client._data import Sampling
 from rollwire_client._fleet.fleet import Fleet
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from rollwire_client._trajectory import Chunk
 
 
-@options.command
+@shared.command
 async def generate(
     context: typer.Context,
     server: Annotated[
         str,
-        typer.Option(parser=options.parse_address, metavar="HOST:PORT", help="The server."),
+        typer.Option(parser=shared.parse_address, metavar="HOST:PORT", help="The server."),
     ],
-    prompt_ids: Annotated[Any, options.token_ids("Token ids of the prompt.")],
+    prompt_ids: Annotated[Any, shared.token_ids("Token ids of the prompt.")],
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Most tokens to sample; the context may allow fewer.")
     ] = 32,
@@ -57,8 +57,8 @@ async def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Do not stop at an end-of-sequence token.")
     ] = False,
-    timeout: Annotated[float, options.seconds("Seconds to wait until the server is up.")] = 60.0,
-    as_json: options.Json = False,
+    timeout: Annotated[float, shared.seconds("Seconds to wait until the server is up.")] = 60.0,
+    as_json: shared.Json = False,
 ) -> int:
     """Sample one sequence and show its tokens as they arrive, coloured by weight version."""
     sampling = Sampling(
@@ -79,21 +79,25 @@ async def generate(
         credentials=context.obj,
     )
     finish: Finish | None = None
-    view = _JsonView() if as_json else _TextView()
-    waiting = asyncio.create_task(_report_waiting(fleet, view))
+    view = _TextView()
+    waiting = [] if as_json else [asyncio.create_task(_report_waiting(fleet, view))]
     try:
         async with fleet:
             async for chunk in fleet.stream(prompt_ids, sampling):
-                view.show(chunk)
+                if as_json:
+                    _write_json(chunk)
+                else:
+                    view.show(chunk)
                 finish = chunk.finish
     finally:
-        await cancel_all([waiting])
-        view.end(finish)
+        await cancel_all(waiting)
+        if not as_json:
+            view.end(finish)
     complete = finish is not None and finish.reason in {FinishReason.STOP, FinishReason.LENGTH}
     return 0 if complete else 1
 
 
-async def _report_waiting(fleet: Fleet, view: _JsonView | _TextView) -> None:
+async def _report_waiting(fleet: Fleet, view: _TextView) -> None:
     """Says what the command waits for, when that lasts for a second; until it is cancelled."""
     reported: str | None = None
     while True:
@@ -103,22 +107,13 @@ async def _report_waiting(fleet: Fleet, view: _JsonView | _TextView) -> None:
         reported = reason
 
 
-class _JsonView:
-    """One JSON object a chunk; the last one has the finish."""
-
-    def show(self, chunk: Chunk) -> None:
-        fields = asdict(chunk)
-        fields["weights"]["digest"] = output.hex_digest(chunk.weights.digest)
-        if chunk.finish is not None:
-            fields["finish"]["reason"] = chunk.finish.reason.value
-        sys.stdout.write(json.dumps(fields) + "\n")
-        sys.stdout.flush()
-
-    def wait(self, reason: str) -> None:
-        pass
-
-    def end(self, finish: Finish | None) -> None:
-        pass
+def _write_json(chunk: Chunk) -> None:
+    fields = asdict(chunk)
+    fields["weights"]["digest"] = shared.hex_digest(chunk.weights.digest)
+    if chunk.finish is not None:
+        fields["finish"]["reason"] = chunk.finish.reason.value
+    sys.stdout.write(json.dumps(fields) + "\n")
+    sys.stdout.flush()
 
 
 class _TextView:
@@ -166,9 +161,9 @@ class _TextView:
             self._console.print()
         if self._terminal:
             for tag, count in self._counts.items():
-                version = "no version" if tag.version is None else f"version {tag.version}"
                 line = Text("■ ", style=self._colour(tag))
-                line.append(f"{version}, revision {tag.revision}: {count} tokens", style="default")
+                version = f"{shared.version_name(tag)}, revision {tag.revision}"
+                line.append(f"{version}: {count} tokens", style="default")
                 self._console.print(line)
         if finish is not None and self._terminal:
             self._console.print(Text(self._summary(finish), style="dim"))
@@ -181,7 +176,7 @@ class _TextView:
             self._column = 0
 
     def _colour(self, weights: WeightTag) -> str:
-        colours = output.VERSION_COLOURS
+        colours = shared.VERSION_COLOURS
         return colours[list(self._counts).index(weights) % len(colours)]
 
     def _summary(self, finish: Finish) -> str:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rollwire.types import KvPolicy
 
 from rollwire_client._arguments import servers_text
-from rollwire_client._cli import options, output
+from rollwire_client._cli import shared
 from rollwire_client._errors import MissingDependencyError, SourceError
 from rollwire_client._fleet.fleet import Fleet
 from rollwire_client._publishing.publisher import Publisher
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _REFRESH_SECONDS = 0.1
 
 
-@options.command
+@shared.command
 async def publish(
     context: typer.Context,
     checkpoint: Annotated[
@@ -67,11 +67,11 @@ async def publish(
             "--allow-version-rollback", help="Allow a lower version than the servers have."
         ),
     ] = False,
-    timeout: Annotated[float, options.seconds("Seconds to wait until a server is up.")] = 10.0,
-    as_json: options.Json = False,
+    timeout: Annotated[float, shared.seconds("Seconds to wait until a server is up.")] = 10.0,
+    as_json: shared.Json = False,
 ) -> int:
     """Make a checkpoint the policy of a fleet. Exit code 1 if a server does not commit it."""
-    addresses, timeouts = options.fleet_addresses(servers), Timeouts(start=timeout)
+    addresses, timeouts = shared.fleet_addresses(servers), Timeouts(start=timeout)
     with checkpoint_tensors(checkpoint) as tensors:
         async with Fleet(addresses, timeouts=timeouts, credentials=context.obj) as fleet:
             publisher = Publisher(fleet, kv_policy=kv_policy, backend=backend)
@@ -80,13 +80,13 @@ async def publish(
             )
             report = await _with_progress(handle)
     if as_json:
-        output.print_json(_as_json(report))
+        shared.print_json(_as_json(report))
     else:
-        output.print_table(_table(report))
+        shared.print_table(_table(report))
     for server in report.failed:
         error = str(server.error)
         where = "" if server.address in error else f"{server.address}: "
-        output.print_error(f"{where}{error}")
+        shared.print_error(f"{where}{error}")
     return 1 if report.failed else 0
 
 
@@ -155,10 +155,10 @@ async def _with_progress(handle: PublishHandle) -> PublishReport:
 
 def _table(report: PublishReport) -> Table:
     version = "untagged" if report.version is None else f"version {report.version}"
-    table = output.table(
+    table = shared.table(
         "server", "what came of it",
         ">revision", ">received MB", ">staging s", ">paused ms", ">held",
-        title=f"{version}, digest {output.hex_digest(report.digest)}: {report.bytes / 1e6:.1f} MB "
+        title=f"{version}, digest {shared.hex_digest(report.digest)}: {report.bytes / 1e6:.1f} MB "
         f"to {servers_text(len(report.servers))} in {report.seconds:.2f} s",
     )  # fmt: skip
     for server in report.servers:
@@ -182,9 +182,9 @@ def _result(server: ServerReport) -> str:
 
 def _as_json(report: PublishReport) -> dict[str, Any]:
     fields = asdict(report)
-    fields["digest"] = output.hex_digest(report.digest)
+    fields["digest"] = shared.hex_digest(report.digest)
     for server, entry in zip(report.servers, fields["servers"], strict=True):
         entry["error"] = None if server.error is None else str(server.error)
         if server.weights is not None:
-            entry["weights"]["digest"] = output.hex_digest(server.weights.digest)
+            entry["weights"]["digest"] = shared.hex_digest(server.weights.digest)
     return fields

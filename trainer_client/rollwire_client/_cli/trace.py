@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rollwire.types import ServerState
 
-from rollwire_client._cli import options
+from rollwire_client._cli import shared
 from rollwire_client._data import Sampling
 from rollwire_client._errors import RollwireError
 from rollwire_client._fleet.fleet import Fleet
@@ -33,33 +32,29 @@ if TYPE_CHECKING:
 
 _PAUSE = 0.1  # seconds without a token that are drawn as a gap
 _TOKENS = 0.02  # seconds that the tokens after a gap are drawn with
-_COLOURS = (  # chrome://tracing's names; Perfetto has its own for each name of a slice
-    "thread_state_running", "rail_response", "rail_animation", "thread_state_iowait", "rail_load",
-)  # fmt: skip
-_STATE_COLOURS = {ServerState.SERVING: "good", ServerState.PAUSED: "bad"}
 _SEQUENCES = 0  # the group of the command's own sequences; servers are numbered from 1
 
 
-@options.command
+@shared.command
 async def trace(
     context: typer.Context,
-    servers: options.FleetServers,
+    servers: shared.FleetServers,
     output: Annotated[Path, typer.Option(dir_okay=False, help="File to write.")] = Path(
         "trace.json"
     ),
-    seconds: Annotated[float, options.seconds("Seconds to watch.")] = 10.0,
-    interval: Annotated[float, options.seconds("Seconds between two polls.", 0.01)] = 0.05,
+    seconds: Annotated[float, shared.seconds("Seconds to watch.")] = 10.0,
+    interval: Annotated[float, shared.seconds("Seconds between two polls.", 0.01)] = 0.05,
     sequences: Annotated[
         int, typer.Option(min=0, help="Sequences that the command samples at a time, to show them.")
     ] = 4,
-    prompt_ids: Annotated[Any, options.token_ids("Token ids of the sequences' prompt.")] = "1,2,3",
+    prompt_ids: Annotated[Any, shared.token_ids("Token ids of the sequences' prompt.")] = "1,2,3",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 256,
-    timeout: options.AnswerTimeout = 5.0,
+    timeout: shared.AnswerTimeout = 5.0,
 ) -> int:
     """Watch a fleet and write a timeline for Perfetto: states, updates, sequences by version."""
-    addresses = options.fleet_addresses(servers)
+    addresses = shared.fleet_addresses(servers)
     sampling = Sampling(max_new_tokens=max_new_tokens)
-    timeline = Timeline()
+    timeline = _Timeline()
     timeouts = Timeouts(start=timeout, probe=timeout, call=timeout)
     try:
         async with Fleet(addresses, timeouts=timeouts, credentials=context.obj) as fleet:
@@ -86,21 +81,22 @@ async def trace(
     return 0
 
 
-class Timeline:
-    """Events in Chrome's trace format; times are seconds of ``time.monotonic``."""
+class _Timeline:
+    """Events in Chrome's trace format; times are those of ``time.monotonic``."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
         self._began = time.monotonic()
-        self._colours: dict[str, str] = {}
 
-    def name(self, what: str, group: int, row: int, name: str) -> None:
-        """Names a group (``what`` is "process_name") or a row of it ("thread_name")."""
-        self._add("M", what, group, row, args={"name": name})
+    def name_group(self, group: int, name: str) -> None:
+        self._add("M", "process_name", group, 0, args={"name": name})
 
-    def slice(self, group: int, row: int, name: str, begin: float, **more: Any) -> dict[str, Any]:
+    def name_row(self, group: int, row: int, name: str) -> None:
+        self._add("M", "thread_name", group, row, args={"name": name})
+
+    def slice(self, group: int, row: int, name: str, begin: float) -> dict[str, Any]:
         """A slice that begins; ``stretch`` sets its end."""
-        return self._add("X", name, group, row, ts=self._micros(begin), dur=0, **more)
+        return self._add("X", name, group, row, ts=self._micros(begin), dur=0, args={})
 
     def stretch(self, bar: dict[str, Any], end: float) -> None:
         bar["dur"] = self._micros(end) - bar["ts"]
@@ -110,9 +106,6 @@ class Timeline:
 
     def counter(self, group: int, name: str, at: float, **values: int) -> None:
         self._add("C", name, group, 0, ts=self._micros(at), args=values)
-
-    def colour(self, name: str) -> str:
-        return self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
 
     def _add(self, phase: str, name: str, group: int, row: int, **more: Any) -> dict[str, Any]:
         event = {"ph": phase, "name": name, "pid": group, "tid": row, **more}
@@ -124,48 +117,44 @@ class Timeline:
 
 
 @dataclass(slots=True)
-class SliceRow:
+class _SliceRow:
     """A row of slices; equal ones that follow each other are merged."""
 
-    timeline: Timeline
+    timeline: _Timeline
     group: int
     row: int
     _last: dict[str, Any] | None = None
     _end: float = 0.0
 
-    def cover(self, name: str, begin: float, end: float, colour: str, **counts: int) -> None:
-        """Adds a slice; ``counts`` add up over merged ones."""
+    def cover(self, name: str, begin: float, end: float, *, tokens: int = 0) -> None:
         last = self._last
         if last is None or last["name"] != name or self._end != begin:
-            last = self._last = self.timeline.slice(
-                self.group, self.row, name, begin, cname=colour, args={}
-            )
+            last = self._last = self.timeline.slice(self.group, self.row, name, begin)
         self.timeline.stretch(last, end)
-        for what, count in counts.items():
-            last["args"][what] = last["args"].get(what, 0) + count
+        if tokens:
+            last["args"]["tokens"] = last["args"].get("tokens", 0) + tokens
         self._end = end
 
 
 class _ServerTrack:
     """The rows of one server: its state, its weights, and counters."""
 
-    def __init__(self, timeline: Timeline, group: int, address: str) -> None:
+    def __init__(self, timeline: _Timeline, group: int, address: str) -> None:
         self._timeline, self._group = timeline, group
-        timeline.name("process_name", group, 0, address)
-        timeline.name("thread_name", group, 1, "state")
-        timeline.name("thread_name", group, 2, "weights")
-        self._states, self._weights = SliceRow(timeline, group, 1), SliceRow(timeline, group, 2)
+        timeline.name_group(group, address)
+        timeline.name_row(group, 1, "state")
+        timeline.name_row(group, 2, "weights")
+        self._states, self._weights = _SliceRow(timeline, group, 1), _SliceRow(timeline, group, 2)
         self._tag: WeightTag | None = None
 
     def add(self, answer: ServerInfo | RollwireError, begin: float, end: float) -> None:
         """What it answered at ``end``; the answer before was at ``begin``."""
         if isinstance(answer, RollwireError):
-            self._states.cover("no answer", begin, end, "terrible")
+            self._states.cover("no answer", begin, end)
             return
-        tag, name = answer.weights, _version(answer.weights)
-        colour = _STATE_COLOURS.get(answer.state, "terrible")
-        self._states.cover(answer.state.value, begin, end, colour)
-        self._weights.cover(name, begin, end, self._timeline.colour(name))
+        tag, name = answer.weights, shared.version_name(answer.weights)
+        self._states.cover(answer.state.value, begin, end)
+        self._weights.cover(name, begin, end)
         if self._tag is not None and tag != self._tag:
             what = "commit" if tag.server_id == self._tag.server_id else "new process"
             self._timeline.instant(self._group, 2, f"{what}: {name}, revision {tag.revision}", end)
@@ -178,7 +167,7 @@ class _ServerTrack:
         self._timeline.counter(self._group, "KV tokens", end, used=answer.kv_tokens_used)
 
 
-async def _watch(timeline: Timeline, fleet: Fleet, interval: float) -> None:
+async def _watch(timeline: _Timeline, fleet: Fleet, interval: float) -> None:
     tracks: dict[str, _ServerTrack] = {}
     before = time.monotonic()
     while True:
@@ -193,13 +182,13 @@ async def _watch(timeline: Timeline, fleet: Fleet, interval: float) -> None:
 
 
 async def _sample(
-    timeline: Timeline, fleet: Fleet, number: int, prompt_ids: Sequence[int], sampling: Sampling
+    timeline: _Timeline, fleet: Fleet, number: int, prompt_ids: Sequence[int], sampling: Sampling
 ) -> None:
     """One sequence after the other, in a row of its own."""
     if number == 0:
-        timeline.name("process_name", _SEQUENCES, 0, "sequences")
-    row = SliceRow(timeline, _SEQUENCES, number)
-    timeline.name("thread_name", _SEQUENCES, number, f"row {number + 1}")
+        timeline.name_group(_SEQUENCES, "sequences")
+    row = _SliceRow(timeline, _SEQUENCES, number)
+    timeline.name_row(_SEQUENCES, number, f"row {number + 1}")
     for count in itertools.count(1):
         before = time.monotonic()
         timeline.instant(_SEQUENCES, number, f"sequence {count} starts", before)
@@ -207,13 +196,8 @@ async def _sample(
             now = time.monotonic()
             if chunk.token_ids:
                 if now - before > _PAUSE:
-                    row.cover("no tokens", before, now - _TOKENS, "grey")
+                    row.cover("no tokens", before, now - _TOKENS)
                     before = now - _TOKENS
-                name = _version(chunk.weights)
-                colour = timeline.colour(name)
-                row.cover(name, before, now, colour, tokens=len(chunk.token_ids))
+                name = shared.version_name(chunk.weights)
+                row.cover(name, before, now, tokens=len(chunk.token_ids))
                 before = now
-
-
-def _version(weights: WeightTag) -> str:
-    return "no version" if weights.version is None else f"version {weights.version}"
