@@ -3,55 +3,138 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import os
+import sys
 import time
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rollwire_client import Batcher, Fleet, KvPolicy, Publisher, RollwireError, Sampling
 
-from rollwire_demo.check import check_labels
-from rollwire_demo.results import DemoResult, TrainingHistory
-from rollwire_demo.servers import DemoError, rollout_servers
+from rollwire_demo.report import TrainingHistory
 from rollwire_demo.task import LENGTH, Cipher
-from rollwire_demo.trainer import Trainer, TrainingBatch, make_policy, save_policy, snapshot
+from rollwire_demo.trainer import Trainer, check_labels, make_policy, save_policy, snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator, Sequence
-    from pathlib import Path
+    from asyncio.subprocess import Process
+    from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 
     from rollwire_client import Batch, PublishReport
     from torch import Tensor
 
-    from rollwire_demo.display import Display
-    from rollwire_demo.servers import Server
+    from rollwire_demo.report import CheckResult, Display
     from rollwire_demo.task import ScoredAnswer
 
 GROUP_SIZE = 8  # samples of a prompt
 GROUPS_PER_STEP = 8
 PREFETCHED_GROUPS = 12
 SAMPLING = Sampling(max_new_tokens=LENGTH, ignore_eos=True)
+START_SECONDS = 120.0
+STOP_SECONDS = 10.0
 EXIT_SECONDS = 1.0  # for a dead server's process to be known as dead
+POLL_SECONDS = 0.05
+
+
+class DemoError(RollwireError):
+    """The demo cannot go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A ``rollwire-server`` process, the HOST:PORT of its API, and its log file."""
+
+    process: Process
+    address: str
+    log: Path
+
+    async def died(self) -> str:
+        """Waits for the end of the process; what happened, in one line."""
+        code = await self.process.wait()
+        if code < 0:
+            return f"server {self.address} was killed by signal {-code}"
+        return f"server {self.address} exited with code {code}{_last_line(self.log)}"
+
+
+@contextlib.asynccontextmanager
+async def rollout_servers(count: int, model: Path, folder: Path) -> AsyncIterator[list[Server]]:
+    """Starts servers of a checkpoint at once, with their logs in ``folder``; ends them on exit."""
+    command = Path(sys.executable).with_name("rollwire-server")
+    if not command.exists():
+        raise DemoError(f"{command} does not exist: pip install 'rollwire[demo]'")
+    # Flags that are not given here must not come from the environment.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("ROLLWIRE_")}
+    environment["OMP_NUM_THREADS"] = "1"
+    processes: list[Process] = []
+
+    async def start(number: int) -> Server:
+        ready, log = folder / f"server-{number}.json", folder / f"server-{number}.log"
+        ready.unlink(missing_ok=True)
+        with log.open("wb") as output:
+            process = await asyncio.create_subprocess_exec(
+                command,
+                *("--model", str(model), "--listen", "127.0.0.1:0"),
+                *("--ready-file", str(ready), "--drain-seconds", "0", "--log-format", "text"),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+            )
+        processes.append(process)
+        return Server(process, await _address(process, ready, log), log)
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            starting = [tasks.create_task(start(number)) for number in range(count)]
+        yield [task.result() for task in starting]
+    finally:
+        await asyncio.gather(*(_end(process) for process in processes))
+
+
+async def _address(process: Process, ready: Path, log: Path) -> str:
+    """Waits until the server listens; its HOST:PORT."""
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            while not ready.exists():  # noqa: ASYNC240 - a local file
+                if process.returncode is not None:
+                    raise DemoError(f"a server did not start{_last_line(log)}")
+                await asyncio.sleep(POLL_SECONDS)
+    except TimeoutError:
+        raise DemoError(
+            f"a server was not ready after {START_SECONDS:.0f} s{_last_line(log)}"
+        ) from None
+    address: str = json.loads(ready.read_text())["listen"]  # noqa: ASYNC240 - a local file
+    return address
+
+
+async def _end(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        async with asyncio.timeout(STOP_SECONDS):
+            await process.wait()
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").split("\n")
+    last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+    return f"; its log, {log}, ends: {last[:300]}"
 
 
 async def run_demo(
     display: Display, *, seed: int, servers: int, steps: int, minutes: float, output: Path
-) -> DemoResult:
+) -> tuple[TrainingHistory, CheckResult]:
     """Teaches a policy through rollout servers and a publisher, then checks the labels.
 
     It ends when the goal is held for some steps, or after ``steps`` or ``minutes``.
-
-    Args:
-        display: Shows what happens.
-        seed: Of the policy, the task and every draw.
-        servers: How many rollout servers.
-        steps: At most.
-        minutes: At most.
-        output: The folder for the checkpoint and the servers' logs; it exists.
-
-    Raises:
-        RollwireError: It cannot go on.
     """
-    began = time.monotonic()
     torch.set_num_threads(1)  # the servers share the cores
     model = make_policy(seed)
     save_policy(model, output / "checkpoint")
@@ -67,19 +150,15 @@ async def run_demo(
     check = await asyncio.to_thread(
         check_labels, model, history.sample, loop.weights, history.digests
     )
-    return DemoResult(history, check, time.monotonic() - began)
+    return history, check
 
 
 class _TrainingLoop:
-    """Trains and publishes beside watching the servers.
-
-    Attributes:
-        history: What happened.
-        weights: The policy by version; None is the initial checkpoint.
-    """
+    """Trains and publishes beside watching the servers."""
 
     def __init__(self, model: Any, seed: int, display: Display) -> None:
         self.history = TrainingHistory()
+        # The policy by version; None is the initial checkpoint.
         self.weights: dict[int | None, dict[str, Tensor]] = {None: snapshot(model)}
         self._model = model
         self._seed = seed
@@ -121,7 +200,7 @@ class _TrainingLoop:
             batch = await collect()
             for version in range(1, steps + 1):
                 answers = cipher.score(batch.groups)
-                await asyncio.to_thread(self._trainer.step, _training_batch(answers))
+                await asyncio.to_thread(self._trainer.step, *_training_batch(answers))
                 self.weights[version] = snapshot(self._model)
                 # New groups begin before the update, and cross it, however fast the servers are.
                 async with asyncio.TaskGroup() as step:
@@ -150,13 +229,13 @@ class _TrainingLoop:
         self._display.note(f"{death}; the others go on with its sequences")
 
 
-def _training_batch(answers: Sequence[ScoredAnswer]) -> TrainingBatch:
+def _training_batch(answers: Sequence[ScoredAnswer]) -> tuple[Tensor, Tensor, Tensor]:
     shape = (GROUPS_PER_STEP, GROUP_SIZE, -1)
     tensors = [answer.trajectory.to_tensors() for answer in answers]
-    return TrainingBatch(
-        token_ids=torch.stack([t.token_ids for t in tensors]).view(shape),
-        logprobs=torch.stack([t.logprobs[-LENGTH:] for t in tensors]).view(shape),
-        rewards=torch.tensor([answer.rewards for answer in answers]).view(shape),
+    return (
+        torch.stack([t.token_ids for t in tensors]).view(shape),
+        torch.stack([t.logprobs[-LENGTH:] for t in tensors]).view(shape),
+        torch.tensor([answer.rewards for answer in answers]).view(shape),
     )
 
 

@@ -37,12 +37,10 @@ class Cipher:
         return [BEGIN, *self._random.choices(range(LETTERS), k=LENGTH), ANSWER]
 
     def prompts(self) -> Iterator[Prompt]:
-        """Different ones, for ever."""
         for number in count():
             yield Prompt(str(number), self.prompt())
 
     def solution(self, prompt: Sequence[int]) -> list[int]:
-        """The token ids of the right answer."""
         return [self._alphabet[letter] for letter in prompt[1:-1]]
 
     def rewards(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
@@ -54,7 +52,6 @@ class Cipher:
         return [float(a == b) for a, b in zip(self.solution(prompt), padded, strict=False)]
 
     def score(self, groups: Iterable[Group]) -> list[ScoredAnswer]:
-        """The samples of all groups, one group after the other."""
         return [
             ScoredAnswer(
                 sample.trajectory, self.rewards(group.prompt.token_ids, sample.trajectory.token_ids)
@@ -73,7 +70,6 @@ class ScoredAnswer:
 
     @property
     def reward(self) -> float:
-        """Of the sequence, 0 to 1."""
         return sum(self.rewards) / len(self.rewards)
 
     @property

@@ -1,4 +1,4 @@
-"""The policy, a small random transformer, and a group-relative policy gradient for it.
+"""The policy, a small random transformer; a group-relative policy gradient; a check of labels.
 
 As GRPO (Shao et al., DeepSeekMath, 2024): several samples of each prompt, a sample's advantage is
 its reward against those of its group, and the ratio to the policy that sampled it is clipped as in
@@ -23,18 +23,20 @@ right, as no sample of the group ever shows the right one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
+from rollwire_demo.report import TOLERANCE, CheckResult
 from rollwire_demo.task import LENGTH, VOCABULARY
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from rollwire_client import Trajectory
     from torch import Tensor
 
 LEARNING_RATE = 3e-3  # at reward 0, falling linearly
@@ -93,16 +95,8 @@ def snapshot(model: Any) -> dict[str, Tensor]:
 
 
 def logprobs(model: Any, token_ids: Tensor, answer_length: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the last ``answer_length`` tokens, by one forward over all of them.
-
-    Args:
-        model: A causal LM.
-        token_ids: [sequences, tokens], prompt and answer.
-        answer_length: How many of the tokens are the answer.
-
-    Returns:
-        Of each answer token, [sequences, answer_length]; and the whole distributions,
-        [sequences, answer_length, vocabulary].
+    """Log-probabilities by one forward over [sequences, tokens]: of the last ``answer_length``
+    tokens, and the whole distributions there.
     """
     answer = token_ids[:, -answer_length:]
     logits = model(input_ids=token_ids[:, :-1], logits_to_keep=answer_length).logits
@@ -110,26 +104,9 @@ def logprobs(model: Any, token_ids: Tensor, answer_length: int) -> tuple[Tensor,
     return distributions.gather(-1, answer[..., None])[..., 0], distributions
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingBatch:
-    """Samples of several prompts, in groups.
-
-    Attributes:
-        token_ids: int64 [prompts, group, prompt + answer].
-        logprobs: float32 [prompts, group, answer]; of the policy that sampled each token.
-        rewards: float32 [prompts, group, answer]; of each token.
-    """
-
-    token_ids: Tensor
-    logprobs: Tensor
-    rewards: Tensor
-
-
 def advantages(rewards: Tensor) -> Tensor:
-    """How much better each token did than its group at the same position, in its deviations.
-
-    Args:
-        rewards: [prompts, group, answer].
+    """How much better each token did than its group at the same position, in its deviations: of
+    [prompts, group, answer].
     """
     mean = rewards.mean(dim=1, keepdim=True)
     deviation = rewards.std(dim=1, keepdim=True)
@@ -137,12 +114,7 @@ def advantages(rewards: Tensor) -> Tensor:
 
 
 class Trainer:
-    """Improves a policy in place.
-
-    Args:
-        model: The policy.
-        seed: Of the order of samples.
-    """
+    """Improves a policy in place; ``seed`` is of the order of samples."""
 
     def __init__(self, model: Any, seed: int) -> None:
         self._model = model
@@ -151,11 +123,13 @@ class Trainer:
         )
         self._generator = torch.Generator().manual_seed(seed)
 
-    def step(self, batch: TrainingBatch) -> None:
-        """One pass over a batch."""
-        token_ids, sampled = batch.token_ids.flatten(0, 1), batch.logprobs.flatten(0, 1)
-        advantage = advantages(batch.rewards).flatten(0, 1)
-        left = max(1.0 - batch.rewards.mean().item(), LEAST_RATE)
+    def step(self, token_ids: Tensor, sampled: Tensor, rewards: Tensor) -> None:
+        """One pass over token ids [prompts, group, prompt + answer], and of each answer's tokens
+        [prompts, group, answer] the log-probabilities that they were sampled with, and the rewards.
+        """
+        token_ids, sampled = token_ids.flatten(0, 1), sampled.flatten(0, 1)
+        advantage = advantages(rewards).flatten(0, 1)
+        left = max(1.0 - rewards.mean().item(), LEAST_RATE)
         for parameters in self._optimizer.param_groups:
             parameters["lr"] = LEARNING_RATE * left
         order = torch.randperm(len(token_ids), generator=self._generator)
@@ -174,3 +148,70 @@ class Trainer:
         gain = torch.where(advantage < 0, torch.maximum(gain, DUAL_CLIP * advantage), gain).mean()
         entropy = -(distributions.exp() * distributions).sum(-1).mean()
         return -(gain + ENTROPY_BONUS * entropy)
+
+
+def check_labels(
+    model: Any,
+    trajectories: Sequence[Trajectory],
+    weights: Mapping[int | None, Mapping[str, Tensor]],
+    digests: Mapping[int | None, int],
+) -> CheckResult:
+    """Compares tags with what was published, by version (None is the initial checkpoint), and
+    scores every token again: by a plain forward over its whole prefix, with the weights that its
+    tag names. Those of the model are overwritten.
+    """
+    problems = [problem for t in trajectories for problem in _wrong_tags(t, weights, digests)]
+    tokens, worst = 0, 0.0
+    model.eval()
+    versions = {version for t in trajectories for version in t.versions} & weights.keys()
+    for version in versions:
+        model.load_state_dict(weights[version])
+        for trajectory in trajectories:
+            errors = _errors(model, trajectory, version)
+            if not len(errors):
+                continue
+            tokens += len(errors)
+            error = errors.nan_to_num(torch.inf).max().item()
+            worst = max(worst, error)
+            if error > TOLERANCE:
+                problems.append(
+                    f"sequence {trajectory.request_id}: a token tagged {_named(version)} has not "
+                    f"the log-probability which that gives it, but one {error:.2g} off"
+                )
+    return CheckResult(len(trajectories), tokens, len(versions), worst, tuple(problems))
+
+
+def _wrong_tags(
+    trajectory: Trajectory,
+    weights: Mapping[int | None, Mapping[str, Tensor]],
+    digests: Mapping[int | None, int],
+) -> Iterator[str]:
+    for segment in trajectory.segments:
+        tag = segment.weights
+        prefix = f"sequence {trajectory.request_id}: tagged {_named(tag.version)}"
+        if tag.version not in weights:
+            yield f"{prefix}, which was never published"
+        elif digests.get(tag.version, tag.digest) != tag.digest:
+            yield (
+                f"{prefix} with digest {tag.digest:016x}; published was {digests[tag.version]:016x}"
+            )
+        if segment.oldest_kv_revision != tag.revision:
+            yield (
+                f"{prefix}, revision {tag.revision}, but read keys and values of revision "
+                f"{segment.oldest_kv_revision}"
+            )
+
+
+@torch.no_grad()
+def _errors(model: Any, trajectory: Trajectory, version: int | None) -> Tensor:
+    """Of the trajectory's tokens of this version, which the model has."""
+    chosen = torch.tensor([v == version for v in trajectory.versions], dtype=torch.bool)
+    if not chosen.any():
+        return torch.empty(0)
+    token_ids = torch.tensor([trajectory.prompt_ids + trajectory.token_ids])
+    scored, _ = logprobs(model, token_ids, len(trajectory.token_ids))
+    return (scored[0] - torch.tensor(trajectory.logprobs)).abs()[chosen]
+
+
+def _named(version: int | None) -> str:
+    return "as the initial checkpoint" if version is None else f"version {version}"

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from rollwire_client import Finish, FinishReason, Segment, Trajectory, WeightTag
-from rollwire_demo.check import check_labels
-from rollwire_demo.results import TOLERANCE
-from rollwire_demo.trainer import make_policy, snapshot
+from rollwire_demo.report import TOLERANCE
+from rollwire_demo.trainer import check_labels, make_policy, snapshot
 from torch import Tensor
 
 LENGTH = 24

@@ -15,8 +15,13 @@ from rollwire_client import (
     Trajectory,
     WeightTag,
 )
-from rollwire_demo.display import Display, plot_reward
-from rollwire_demo.results import CheckResult, DemoResult, TrainingHistory, goals
+from rollwire_demo.report import (
+    CheckResult,
+    Display,
+    TrainingHistory,
+    goals,
+    plot_reward,
+)
 from rollwire_demo.task import LENGTH, ScoredAnswer
 
 if TYPE_CHECKING:
@@ -59,7 +64,7 @@ def history(rights: Sequence[int], sequences: int = 8) -> TrainingHistory:
 
 
 def missed(made: TrainingHistory, check: CheckResult = GOOD_CHECK) -> list[str]:
-    return [row.what for row in goals(DemoResult(made, check, 1.0)) if row.reached is False]
+    return [row.what for row in goals(made, check, 1.0) if row.reached is False]
 
 
 LEARNED = [1] * 20 + [LENGTH] * 5
@@ -85,7 +90,7 @@ def test_each_goal_can_be_missed() -> None:
 
 def test_what_was_not_checked_has_no_error() -> None:
     for check, told in [(CheckResult(0, 0, 0, 0.0, ()), "not checked"), (GOOD_CHECK, "2.0e-06")]:
-        rows = goals(DemoResult(history(LEARNED), check, 1.0))
+        rows = goals(history(LEARNED), check, 1.0)
         (result,) = [f.result for f in rows if f.what == "worst log-probability error"]
         assert result == told
 
@@ -111,7 +116,7 @@ def test_the_display_tells_what_matters_without_a_terminal(tmp_path: Path) -> No
         display.phase("learning")
         display.step(made)
         display.note("a server died")
-    display.result(goals(DemoResult(made, check, 1.0)), check.problems, tmp_path / "reward.png")
+    display.result(goals(made, check, 1.0), check.problems, tmp_path / "reward.png")
     told = output.getvalue()
     for words in (
         "learning",

@@ -12,7 +12,6 @@ from rollwire_demo.trainer import (
     DUAL_CLIP,
     STD_FLOOR,
     Trainer,
-    TrainingBatch,
     advantages,
     logprobs,
     make_policy,
@@ -66,7 +65,7 @@ def test_a_step_makes_the_better_sample_likelier_and_the_others_less_so(policy: 
     token_ids, before = sampled(policy)
     trainer = Trainer(policy, seed=0)
     for _ in range(5):
-        trainer.step(TrainingBatch(token_ids, before, rewarding_the_first(before.shape)))
+        trainer.step(token_ids, before, rewarding_the_first(before.shape))
     _, after = sampled(policy)
     change = (after - before).mean(dim=(0, 2))
     assert change[0] > 0.1
@@ -82,7 +81,7 @@ def test_a_token_that_is_much_likelier_than_when_it_was_sampled_gets_no_more(
     then[:, 0] -= 2 * CLIP_HIGH  # the better one, sampled by an older policy
     then[:, 1:] += 1.0  # the others were likelier then
     before = snapshot(policy)
-    Trainer(policy, seed=0).step(TrainingBatch(token_ids, then, rewarding_the_first(now.shape)))
+    Trainer(policy, seed=0).step(token_ids, then, rewarding_the_first(now.shape))
     after = snapshot(policy)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -100,6 +99,6 @@ def test_a_worse_token_of_a_far_older_policy_does_not_outweigh_the_rest(
     token_ids, now = sampled(policy)
     then = now - 2 * math.log(DUAL_CLIP)  # all are far likelier now: the ratio is beyond the bound
     before = snapshot(policy)
-    Trainer(policy, seed=0).step(TrainingBatch(token_ids, then, rewarding_the_first(now.shape)))
+    Trainer(policy, seed=0).step(token_ids, then, rewarding_the_first(now.shape))
     after = snapshot(policy)
     assert all(torch.equal(before[name], after[name]) for name in before)

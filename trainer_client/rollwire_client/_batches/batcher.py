@@ -1,14 +1,4 @@
-"""Collects batches of groups of samples from a fleet whose sequences differ much in length.
-
-    async with Fleet(addresses) as fleet, Batcher(fleet, seed=1, sampling=sampling) as batcher:
-        for version in …:
-            await (await publisher.publish(version, tensors)).committed
-            batch = await batcher.collect(prompts, target=32, over_sample=1.25, tail=Carry())
-            learn(batch.groups)
-            batcher.save(folder / "buffer")  # the carried groups, with the policy's checkpoint
-
-Between two calls, groups that were carried or begun ahead continue in the background.
-"""
+"""``Batcher``: what a trainer uses, and the steps between two batches."""
 
 from __future__ import annotations
 
@@ -53,6 +43,7 @@ class Batcher:
     """Samples groups and returns them in batches. An async context manager, within the fleet's.
 
     Each prompt that it reads is returned once, reported as dropped, or still carried.
+    Between two batches, groups that were carried or begun ahead continue in the background.
 
     Args:
         fleet: The fleet that samples.

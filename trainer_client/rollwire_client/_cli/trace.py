@@ -1,7 +1,6 @@
 """``rollwire trace``: a timeline of a fleet, for https://ui.perfetto.dev or chrome://tracing.
 
-It shows what a client can see: each server's state, weights and load, polled, and the sequences
-that the command samples itself. Slices of one version have one name, and so one colour.
+Slices of one version have one name, and so one colour.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ import itertools
 import json
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rollwire_client._cli import shared
-from rollwire_client._data import Sampling
+from rollwire_client._data import Sampling, ServerInfo
 from rollwire_client._errors import RollwireError
 from rollwire_client._fleet.fleet import Fleet
 from rollwire_client._rpc.client import Timeouts
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rollwire.types import WeightTag
-
-    from rollwire_client._data import ServerInfo
 
 _PAUSE = 0.1  # seconds without a token that are drawn as a gap
 _TOKENS = 0.02  # seconds that the tokens after a gap are drawn with
@@ -87,6 +83,7 @@ class _Timeline:
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
         self._began = time.monotonic()
+        self._slices: dict[tuple[int, int], dict[str, Any]] = {}  # the last of each row
 
     def name_group(self, group: int, name: str) -> None:
         self._add("M", "process_name", group, 0, args={"name": name})
@@ -94,18 +91,24 @@ class _Timeline:
     def name_row(self, group: int, row: int, name: str) -> None:
         self._add("M", "thread_name", group, row, args={"name": name})
 
-    def slice(self, group: int, row: int, name: str, begin: float) -> dict[str, Any]:
-        """A slice that begins; ``stretch`` sets its end."""
-        return self._add("X", name, group, row, ts=self._micros(begin), dur=0, args={})
-
-    def stretch(self, bar: dict[str, Any], end: float) -> None:
-        bar["dur"] = self._micros(end) - bar["ts"]
-
     def instant(self, group: int, row: int, name: str, at: float) -> None:
         self._add("i", name, group, row, ts=self._micros(at), s="p")
 
     def counter(self, group: int, name: str, at: float, **values: int) -> None:
         self._add("C", name, group, 0, ts=self._micros(at), args=values)
+
+    def cover(
+        self, group: int, row: int, name: str, begin: float, end: float, *, tokens: int = 0
+    ) -> None:
+        """Adds a slice, or stretches an equal one that ends where it begins."""
+        start = self._micros(begin)
+        last = self._slices.get((group, row))
+        if last is None or last["name"] != name or last["ts"] + last["dur"] != start:
+            last = self._add("X", name, group, row, ts=start, args={})
+            self._slices[group, row] = last
+        last["dur"] = self._micros(end) - last["ts"]
+        if tokens:
+            last["args"]["tokens"] = last["args"].get("tokens", 0) + tokens
 
     def _add(self, phase: str, name: str, group: int, row: int, **more: Any) -> dict[str, Any]:
         event = {"ph": phase, "name": name, "pid": group, "tid": row, **more}
@@ -116,88 +119,68 @@ class _Timeline:
         return round((at - self._began) * 1e6)
 
 
-@dataclass(slots=True)
-class _SliceRow:
-    """A row of slices; equal ones that follow each other are merged."""
-
-    timeline: _Timeline
-    group: int
-    row: int
-    _last: dict[str, Any] | None = None
-    _end: float = 0.0
-
-    def cover(self, name: str, begin: float, end: float, *, tokens: int = 0) -> None:
-        last = self._last
-        if last is None or last["name"] != name or self._end != begin:
-            last = self._last = self.timeline.slice(self.group, self.row, name, begin)
-        self.timeline.stretch(last, end)
-        if tokens:
-            last["args"]["tokens"] = last["args"].get("tokens", 0) + tokens
-        self._end = end
-
-
-class _ServerTrack:
-    """The rows of one server: its state, its weights, and counters."""
-
-    def __init__(self, timeline: _Timeline, group: int, address: str) -> None:
-        self._timeline, self._group = timeline, group
-        timeline.name_group(group, address)
-        timeline.name_row(group, 1, "state")
-        timeline.name_row(group, 2, "weights")
-        self._states, self._weights = _SliceRow(timeline, group, 1), _SliceRow(timeline, group, 2)
-        self._tag: WeightTag | None = None
-
-    def add(self, answer: ServerInfo | RollwireError, begin: float, end: float) -> None:
-        """What it answered at ``end``; the answer before was at ``begin``."""
-        if isinstance(answer, RollwireError):
-            self._states.cover("no answer", begin, end)
-            return
-        tag, name = answer.weights, shared.version_name(answer.weights)
-        self._states.cover(answer.state.value, begin, end)
-        self._weights.cover(name, begin, end)
-        if self._tag is not None and tag != self._tag:
-            what = "commit" if tag.server_id == self._tag.server_id else "new process"
-            self._timeline.instant(self._group, 2, f"{what}: {name}, revision {tag.revision}", end)
-        self._tag = tag
-        self._timeline.counter(
-            self._group, "sequences", end,
-            running=answer.running_sequences, waiting=answer.waiting_sequences,
-            held=answer.held_sequences,
-        )  # fmt: skip
-        self._timeline.counter(self._group, "KV tokens", end, used=answer.kv_tokens_used)
-
-
 async def _watch(timeline: _Timeline, fleet: Fleet, interval: float) -> None:
-    tracks: dict[str, _ServerTrack] = {}
+    groups: dict[str, int] = {}  # of servers
+    tags: dict[str, WeightTag] = {}  # at the last poll
     before = time.monotonic()
     while True:
         answers = await fleet.info()
         now = time.monotonic()
         for address, answer in answers.items():
-            if address not in tracks:
-                tracks[address] = _ServerTrack(timeline, len(tracks) + 1, address)
-            tracks[address].add(answer, before, now)
+            if address not in groups:
+                groups[address] = group = len(groups) + 1
+                timeline.name_group(group, address)
+                timeline.name_row(group, 1, "state")
+                timeline.name_row(group, 2, "weights")
+            group = groups[address]
+            if isinstance(answer, ServerInfo):
+                _draw(timeline, group, answer, tags.get(address), before, now)
+                tags[address] = answer.weights
+            else:
+                timeline.cover(group, 1, "no answer", before, now)
         before = now
         await asyncio.sleep(interval)
 
 
+def _draw(
+    timeline: _Timeline,
+    group: int,
+    info: ServerInfo,
+    was: WeightTag | None,
+    before: float,
+    now: float,
+) -> None:
+    """What a server answers now; at the poll before, the weights were ``was``."""
+    tag, name = info.weights, shared.version_name(info.weights)
+    timeline.cover(group, 1, info.state.value, before, now)
+    timeline.cover(group, 2, name, before, now)
+    if was is not None and tag != was:
+        what = "commit" if tag.server_id == was.server_id else "new process"
+        timeline.instant(group, 2, f"{what}: {name}, revision {tag.revision}", now)
+    timeline.counter(
+        group, "sequences", now,
+        running=info.running_sequences, waiting=info.waiting_sequences, held=info.held_sequences,
+    )  # fmt: skip
+    timeline.counter(group, "KV tokens", now, used=info.kv_tokens_used)
+
+
 async def _sample(
-    timeline: _Timeline, fleet: Fleet, number: int, prompt_ids: Sequence[int], sampling: Sampling
+    timeline: _Timeline, fleet: Fleet, row: int, prompt_ids: Sequence[int], sampling: Sampling
 ) -> None:
     """One sequence after the other, in a row of its own."""
-    if number == 0:
+    if row == 0:
         timeline.name_group(_SEQUENCES, "sequences")
-    row = _SliceRow(timeline, _SEQUENCES, number)
-    timeline.name_row(_SEQUENCES, number, f"row {number + 1}")
+    timeline.name_row(_SEQUENCES, row, f"row {row + 1}")
     for count in itertools.count(1):
         before = time.monotonic()
-        timeline.instant(_SEQUENCES, number, f"sequence {count} starts", before)
+        timeline.instant(_SEQUENCES, row, f"sequence {count} starts", before)
         async for chunk in fleet.stream(prompt_ids, sampling):
             now = time.monotonic()
             if chunk.token_ids:
                 if now - before > _PAUSE:
-                    row.cover("no tokens", before, now - _TOKENS)
+                    timeline.cover(_SEQUENCES, row, "no tokens", before, now - _TOKENS)
                     before = now - _TOKENS
                 name = shared.version_name(chunk.weights)
-                row.cover(name, before, now, tokens=len(chunk.token_ids))
+                tokens = len(chunk.token_ids)
+                timeline.cover(_SEQUENCES, row, name, before, now, tokens=tokens)
                 before = now

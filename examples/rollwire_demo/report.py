@@ -1,8 +1,11 @@
-"""What the demo shows: a live panel on a terminal, else a line now and then; a table and a plot."""
+"""What happened, which goals it reached, and how the user sees it: panel, table and plot."""
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
+from dataclasses import dataclass
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Self
 
 from rich.console import Console, Group
@@ -11,17 +14,26 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from rollwire_demo.results import GOAL
-from rollwire_demo.task import spell
+from rollwire_demo.task import LENGTH, spell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from rich.console import RenderableType
+    from rollwire_client import PublishReport, Trajectory
 
-    from rollwire_demo.results import ResultRow, TrainingHistory
     from rollwire_demo.task import ScoredAnswer
+
+GOAL = 0.9  # of the mean reward of a batch
+GOAL_STEPS = 5  # in a row that hold it
+START_REWARD = 0.3  # more than this at the first step would need no learning
+LEAST_VERSIONS = 20
+LEAST_CROSSED = 100
+TOLERANCE = 1e-4  # of log-probabilities in fp32: batches and kernels sum in other orders
+CHECKED_PER_STEP = 2
+RECENT_SECONDS = 5.0
+
 
 LINE_SECONDS = 5.0
 SHOWN_PROBLEMS = 5
@@ -33,13 +45,151 @@ CROSSED, WITHIN, LINE, PAUSE = "#2a9d8f", "#c9b458", "#e4572e", "#5b7db1"
 COLOURS = ("cyan", "magenta", "yellow", "blue", "green", "red")  # of versions
 
 
-class Display:
-    """Shows progress while it is entered.
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    version: int  # that it published, learned from what older ones had sampled
+    seconds: float  # since training began
+    reward: float  # mean over the batch
+    tokens: int
+    paused_seconds: float  # of the server that its commit stopped longest
 
-    Args:
-        quiet: Shows the result alone, and what goes wrong.
-        console: Where to. Default: stdout.
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A sequence in the plot: the mean version of its tokens, and its reward."""
+
+    version: float
+    reward: float
+    crossed: bool
+
+
+class TrainingHistory:
+    """Grows by one step at a time."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepRecord] = []
+        self.points: list[Point] = []  # one a sequence
+        self.latest: ScoredAnswer | None = None  # to show: one that crossed an update
+        self.sample: list[Trajectory] = []  # to check: some of every step
+        self.digests: dict[int | None, int] = {}  # of what was published, by version
+        self._rewards_by_version: dict[int, list[float]] = defaultdict(list)
+        self._began = time.monotonic()
+
+    def begin(self) -> None:
+        self._began = time.monotonic()
+
+    def add(self, version: int, answers: Sequence[ScoredAnswer], report: PublishReport) -> None:
+        crossed = [answer for answer in answers if answer.crossed]
+        if crossed:
+            self.latest = crossed[0]
+        self.sample += [answer.trajectory for answer in crossed[:CHECKED_PER_STEP]]
+        self.digests[version] = report.digest
+        for answer in answers:
+            versions = [v or 0 for v in answer.trajectory.versions]
+            self.points.append(Point(fmean(versions), answer.reward, answer.crossed))
+            for sampled_by, reward in zip(versions, answer.rewards, strict=True):
+                self._rewards_by_version[sampled_by].append(reward)
+        self.steps.append(
+            StepRecord(
+                version=version,
+                seconds=time.monotonic() - self._began,
+                reward=fmean(answer.reward for answer in answers),
+                tokens=len(answers) * LENGTH,
+                paused_seconds=max(server.paused_seconds for server in report.servers),
+            )
+        )
+
+    @property
+    def crossed(self) -> int:
+        return sum(point.crossed for point in self.points)
+
+    @property
+    def goal_held(self) -> bool:
+        """Whether the goal was reached, and not lost again at once."""
+        last = self.steps[-GOAL_STEPS:]
+        return len(last) == GOAL_STEPS and all(step.reward > GOAL for step in last)
+
+    @property
+    def last_reward(self) -> float:
+        return fmean(step.reward for step in self.steps[-GOAL_STEPS:]) if self.steps else 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.steps[-1].seconds if self.steps else 0.0
+
+    @property
+    def recent_tokens_per_second(self) -> float:
+        recent = [s for s in self.steps if s.seconds > self.seconds - RECENT_SECONDS]
+        return sum(s.tokens for s in recent) / max(min(RECENT_SECONDS, self.seconds), 1e-3)
+
+    def reward_by_version(self) -> dict[int, float]:
+        """Mean reward of the tokens that each version sampled; 0 is the initial checkpoint."""
+        rewards = self._rewards_by_version
+        return {version: fmean(rewards[version]) for version in sorted(rewards)}
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """What the check of labels and log-probabilities found.
+
+    Attributes:
+        worst_error: The largest difference between the log-probability that a server gave a token
+            and the one that the version of its tag gives it; infinite if one is not a number.
+        problems: What is wrong, a line each.
     """
+
+    sequences: int
+    tokens: int
+    versions: int
+    worst_error: float
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ResultRow:
+    """A row of the table at the end; ``reached`` is None where there is no goal."""
+
+    what: str
+    result: str
+    goal: str = ""
+    reached: bool | None = None
+
+
+def goals(history: TrainingHistory, check: CheckResult, seconds: float) -> list[ResultRow]:
+    """The rows of the table; ``seconds`` of all together."""
+    start = history.steps[0].reward if history.steps else 0.0
+    end, versions, crossed = history.last_reward, len(history.steps), history.crossed
+    tokens = sum(step.tokens for step in history.steps)
+    paused = [1e3 * step.paused_seconds for step in history.steps] or [0.0]
+    return [
+        ResultRow("reward at the start", f"{start:.3f}", f"< {START_REWARD}", start < START_REWARD),
+        ResultRow("reward at the end", f"{end:.3f}", f"> {GOAL}", end > GOAL),
+        ResultRow(
+            "versions published", f"{versions:,}", f"≥ {LEAST_VERSIONS}", versions >= LEAST_VERSIONS
+        ),
+        ResultRow(
+            "sequences that crossed an update",
+            f"{crossed:,} of {len(history.points):,}",
+            f"≥ {LEAST_CROSSED}",
+            crossed >= LEAST_CROSSED,
+        ),
+        ResultRow(
+            "worst log-probability error",
+            f"{check.worst_error:.1e}" if check.tokens else "not checked",
+            f"≤ {TOLERANCE:.0e}",
+            check.tokens > 0 and not check.problems,
+        ),
+        ResultRow("log-probabilities checked", f"{check.tokens:,}, {check.versions:,} versions"),
+        ResultRow(
+            "paused by an update", f"median {median(paused):.0f}, worst {max(paused):.0f} ms"
+        ),
+        ResultRow("tokens a second", f"{tokens / max(history.seconds, 1e-3):,.0f}"),
+        ResultRow("time", f"{seconds:.0f} s, learning {history.seconds:.0f} s"),
+    ]
+
+
+class Display:
+    """Shows progress while it is entered: a live panel on a terminal, else a line now and then."""
 
     def __init__(self, *, quiet: bool = False, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
@@ -64,17 +214,15 @@ class Display:
             self._live.stop()
 
     def phase(self, what: str) -> None:
-        """Something else begins."""
         self._phase = what
         if self._live is None and not self._quiet:
             self._console.print(f"{what} …", soft_wrap=True)
 
     def note(self, what: str) -> None:
-        """Something went wrong, and the demo goes on."""
+        """Says that something went wrong, and that the demo goes on."""
         self._console.print(Text(what, style="yellow"), soft_wrap=True)
 
     def step(self, history: TrainingHistory) -> None:
-        """A step is done."""
         self._history = history
         now = time.monotonic()
         if self._live is None and not self._quiet and now - self._last_line > LINE_SECONDS:
@@ -82,7 +230,6 @@ class Display:
             self._console.print(_line(history), soft_wrap=True)
 
     def result(self, rows: Sequence[ResultRow], problems: Sequence[str], plot: Path) -> None:
-        """The end: a table, what the check found wrong, and where the plot is."""
         table = Table(title="rollwire demo", title_style="bold", header_style="dim")
         table.add_column("")
         table.add_column("what")
@@ -203,7 +350,6 @@ def _spark(history: TrainingHistory) -> str:
 
 
 def _sequence(scored: ScoredAnswer) -> Table:
-    """A sequence: its text, the answer right or wrong, and the versions that wrote it."""
     trajectory = scored.trajectory
     answer = Text()
     for letter, reward in zip(spell(trajectory.token_ids), scored.rewards, strict=True):
