@@ -351,6 +351,20 @@ async def test_a_cancelled_publish_ends_on_all_ranks(
             await other
 
 
+async def test_closing_the_ranks_ends_a_publish_on_all(
+    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
+) -> None:
+    async with trainer(monkeypatch, group, size=2) as (servers, publisher, ranks):
+        for server in servers:
+            server.hangs_in = "JoinTransport"
+        running = asyncio.create_task(on_all(ranks, publisher, [Source(), Source()]))
+        await until(lambda: all(server.joins for server in servers))
+        ranks[0].close()
+        told = errors(await running)
+        assert told[0].startswith("SourceError: rank 1 of the trainer is gone")
+        assert told[1].startswith("SourceError: rank 0 of the trainer is gone")
+
+
 @pytest.mark.parametrize("lazy", [False, True])
 async def test_a_change_on_any_rank_ends_the_publish_on_all(
     monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup, *, lazy: bool

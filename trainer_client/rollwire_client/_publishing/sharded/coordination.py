@@ -48,6 +48,7 @@ class Coordinator:
             for rank, connection in self._connections.items()
         ]
         try:
+            # For all, whatever one says: a call that is read later would be taken for the next.
             waiting: set[asyncio.Task[None]] = set(calls)
             while waiting:
                 _, waiting = await asyncio.wait(waiting, timeout=self._heartbeat_seconds)
@@ -113,39 +114,31 @@ class Coordinator:
     async def run(self, publish: Coroutine[Any, Any, T], released: asyncio.Event) -> T:
         """Runs a publish, and releases the other ranks once the tensors are ``released``."""
         publishing = asyncio.create_task(publish)
-        supervising = asyncio.create_task(self._supervise(released))
-        either: list[asyncio.Task[Any]] = [publishing, supervising]
+        waiting = asyncio.create_task(released.wait())
+        supervising = [
+            asyncio.create_task(self._send_heartbeats()),
+            *(asyncio.create_task(self._listen(*other)) for other in self._connections.items()),
+        ]
+        tasks: list[asyncio.Task[Any]] = [publishing, waiting, *supervising]
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if supervising.done():
-                supervising.result()
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in supervising:
+                if task.done():
+                    task.result()
+            if released.is_set():
+                self.release()
+                await cancel_all(supervising)  # what comes now is of the next publish
             return await publishing
         except BaseException as error:
             self.abort(error)
             raise
         finally:
-            await cancel_all(either)
+            await cancel_all(tasks)
 
-    async def _supervise(self, released: asyncio.Event) -> None:
-        """Sends heartbeats and listens to the other ranks until the tensors are released."""
-        waiting = asyncio.create_task(released.wait())
-        listening = [
-            asyncio.create_task(self._listen(rank, connection))
-            for rank, connection in self._connections.items()
-        ]
-        try:
-            while not waiting.done():
-                self._send(Message.HEARTBEAT)
-                done, _ = await asyncio.wait(
-                    [waiting, *listening],
-                    timeout=self._heartbeat_seconds,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                for task in done - {waiting}:
-                    task.result()
-            self.release()
-        finally:
-            await cancel_all([waiting, *listening])
+    async def _send_heartbeats(self) -> None:
+        while True:
+            self._send(Message.HEARTBEAT)
+            await asyncio.sleep(self._heartbeat_seconds)
 
     async def _listen(self, rank: int, connection: Connection) -> None:
         while True:
