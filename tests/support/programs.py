@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
+ROLLWIRE = [sys.executable, "-c", "from rollwire_client._cli import main; main()"]
 SECONDS = 240  # programs that import torch, on a machine that is busy with other things
 
 
@@ -25,3 +26,10 @@ def ran(*arguments: str | Path, cwd: Path | None = None) -> subprocess.Completed
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     return done
+
+
+def rollwire(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The ``rollwire`` command, however it ended."""
+    return subprocess.run(
+        [*ROLLWIRE, *arguments], capture_output=True, text=True, timeout=SECONDS, check=False
+    )

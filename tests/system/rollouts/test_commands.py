@@ -8,24 +8,15 @@ import pty
 import signal
 import socket
 import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import grpc
 import pytest
 from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
+from support.programs import ROLLWIRE, SECONDS, rollwire
 
 if TYPE_CHECKING:
     from support.servers import ServerProcess, StartServer
-
-COMMAND = [sys.executable, "-c", "from rollwire_client._cli import main; main()"]
-SECONDS = 240
-
-
-def rollwire(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, timeout=SECONDS, check=False
-    )
 
 
 def generate(server: ServerProcess, *more: str) -> list[str]:
@@ -55,7 +46,7 @@ def test_generate_writes_json(both: list[ServerProcess]) -> None:
 def test_generate_colours_tokens_on_a_terminal(both: list[ServerProcess]) -> None:
     ours, theirs = pty.openpty()
     with subprocess.Popen(
-        [*COMMAND, *generate(both[0], "--max-new-tokens", "5", "--ignore-eos")],
+        [*ROLLWIRE, *generate(both[0], "--max-new-tokens", "5", "--ignore-eos")],
         stdout=theirs,
         stderr=subprocess.PIPE,
         env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"},
@@ -71,13 +62,14 @@ def test_generate_colours_tokens_on_a_terminal(both: list[ServerProcess]) -> Non
     assert "5 tokens" in shown
 
 
+@pytest.mark.slow
 def test_generate_waits_for_a_server_that_is_not_up_yet(start_server: StartServer) -> None:
     # An address of loopback where nobody else listens, so that the port is free later too.
     with socket.create_server(("127.0.94.1", 0)) as probe:
         address = f"127.0.94.1:{probe.getsockname()[1]}"
     ours, theirs = pty.openpty()
     with subprocess.Popen(
-        [*COMMAND, "generate", "--server", address, "--prompt-ids", "1", "--max-new-tokens", "3"],
+        [*ROLLWIRE, "generate", "--server", address, "--prompt-ids", "1", "--max-new-tokens", "3"],
         stdout=subprocess.PIPE,
         stderr=theirs,
         env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"},
@@ -106,7 +98,7 @@ def test_generate_says_at_once_what_it_waits_for(
         elif rests == "sleeping":
             api.Sleep(rollout_pb2.SleepRequest(), timeout=SECONDS)
         with subprocess.Popen(
-            [*COMMAND, *generate(server, "--max-new-tokens", "3", "--ignore-eos")],
+            [*ROLLWIRE, *generate(server, "--max-new-tokens", "3", "--ignore-eos")],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -137,7 +129,7 @@ def test_generate_as_json_says_nothing_of_what_it_waits_for(start_server: StartS
 
 def test_ctrl_c_ends_cleanly(both: list[ServerProcess]) -> None:
     with subprocess.Popen(
-        [*COMMAND, *generate(both[0], "--max-new-tokens", "4000", "--ignore-eos")],
+        [*ROLLWIRE, *generate(both[0], "--max-new-tokens", "4000", "--ignore-eos")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as process:

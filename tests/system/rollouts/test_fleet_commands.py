@@ -9,13 +9,13 @@ import pty
 import re
 import signal
 import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from rollwire_client.sync import SyncFleet, SyncPublisher
 from safetensors.torch import save_file
+from support.programs import ROLLWIRE, SECONDS, rollwire
 from support.servers import ServerProcess, servers
 from support.synthetic import PROMPT, sampling, start_synthetic
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-COMMAND = [sys.executable, "-c", "from rollwire_client._cli import main; main()"]
-SECONDS = 240
 NOBODY = "127.0.0.1:9"
 
 
@@ -45,12 +43,6 @@ def saved(folder: Path, value: float, name: str = "weight") -> Path:
     return folder
 
 
-def rollwire(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, timeout=SECONDS, check=False
-    )
-
-
 def publish(folder: Path, *addresses: str) -> list[str]:
     return ["publish", str(folder), *(f"--server={address}" for address in addresses)]
 
@@ -59,7 +51,7 @@ def on_a_terminal(*arguments: str) -> subprocess.Popen[bytes]:
     """The command with a terminal of 160 columns; read its output from ``process.terminal``."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [*COMMAND, *arguments], stdout=theirs, stderr=theirs,
+        [*ROLLWIRE, *arguments], stdout=theirs, stderr=theirs,
         env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "160", "LINES": "40"},
     )  # fmt: skip
     os.close(theirs)
@@ -95,6 +87,7 @@ def test_publish_makes_a_checkpoint_the_policy(two: list[ServerProcess], checkpo
     assert f"{again.digest:016x}" == digest  # the content is the checkpoint's
 
 
+@pytest.mark.slow
 def test_a_server_that_failed_is_told(two: list[ServerProcess], checkpoint: Path) -> None:
     done = rollwire(*publish(checkpoint, two[0].address, NOBODY), "--json")
     assert done.returncode == 1
@@ -106,6 +99,7 @@ def test_a_server_that_failed_is_told(two: list[ServerProcess], checkpoint: Path
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_does_not_fit(two: list[ServerProcess], tmp_path: Path) -> None:
     other = saved(tmp_path / "other", 1.0, name="bias")
     (tmp_path / "empty").mkdir()
@@ -120,6 +114,7 @@ def test_a_checkpoint_that_does_not_fit(two: list[ServerProcess], tmp_path: Path
         assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_publish_shows_a_bar_on_a_terminal(two: list[ServerProcess], checkpoint: Path) -> None:
     with on_a_terminal(*publish(checkpoint, two[0].address)) as process:
         shown = ""
@@ -188,7 +183,7 @@ def test_trace_shows_states_updates_and_sequences(two: list[ServerProcess], tmp_
         publisher, version = SyncPublisher(fleet), 100  # above those of other tests
         publisher.publish(version, {"weight": torch.full((1024,), 5.0)}).committed()
         with subprocess.Popen(
-            [*COMMAND, "trace", *addresses, "--output", str(file), "--seconds", "60"],
+            [*ROLLWIRE, "trace", *addresses, "--output", str(file), "--seconds", "60"],
             stderr=subprocess.PIPE, text=True,
         ) as process:  # fmt: skip
             running = 0
@@ -218,18 +213,3 @@ def test_trace_shows_states_updates_and_sequences(two: list[ServerProcess], tmp_
     for row in {(s["pid"], s["tid"]) for s in slices}:  # nothing overlaps
         mine = sorted((s["ts"], s["ts"] + s["dur"]) for s in slices if (s["pid"], s["tid"]) == row)
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(mine))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [("top",), ("top", "nowhere"), ("top", "dns:///x"), ("top", "dns:///x:5", NOBODY),
-     ("publish", "/", "--server", "nowhere"), ("publish", "/nowhere", "--server", NOBODY),
-     ("publish", "/"), ("publish", "/", "--server", NOBODY, "--kv-policy", "burn"),
-     ("publish", "/", "--server", NOBODY, "--version", "-1"),
-     ("publish", "/", "--server", NOBODY, "--version", str(2**63))],
-)  # fmt: skip
-def test_a_mistake_is_one_line(wrong: tuple[str, ...]) -> None:
-    done = rollwire(*wrong)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("rollwire: ")
-    assert done.stderr.count("\n") == 1
