@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _numbers = itertools.count(2)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
     folder = tmp_path_factory.mktemp("helm")
     return Helm(unpack_helm(folder), folder / "home")

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import jsonschema
 import kubernetes_validate
 import pytest
-import yaml
-from deploy.chart import CHART, EXAMPLES
+from deploy.chart import CHART, EXAMPLES, documents
 from rollwire_server.settings import ServerSettings, read_settings
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def test_names_that_yaml_takes_for_something_else(helm: Helm, release: str) -> N
         "--set-string", "priorityClassName=on,runtimeClassName=off,env.ON=1e3,env.n=y",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for rendered in yaml.safe_load_all(done.stdout):
+    for rendered in documents(done.stdout):
         kubernetes_validate.validate(rendered, KUBERNETES[0], strict=True)
 
 

@@ -290,9 +290,8 @@ async def test_a_scrape_comes_through_among_many_who_are_silent(start_server: St
             writer.close()
 
 
-def test_a_metrics_port_in_use(start_server: StartServer, tmp_path: Path) -> None:
-    del tmp_path
-    server = start_server("--metrics-listen", "127.0.0.1:0")
+def test_a_metrics_port_in_use(start_server: StartServer) -> None:
+    server = start_server("--engine", "synthetic", "--metrics-listen", "127.0.0.1:0")
     address = json.loads(server.ready_file.read_text())["metrics_listen"]
     with pytest.raises(pytest.fail.Exception, match=f"cannot listen on {address}"):
-        start_server("--metrics-listen", address)
+        start_server("--engine", "synthetic", "--metrics-listen", address)

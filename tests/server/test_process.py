@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -13,11 +12,11 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from rollwire.v1 import common_pb2, rollout_pb2
+from rollwire_server.settings import read_settings
 from support.calls import Generation, Stream, connected, details_of, generate, reason_of, request
-from support.forked import ServerCommand
 from support.health import ready
 from support.publishing import Update, random_weights, status
-from support.servers import COMMAND, START_SECONDS, StartServer
+from support.servers import COMMAND, START_SECONDS, StartServer, failed_start
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,89 +24,85 @@ if TYPE_CHECKING:
 LONG = 4000
 
 
-def fails(folder: Path, *flags: str, environment: dict[str, str] | None = None) -> tuple[int, str]:
-    """The exit code, and what was said."""
-    log = folder / "said"
-    process = ServerCommand(flags, log, dict(os.environ) if environment is None else environment)
-    try:
-        return process.wait(START_SECONDS), log.read_text()
-    finally:
-        process.kill()
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--nonsense"], "--nonsense"),
+        (["--model"], "--model"),
+        ([], "--model (or ROLLWIRE_MODEL) is not given"),
+        (["--model", "builtin:tiny", "--listen", "here"], "HOST:PORT"),
+        (["--model", "builtin:tiny", "--listen", "127.0.0.1:99999"], "HOST:PORT"),
+        (["--model", "builtin:tiny", "--listen", "http://127.0.0.1:50051"], "HOST:PORT"),
+        (["--model", "builtin:tiny", "--max-running", "0"], "--max-running"),
+        (["--model", "builtin:tiny", "--drain-seconds", "-1"], "--drain-seconds"),
+        (["--model", "builtin:tiny", "--engine", "steam"], "--engine"),
+    ],
+)
+def test_a_wrong_flag_is_one_clear_line(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exited:
+        read_settings(flags)
+    assert exited.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("rollwire-server: ")
+    assert said in line
 
 
 @pytest.mark.parametrize(
-    ("flags", "code", "said"),
+    ("flags", "said"),
     [
-        (["--nonsense"], 2, "--nonsense"),
-        (["--model"], 2, "--model"),
-        ([], 2, "--model (or ROLLWIRE_MODEL) is not given"),
-        (["--model", "builtin:tiny", "--listen", "here"], 2, "HOST:PORT"),
-        (["--model", "builtin:tiny", "--listen", "127.0.0.1:99999"], 2, "HOST:PORT"),
-        (["--model", "builtin:tiny", "--listen", "http://127.0.0.1:50051"], 2, "HOST:PORT"),
-        (["--model", "builtin:tiny", "--max-running", "0"], 2, "--max-running"),
-        (["--model", "builtin:tiny", "--drain-seconds", "-1"], 2, "--drain-seconds"),
-        (["--model", "builtin:tiny", "--engine", "steam"], 2, "--engine"),
-        (["--model", "x", "--engine-arg", "a=1"], 1, "the embedded engine has none"),
-        (["--model", "x", "--engine", "synthetic", "--engine-arg", "a=1"], 1, "has no a, only"),
-        (["--model", "x", "--engine", "sglang", "--engine-arg", "pp-size=2"], 1, "use tp-size"),
+        (["--model", "x", "--engine-arg", "a=1"], "the embedded engine has none"),
+        (["--model", "x", "--engine", "synthetic", "--engine-arg", "a=1"], "has no a, only"),
+        (["--model", "x", "--engine", "sglang", "--engine-arg", "pp-size=2"], "use tp-size"),
         (
             ["--model", "x", "--engine", "sglang", "--engine-arg", "dp-size=2"],
-            1,
             "sets this itself",
         ),
         (
             # A long pause would run into it.
             ["--model", "x", "--engine", "sglang", "--engine-arg", "watchdog-timeout=6"],
-            1,
             "watchdog_timeout: the server sets this itself",
         ),
-        (["--model", "builtin:tiny", "--engine", "sglang"], 1, "takes a directory"),
-        (["--model", "x", "--engine", "synthetic", "--engine-arg", "a"], 1, "is not name=value"),
-        (["--model", "/nowhere/at/all", "--listen", "127.0.0.1:0"], 1, "/nowhere/at/all"),
-        (["--model", "builtin:giant", "--listen", "127.0.0.1:0"], 1, "builtin:giant"),
-        (["--model", "builtin:tiny", "--listen", "127.0.0.1:0", "--device", "cuda:9"], 1, "cuda"),
-        (["--model", "builtin:tiny", "--listen", "192.0.2.1:5000"], 1, "192.0.2.1:5000"),
+        (["--model", "builtin:tiny", "--engine", "sglang"], "takes a directory"),
+        (["--model", "x", "--engine", "synthetic", "--engine-arg", "a"], "is not name=value"),
+        (["--model", "/nowhere/at/all", "--listen", "127.0.0.1:0"], "/nowhere/at/all"),
+        (["--model", "builtin:giant", "--listen", "127.0.0.1:0"], "builtin:giant"),
+        (["--model", "builtin:tiny", "--listen", "127.0.0.1:0", "--device", "cuda:9"], "cuda"),
+        (["--model", "builtin:tiny", "--listen", "192.0.2.1:5000"], "192.0.2.1:5000"),
     ],
 )
-def test_a_wrong_start_is_one_clear_line(
-    tmp_path: Path, flags: list[str], code: int, said: str
-) -> None:
-    more = ["--log-level", "error"] if code == 1 else []
-    if "--listen" not in flags:
-        more += ["--listen", "127.0.0.1:0"]
-    returncode, stderr = fails(tmp_path, *flags, *more)
-    assert returncode == code
-    assert len(stderr.strip().splitlines()) == 1, stderr
-    assert stderr.startswith("rollwire-server: ")
-    assert said in stderr
+def test_a_wrong_start_is_one_clear_line(tmp_path: Path, flags: list[str], said: str) -> None:
+    listen = [] if "--listen" in flags else ["--listen", "127.0.0.1:0"]
+    failed = failed_start(tmp_path, *flags, *listen, "--log-level", "error")
+    assert failed.code == 1
+    assert failed.line.startswith("rollwire-server: ")
+    assert said in failed.line
 
 
 def test_a_checkpoint_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    code, stderr = fails(
+    failed = failed_start(
         tmp_path, "--model", str(tmp_path), "--listen", "127.0.0.1:0", "--log-level", "error"
     )
-    assert code == 1
-    assert len(stderr.strip().splitlines()) == 1, stderr
-    assert str(tmp_path) in stderr
+    assert failed.code == 1
+    assert str(tmp_path) in failed.line
 
 
 def test_a_port_in_use(start_server: StartServer, tmp_path: Path) -> None:
-    address = start_server().address
-    code, stderr = fails(tmp_path, "--model", "builtin:tiny", "--listen", address)
-    assert code == 1
-    assert len(stderr.strip().splitlines()) == 1, stderr
-    assert address in stderr
+    address = start_server("--engine", "synthetic").address
+    failed = failed_start(tmp_path, "--model", "builtin:tiny", "--listen", address)
+    assert failed.code == 1
+    assert address in failed.line
 
 
 def test_flags_are_environment_variables(tmp_path: Path) -> None:
     wrong = {"ROLLWIRE_MODEL": "/not/there", "ROLLWIRE_LISTEN": "x:y", "ROLLWIRE_FROZEN": "so so"}
-    code, stderr = fails(tmp_path, "--max-running", "none", environment=wrong)
-    assert code == 2
-    assert "ROLLWIRE_LISTEN is 'x:y': must be HOST:PORT" in stderr
-    assert "ROLLWIRE_FROZEN is 'so so': " in stderr
-    assert "--max-running is 'none': " in stderr
-    assert len(stderr.strip().splitlines()) == 1, stderr
+    failed = failed_start(tmp_path, "--max-running", "none", environment=wrong)
+    assert failed.code == 2
+    assert "ROLLWIRE_LISTEN is 'x:y': must be HOST:PORT" in failed.line
+    assert "ROLLWIRE_FROZEN is 'so so': " in failed.line
+    assert "--max-running is 'none': " in failed.line
 
 
 def test_a_misspelt_environment_variable_is_told(
@@ -115,9 +110,8 @@ def test_a_misspelt_environment_variable_is_told(
 ) -> None:
     monkeypatch.setenv("ROLLWIRE_AWAIT_WEIGHT", "1")
     monkeypatch.setenv("ROLLWIRE_MAX_RUNNING", "3")
-    (line,) = [
-        line for line in start_server().log.read_text().splitlines() if "no settings" in line
-    ]
+    log = start_server("--engine", "synthetic").log.read_text()
+    (line,) = [line for line in log.splitlines() if "no settings" in line]
     assert "ROLLWIRE_AWAIT_WEIGHT" in line
     assert "ROLLWIRE_MAX_RUNNING" not in line
 
@@ -204,6 +198,7 @@ def test_as_many_files_as_the_system_allows() -> None:
     assert done.stdout == "True\n"
 
 
+@pytest.mark.slow
 async def test_a_signal_while_loading_ends_it_without_serving(tmp_path: Path) -> None:
     ready = tmp_path / "ready.json"
     process = await asyncio.create_subprocess_exec(
@@ -222,7 +217,7 @@ async def test_a_signal_while_loading_ends_it_without_serving(tmp_path: Path) ->
 
 
 def test_the_ready_file_goes_with_the_server(start_server: StartServer, tmp_path: Path) -> None:
-    server = start_server()
+    server = start_server("--engine", "synthetic")
     assert (tmp_path / "server-0.json").exists()
     assert server.stop() == 0
     assert not (tmp_path / "server-0.json").exists()
@@ -232,7 +227,6 @@ def test_the_ready_file_goes_with_the_server(start_server: StartServer, tmp_path
 def test_a_ready_file_that_cannot_be_written(tmp_path: Path, where: str) -> None:
     path = tmp_path / where
     flags = ["--model", "builtin:tiny", "--listen", "127.0.0.1:0", "--ready-file", str(path)]
-    code, stderr = fails(tmp_path, *flags)
-    assert code == 1
-    assert len(stderr.strip().splitlines()) == 1, stderr
-    assert str(path) in stderr
+    failed = failed_start(tmp_path, *flags)
+    assert failed.code == 1
+    assert str(path) in failed.line

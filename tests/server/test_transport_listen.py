@@ -15,7 +15,7 @@ from rollwire_server.settings import parse_listen_range, read_settings
 from support.calls import connected, reason_of
 from support.namespaces import network, servers_on, unavailable
 from support.publishing import SECONDS, Update, random_weights
-from support.servers import COMMAND
+from support.servers import failed_start
 
 if TYPE_CHECKING:
     from support.servers import ServerProcess, StartServer
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 SYSTEM = tuple(map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()))
 UCX = transport.available_backends()["ucx"]
 PORTS = range(52000, 52064)
+FAILS = (
+    *("--model", "none", "--engine", "synthetic"),
+    *("--listen", "127.0.0.1:0", "--log-level", "error"),
+)
 
 
 @pytest.mark.parametrize(
@@ -76,28 +80,18 @@ def test_it_is_an_environment_variable_too(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.skipif(UCX.ok, reason="UCX can be kept to any ports")
-def test_ports_that_cannot_be_kept() -> None:
-    code, line = fails("--transport-listen", "0.0.0.0:1-16", "--log-level", "error")
-    assert code == 1
-    assert "no backend can be limited to it" in line
-    assert f"gloo uses ports that the system chooses, {SYSTEM[0]} to {SYSTEM[1]} here" in line
-    assert "set net.ipv4.ip_local_port_range" in line
+def test_ports_that_cannot_be_kept(tmp_path: Path) -> None:
+    failed = failed_start(tmp_path, *FAILS, "--transport-listen", "0.0.0.0:1-16")
+    assert failed.code == 1
+    ports = f"gloo uses ports that the system chooses, {SYSTEM[0]} to {SYSTEM[1]} here"
+    for said in ("no backend can be limited to it", ports, "set net.ipv4.ip_local_port_range"):
+        assert said in failed.line
 
 
-def test_an_address_of_another_machine() -> None:
-    code, line = fails("--transport-listen", "192.0.2.77:0", "--log-level", "error")
-    assert code == 1
-    assert "192.0.2.77 is not an address of this machine" in line
-
-
-def fails(*flags: str) -> tuple[int, str]:
-    """The exit code and the one line of a server that does not start."""
-    command = [*COMMAND, "--model", "none", "--engine", "synthetic", "--listen", "127.0.0.1:0"]
-    done = subprocess.run(
-        [*command, *flags], capture_output=True, text=True, timeout=120, check=False
-    )
-    (line,) = done.stderr.strip().splitlines()
-    return done.returncode, line
+def test_an_address_of_another_machine(tmp_path: Path) -> None:
+    failed = failed_start(tmp_path, *FAILS, "--transport-listen", "192.0.2.77:0")
+    assert failed.code == 1
+    assert "192.0.2.77 is not an address of this machine" in failed.line
 
 
 def test_who_is_found_by_an_interface_is_not_kept_to_an_address() -> None:

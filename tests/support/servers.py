@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -57,6 +58,19 @@ class ServerProcess:
         return self.process.wait(STOP_SECONDS)
 
 
+class Failed(NamedTuple):
+    """A server that did not start."""
+
+    code: int
+    said: str
+
+    @property
+    def line(self) -> str:
+        """The only one that it said."""
+        (line,) = self.said.strip().splitlines()
+        return line
+
+
 StartServer = Callable[..., ServerProcess]
 COMMAND = [sys.executable, "-m", "rollwire_server"]
 
@@ -87,6 +101,16 @@ def _start(folder: Path, *flags: str) -> ServerProcess:
         time.sleep(0.02)
     told = json.loads(ready.read_text())
     return ServerProcess(process, told["listen"], told["server_id"], log, ready)
+
+
+def failed_start(folder: Path, *flags: str, environment: dict[str, str] | None = None) -> Failed:
+    """What comes of a server that does not start."""
+    log = folder / "said"
+    process = ServerCommand(flags, log, dict(os.environ) if environment is None else environment)
+    try:
+        return Failed(process.wait(START_SECONDS), log.read_text())
+    finally:
+        process.kill()
 
 
 def resident_bytes(pid: int) -> int:
