@@ -71,20 +71,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not hasattr(config, "workerinput"):
         return
     for item in items:
-        if group := _group(item):
+        if group := _group(item, whole_package=is_fast(config)):
             item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
-def _group(item: pytest.Item) -> str:
+def _group(item: pytest.Item, *, whole_package: bool) -> str:
     """Tests that share a fixture of their module or package run one after the other: each process
-    would set it up anew. What is of the session is set up once in each process.
+    would set it up anew. A package whose slow tests run too takes too long for a single process,
+    so that each of its modules has its servers. What is of the session is set up once in each
+    process.
     """
     scopes = {
         definitions[-1].scope
         for definitions in item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
     }
-    return f"{item.path.parent.name}/{item.path.stem}" if scopes & {"module", "package"} else ""
+    package = item.path.parent.name
+    if whole_package and "package" in scopes:
+        return package
+    return f"{package}/{item.path.stem}" if scopes & {"module", "package"} else ""
 
 
 def pytest_terminal_summary(

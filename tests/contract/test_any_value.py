@@ -44,6 +44,7 @@ async def answered(api: Api, told: str, message: rollout_pb2.GenerateRequest) ->
         assert output.reason in ("STOP", "LENGTH"), told
 
 
+@pytest.mark.slow
 async def test_any_value_of_any_field_of_a_request(api: Api) -> None:
     await answered(api, "nothing", RIGHT)
     beside = Generation(api, request((3, 1), 1000, seed=1))

@@ -78,6 +78,7 @@ async def test_a_prefix_brings_the_rows_of_its_tokens(moe: Api) -> None:
     assert rows(rest) == rows(whole)
 
 
+@pytest.mark.slow
 async def test_rows_that_are_computed_again_are_sent_again(
     moe: Api, request: pytest.FixtureRequest
 ) -> None:
@@ -94,6 +95,7 @@ async def test_rows_that_are_computed_again_are_sent_again(
     assert same >= len(latest) * (0.9 if rounds_apart else 1)
 
 
+@pytest.mark.slow
 async def test_rows_that_are_kept_name_the_weights_that_computed_them(moe: Api) -> None:
     output, _ = await crossing(moe, common_pb2.KV_POLICY_KEEP)
     told = rows(output)

@@ -68,6 +68,7 @@ async def test_200_streams_cut_at_random_times_and_picked_up(
         await api.idle()
 
 
+@pytest.mark.slow
 async def test_a_client_that_never_reads(api: Api, server: ServerProcess) -> None:
     """What is pending for it is put together: fewer, larger messages, and nothing is lost."""
     narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16384)]
@@ -159,6 +160,7 @@ async def test_1000_sequences_over_one_stream(api: Api, server: ServerProcess) -
         await api.idle()
 
 
+@pytest.mark.slow
 async def test_1000_generate_streams(api: Api, server: ServerProcess) -> None:
     count, length = 1000, 8
     async with as_before(server):

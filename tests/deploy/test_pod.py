@@ -63,6 +63,7 @@ def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path)
 
 
+@pytest.mark.slow
 async def test_a_server_that_loads_is_alive_and_not_ready(
     helm: Helm, run_pod: RunPod, tmp_path: Path
 ) -> None:

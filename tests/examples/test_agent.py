@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 SCRIPT = Path(__file__).parents[2] / "examples" / "agent.py"
 
 
+@pytest.mark.slow
 def test_agents_call_their_tool_and_go_on(server: ServerProcess) -> None:
     done = ran(SCRIPT, "--servers", server.address, "--agents", "5")
     told = [

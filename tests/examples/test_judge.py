@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 SCRIPT = Path(__file__).parents[2] / "examples" / "judge.py"
 
 
+@pytest.mark.slow
 async def test_answers_are_judged_by_a_server_that_stays_as_it_is(
     server: ServerProcess, start_server: StartServer
 ) -> None:

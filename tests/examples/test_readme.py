@@ -43,6 +43,7 @@ def test_what_a_trainer_says_to_servers(start_server: StartServer, tmp_path: Pat
         assert re.search(rf" 2000 ({version}|{version - 1 or None})$", last)
 
 
+@pytest.mark.slow
 def test_batches(start_server: StartServer, tmp_path: Path) -> None:
     addresses = [start_server().address, start_server().address]
     _, code, _ = blocks(addresses)

@@ -78,6 +78,7 @@ async def test_a_policy_that_is_all_nan_is_told_for_each_sequence(
         await api.idle()
 
 
+@pytest.mark.slow
 async def test_a_sequence_whose_step_raises_ends_alone(
     start_server: StartServer, tmp_path: Path
 ) -> None:
@@ -109,6 +110,7 @@ async def test_a_sequence_whose_step_raises_ends_alone(
     assert told["level"] == "error"
 
 
+@pytest.mark.slow
 async def test_a_server_whose_every_step_fails_ends(
     start_server: StartServer, tmp_path: Path
 ) -> None:

@@ -201,7 +201,13 @@ STATES: dict[str, tuple[Callable[[Api], Awaitable[list[Awaitable[object]]]], set
 }
 
 
-@pytest.mark.parametrize("state", STATES)
+FAST = {"paused", "with an update announced", "in a commit"}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [pytest.param(s, marks=[] if s in FAST else [pytest.mark.slow]) for s in STATES],
+)
 async def test_sigterm_in_any_state(start_server: StartServer, state: str) -> None:
     server = start_server("--drain-seconds", "1")
     prepare, ends = STATES[state]

@@ -177,6 +177,7 @@ def aim(message: Any, told: str, at: Update) -> None:
         setattr(message, name, f"{right}{told}" if name == "epoch" else right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 async def test_any_value_of_any_field_gets_an_answer(start_server: StartServer, name: str) -> None:
     """All else of the message makes sense, so that the value comes as far as it can."""

@@ -66,6 +66,7 @@ async def test_discarded_weights_are_gone(start_server: StartServer) -> None:
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["KEEP", "HOST_BACKUP", "DISCARD"])
 async def test_the_memory_goes_back_to_the_system(
     start_server: StartServer, tmp_path: Path, how: str

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from support.calls import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from _pytest.mark import ParameterSet
     from torch import Tensor
 
     from support.servers import ServerProcess
@@ -24,6 +27,12 @@ PHASES = (
     "staged",  # every server has everything, and none was told to commit
     "commit",  # another server has committed, the victim was not told to
 )
+
+
+def phases(*, fast: str) -> list[ParameterSet]:
+    """All phases as parameters of a test: one for every run, the others marked slow."""
+    return [pytest.param(p, marks=[] if p == fast else [pytest.mark.slow]) for p in PHASES]
+
 
 ESTABLISHED = "01"
 SECONDS = 120

@@ -111,6 +111,7 @@ def test_an_abort_in_the_middle_of_a_message_ends_both_ends_at_once(who: str) ->
     pytest.fail("this machine is too fast for so few bytes")
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_with_a_message_under_way_ends_as_it_would() -> None:
     """A thread that comes back from gloo during the interpreter's end would abort the process."""
     done = subprocess.run(
@@ -253,6 +254,7 @@ def await_worker_threads() -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts what /proc lists")
 def test_nothing_is_left_behind() -> None:
     def succeed() -> None:

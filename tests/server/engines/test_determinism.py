@@ -54,6 +54,7 @@ def engine(model: str, slots: int, prefill_tokens: int) -> EmbeddedEngine:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 async def test_the_batch_does_not_matter(model: str) -> None:
     asked = sequences(0)

@@ -319,6 +319,7 @@ class TestServers:
         assert told in last
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed")
 def test_without_sglang_a_server_says_what_it_needs(tmp_path: Path) -> None:
     log = tmp_path / "server.log"

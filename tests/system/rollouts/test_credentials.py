@@ -112,6 +112,7 @@ def command(*arguments: str, **environment: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_the_command(server: ServerProcess, authority: Authority, tmp_path: Path) -> None:
     own = authority.sign("person")
     tls = ["--tls-ca", str(authority.certificate), "--tls-cert", str(own.certificate)]

@@ -194,6 +194,7 @@ async def test_a_stream_that_is_silent_by_agreement_is_not_lost(start_server: St
     assert len(rollout.servers) == 1
 
 
+@pytest.mark.slow
 async def test_rollouts_outlive_every_server(start_server: StartServer) -> None:
     rollouts = 30
     want = await wanted(start_server, rollouts)

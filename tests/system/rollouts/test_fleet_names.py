@@ -42,6 +42,7 @@ class Records:
         self.hosts = [server.address.rpartition(":")[0] for server in servers]
 
 
+@pytest.mark.slow
 async def test_processes_behind_a_name_change_and_are_all_gone_for_a_while(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 HARMLESS = ("close", "exit", "close, RolloutClient", "close, Batcher")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("facade", ["async", "sync"])
 def test_children_live_and_are_told_and_the_parent_loses_nothing(
     facade: str, start_server: StartServer

@@ -239,6 +239,7 @@ async def test_a_killed_server_costs_no_token(
         assert [s.weights is None for s in report.servers] == [True, False]
 
 
+@pytest.mark.slow
 async def test_a_drained_server_s_sequences_go_on_elsewhere(
     both: list[ServerProcess], start_server: StartServer
 ) -> None:
@@ -254,6 +255,7 @@ async def test_a_drained_server_s_sequences_go_on_elsewhere(
     assert victim.stop() == 0
 
 
+@pytest.mark.slow
 async def test_a_frozen_server_delays_a_publish_and_loses_its_sequences(
     both: list[ServerProcess],
 ) -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from support.servers import StartServer
     from transformers import PreTrainedModel
 
+pytestmark = pytest.mark.slow
+
 PROMPT = list(range(1, 20))
 MODEL = ("--model", "builtin:tiny-moe")
 TOKENS = 400

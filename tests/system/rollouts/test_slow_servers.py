@@ -70,6 +70,7 @@ async def shares(fleet: Fleet, want: list[tuple[int, ...]]) -> Counter[str]:
     return ran
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_stopped_most_of_the_time(start_server: StartServer) -> None:
     want = await undisturbed(start_synthetic(start_server, 0), ROLLOUTS, TOKENS)
     servers = [start_synthetic(start_server, RATE) for _ in range(3)]
@@ -81,6 +82,7 @@ async def test_a_server_that_is_stopped_most_of_the_time(start_server: StartServ
     assert 0.5 < ran[one] / ran[other] < 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why := unavailable()), reason=why)
 async def test_a_server_behind_a_slow_link(start_server: StartServer, tmp_path: Path) -> None:
     want = await undisturbed(start_synthetic(start_server, 0), ROLLOUTS, TOKENS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import pytest
 from rollwire_client import Fleet, Publisher, RolloutClient, Sampling, ServerInfo, ServerState
 from rollwire_server import builtin_model
 from support.calls import connected, until
@@ -66,6 +67,7 @@ async def test_a_restarted_server_is_caught_up_and_the_other_is_not_disturbed(
         assert (await publisher.catch_up(tensors)).servers == ()
 
 
+@pytest.mark.slow
 async def test_a_server_whose_checkpoint_is_the_policy_is_named_after_it(
     start_server: StartServer,
 ) -> None:

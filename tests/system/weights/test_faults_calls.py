@@ -126,6 +126,7 @@ class Halt:
         self._one_committed.set()
 
 
+@pytest.mark.slow
 async def test_a_publish_may_be_cancelled_at_any_moment(three: Servers) -> None:
     old = three.next_version()
     steps = Steps()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from rollwire_client import Fleet
 
-pytestmark = pytest.mark.skipif(bool(why := unavailable()), reason=why)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why := unavailable()), reason=why)]
 
 # As for a server that is frozen; the group may wait for one that is gone as long as it forms.
 BOUND = TIMEOUTS.silence + TIMEOUTS.join + TIMEOUTS.stalled + TIMEOUTS.commit_silence + 60

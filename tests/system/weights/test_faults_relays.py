@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from support.fleets import RestartableServers
 
 UCX = available_backends()["ucx"]
-pytestmark = pytest.mark.skipif(not UCX.ok, reason=UCX.reason)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not UCX.ok, reason=UCX.reason)]
 
 # As for one that all are sent to side by side: see test_faults_servers.
 BOUND = TIMEOUTS.silence + TIMEOUTS.bucket + TIMEOUTS.stalled + TIMEOUTS.commit_silence + 20

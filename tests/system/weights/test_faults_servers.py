@@ -20,7 +20,7 @@ from support.crossing import PROMPT
 from support.fleets import QUICK, TIMEOUTS, published, publisher
 from support.footprint import Footprint, nothing_is_left
 from support.one_death import costs_one_server, takes_the_next
-from support.phases import PHASES, Strike, Victim
+from support.phases import Strike, Victim, phases
 from support.publishing import status
 from support.steps import Steps
 
@@ -47,7 +47,7 @@ def thaw(server: ServerProcess) -> None:
     os.kill(server.process.pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", phases(fast="transfer"))
 @pytest.mark.parametrize("fault", [kill, freeze])
 async def test_a_fault_costs_one_server(
     three: RestartableServers, fault: Callable[[ServerProcess], None], phase: str

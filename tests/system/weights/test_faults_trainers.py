@@ -11,7 +11,7 @@ from support.calls import connected
 from support.crossing import assert_equal_under, crossing
 from support.fleets import TIMEOUTS, published, publisher
 from support.footprint import Footprint, nothing_is_left
-from support.phases import PHASES, Victim
+from support.phases import PHASES, Victim, phases
 from support.publishing import no_update, status
 from support.trainers import Order, trainer
 
@@ -69,7 +69,7 @@ async def the_next_trainer_is_followed(
     assert_equal_under(old, sequences)
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", phases(fast="transfer"))
 async def test_a_killed_trainer_is_succeeded_at_once(three: Servers, phase: str) -> None:
     old, lost, new = (three.next_version() for _ in range(3))
     async with three.fleet() as fleet:
@@ -88,6 +88,7 @@ async def test_a_killed_trainer_is_succeeded_at_once(three: Servers, phase: str)
             await nothing_is_left(server, footprint)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 async def test_a_frozen_trainer_is_forgotten_and_changes_nothing_when_it_wakes(
     three: Servers, phase: str

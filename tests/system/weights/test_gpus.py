@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from support.servers import ServerProcess, StartServer
     from torch import Tensor
 
+pytestmark = pytest.mark.slow
+
 ALIASES = {"lm_head.weight"}
 BOUND = 40  # seconds in which a death is found, on a busy machine
 SAMPLING = Sampling(max_new_tokens=30, seed=7, ignore_eos=True)

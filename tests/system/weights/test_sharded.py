@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from support.servers import StartServer
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 240
 VERSIONS = itertools.count(1)  # each publish to a shared server takes the next
 
@@ -138,13 +140,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(fault, id=name, marks=[pytest.mark.slow] if fault.what == "hang" else [])
-        for name, fault in FAULTS.items()
-    ],
-)
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
 async def test_a_rank_that_fails_ends_the_publish_and_costs_the_servers_nothing(
     tmp_path: Path, both: list[ServerProcess], fault: Fault
 ) -> None:

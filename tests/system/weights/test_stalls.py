@@ -67,6 +67,7 @@ def stopped(server: ServerProcess) -> Iterator[None]:
         server.process.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.slow
 async def test_a_pause_is_renewed_though_the_server_was_stopped(start_server: StartServer) -> None:
     server = start_server()
     async with RolloutClient(server.address) as client:
@@ -78,6 +79,7 @@ async def test_a_pause_is_renewed_though_the_server_was_stopped(start_server: St
     assert "pauses lifted" not in server.log.read_text()
 
 
+@pytest.mark.slow
 async def test_an_update_is_committed_though_the_server_was_stopped(
     start_server: StartServer,
 ) -> None:
