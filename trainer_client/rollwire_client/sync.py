@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar
 
 from rollwire_client._batches.batcher import Batcher
 from rollwire_client._concurrency import LoopThread
@@ -161,7 +161,7 @@ class SyncFleet(_Facade[Fleet]):
         finally:
             self._loop_thread.__exit__()
 
-    policy: WeightTag | None = _attribute("policy", "See ``Fleet.policy``.")
+    policy: Final[WeightTag | None] = _attribute("policy", "See ``Fleet.policy``.")
     generate = _blocking(Fleet.generate)
     stream = _iterating(Fleet.stream)
     info = _blocking(Fleet.info)
@@ -184,8 +184,8 @@ class SyncFleet(_Facade[Fleet]):
 class SyncSession(_Facade[Session]):
     """A ``Session``; made by ``SyncFleet.session``."""
 
-    id: str = _attribute("id", "The session's name on the servers.")
-    token_ids: tuple[int, ...] = _attribute(
+    id: Final[str] = _attribute("id", "The session's name on the servers.")
+    token_ids: Final[tuple[int, ...]] = _attribute(
         "token_ids", "All tokens that were given and sampled so far."
     )
     generate = _blocking(Session.generate)
@@ -208,10 +208,12 @@ async def _wait(begin: Callable[[], Awaitable[R]]) -> R:
 class SyncPublishHandle(_Facade[PublishHandle]):
     """A publish under way; it continues in the background."""
 
-    version: int | None = _attribute("version", "The version given to ``SyncPublisher.publish``.")
-    done: bool = _attribute("done", "Whether it has ended, with or without success.")
-    total_bytes: int = _attribute("total_bytes", "Bytes that each server gets.")
-    sent_bytes: int = _attribute("sent_bytes", "Bytes that every server has received.")
+    version: Final[int | None] = _attribute(
+        "version", "The version given to ``SyncPublisher.publish``."
+    )
+    done: Final[bool] = _attribute("done", "Whether it has ended, with or without success.")
+    total_bytes: Final[int] = _attribute("total_bytes", "Bytes that each server gets.")
+    sent_bytes: Final[int] = _attribute("sent_bytes", "Bytes that every server has received.")
     cancel = _blocking(PublishHandle.cancel)
 
     def released(self) -> None:
@@ -302,7 +304,7 @@ class SyncBatcher(_Facade[Batcher]):
     close = _blocking(Batcher.close)
     save = _in_loop(Batcher.save)
     load = _in_loop(Batcher.load)
-    version: int | None = _attribute("version", "The trainer's step of the latest batch.")
-    taken: int = _attribute("taken", "See ``Batcher.taken``.")
-    handed_out: int = _attribute("handed_out", "Number of groups in batches so far.")
-    dropped: int = _attribute("dropped", "Number of dropped groups so far.")
+    version: Final[int | None] = _attribute("version", "The trainer's step of the latest batch.")
+    taken: Final[int] = _attribute("taken", "See ``Batcher.taken``.")
+    handed_out: Final[int] = _attribute("handed_out", "Number of groups in batches so far.")
+    dropped: Final[int] = _attribute("dropped", "Number of dropped groups so far.")
