@@ -21,8 +21,8 @@ from rollwire_client import (
     Timeouts,
     UnavailableError,
 )
-from rollwire_client._fleet.addresses import address_source
 from rollwire_client._fleet.server_handle import ServerStatus
+from rollwire_client._fleet.server_pool import address_source
 
 PROMPT = [1, 2, 3]
 TOKENS = tuple(expected_token(PROMPT, i) for i in range(8))

@@ -8,7 +8,7 @@ import pytest_asyncio
 from client.scripted import scripted
 from rollwire.v1 import common_pb2
 from rollwire_client import ServerUnreachableError, WeightTag
-from rollwire_client._fleet.committed_policy import Policy
+from rollwire_client._fleet.policy import Policy
 from rollwire_client._fleet.server_handle import ServerHandle, ServerStatus
 from rollwire_client._rpc.client import RolloutClient
 

@@ -19,7 +19,7 @@ from rollwire_client import (
     RolloutFailedError,
     ServerUnreachableError,
 )
-from rollwire_client._fleet.wait_log import WaitReason
+from rollwire_client._fleet.router import WaitReason
 
 if TYPE_CHECKING:
     from client.scripted import Script

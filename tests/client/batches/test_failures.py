@@ -30,8 +30,8 @@ from rollwire_client import (
     TimedOutError,
     Trajectory,
 )
+from rollwire_client._fleet.router import WaitReason
 from rollwire_client._fleet.server_pool import ServerPool
-from rollwire_client._fleet.wait_log import WaitReason
 from rollwire_client.testing import FakeServer
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from rollwire_client import Fleet, QueueFullError, Retries, RolloutClient, RolloutFailedError
-from rollwire_client._fleet.wait_log import WaitReason
+from rollwire_client._fleet.router import WaitReason
 from support.synthetic import PROMPT, sampling, start_synthetic, until
 
 if TYPE_CHECKING:

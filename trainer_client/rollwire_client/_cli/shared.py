@@ -17,7 +17,7 @@ from rollwire.types import ServerState
 from rollwire_client._arguments import MAX_SECONDS, server_address
 from rollwire_client._data import ServerInfo
 from rollwire_client._errors import RollwireError
-from rollwire_client._fleet.addresses import Addresses, address_source
+from rollwire_client._fleet.server_pool import Addresses, address_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable

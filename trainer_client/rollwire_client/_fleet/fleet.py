@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Self, Unpack
 
 from rollwire_client._data import ServerInfo
 from rollwire_client._errors import RollwireError, UnavailableError
-from rollwire_client._fleet.rollout import Retries, Rollout
 from rollwire_client._fleet.server_pool import ServerPool
 from rollwire_client._fleet.session import Session
 from rollwire_client._rpc.conversion import DEFAULT_SAMPLING, RolloutOptions, checked_token_ids
@@ -19,8 +18,9 @@ if TYPE_CHECKING:
     from rollwire.types import WeightTag
 
     from rollwire_client._data import Sampling
-    from rollwire_client._fleet.addresses import Addresses
+    from rollwire_client._fleet.rollout import Retries, Rollout
     from rollwire_client._fleet.server_handle import ServerHandle
+    from rollwire_client._fleet.server_pool import Addresses
     from rollwire_client._rpc.channel import Credentials
     from rollwire_client._rpc.client import Timeouts
     from rollwire_client._trajectory import Chunk, Trajectory
@@ -60,17 +60,8 @@ class Fleet:
         probe_interval: float = 1.0,
         resolve_interval: float = 5.0,
     ) -> None:
-        if not isinstance(retries, Retries | None):
-            raise TypeError(
-                f"retries is {retries!r}: use for example Retries(attempts={retries!r})"
-            )
         self._pool = ServerPool(
-            addresses,
-            retries=retries,
-            timeouts=timeouts,
-            credentials=credentials,
-            probe_interval=probe_interval,
-            resolve_interval=resolve_interval,
+            addresses, retries, timeouts, credentials, probe_interval, resolve_interval
         )
 
     async def __aenter__(self) -> Self:

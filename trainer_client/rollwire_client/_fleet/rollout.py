@@ -29,7 +29,7 @@ from rollwire_client._errors import (
     UnavailableError,
     WeightVersionError,
 )
-from rollwire_client._fleet.wait_log import WaitReason
+from rollwire_client._fleet.router import WaitReason
 from rollwire_client._rpc.conversion import deliver_rarely
 
 if TYPE_CHECKING:
@@ -117,18 +117,13 @@ class Rollout:
 
     def chunks(self) -> AsyncGenerator[Chunk, None]:
         """The tokens as they come; the last chunk has the finish. Left before that, the output
-        has what was read.
-
-        Raises:
-            RollwireError: With what was sampled before it in ``.trajectory``.
+        has what was read. A RollwireError has what was sampled before it in ``.trajectory``.
         """
         return self._sample(whole=False)
 
     async def run(self) -> None:
-        """Samples it to its end. Cancelled before that, the output has what was sampled.
-
-        Raises:
-            RollwireError: With what was sampled before it in ``.trajectory``.
+        """Samples it to its end; errors as ``chunks``. Cancelled before that, the output has what
+        was sampled.
         """
         deliver_rarely(self._request)
         async for _ in self._sample(whole=True):
@@ -140,7 +135,8 @@ class Rollout:
         try:
             while True:
                 server = await self._route()
-                self._put_bound(server)
+                if (bound := self._bound(server)) is not None:
+                    self._request.min_weight_version = bound
                 try:
                     attempt = await server.start(self._request, self.output)
                     self._server, self._attempt = server, attempt
@@ -220,10 +216,8 @@ class Rollout:
             self._unplaced += self._clock() - began
 
     async def _recover(self, server: ServerHandle, failure: RollwireError) -> None:
-        """The rule of failover: whether and when a sequence goes on elsewhere after a failure.
-
-        Raises:
-            RollwireError: It does not.
+        """The rule of failover: whether and when a sequence goes on elsewhere after a failure;
+        raises if it does not.
         """
         if len(self.output.token_ids) > self._counted:
             self._counted = len(self.output.token_ids)
@@ -252,9 +246,6 @@ class Rollout:
             await asyncio.sleep(delay)
         if self._clock() >= self._deadline:
             raise self._timed_out() from failure
-        self._prepare_next_attempt()
-
-    def _prepare_next_attempt(self) -> None:
         request = self._request
         request.attempt += 1
         self.output.begin_attempt()
@@ -271,10 +262,6 @@ class Rollout:
         else:
             request.min_weight_version = self._min_version
 
-    def _put_bound(self, server: ServerHandle) -> None:
-        if (bound := self._bound(server)) is not None:
-            self._request.min_weight_version = bound
-
     def _bound(self, server: ServerHandle) -> int | None:
         """The oldest version under which the sequence may go on at a server."""
         bounds = (self._min_version, server.min_version(self.output.newest))
@@ -285,8 +272,10 @@ class Rollout:
         for no longer than one that is not ready.
         """
         read: Callable[[], Awaitable[Chunk | None]] = attempt.wait_end if whole else attempt.next
+        request, given = self._request, len(self._request.output_token_ids)
         try:
-            while self._may_await_weights(attempt):
+            # No token came, perhaps for want of newer weights.
+            while request.HasField("min_weight_version") and attempt.next_offset <= given:
                 began = self._clock()
                 timeout = _WEIGHTS_POLL
                 if behind := self._is_behind(server):
@@ -302,12 +291,6 @@ class Rollout:
         finally:
             self._router.wait_log.end(self.output)
         return await read()
-
-    def _may_await_weights(self, attempt: Attempt) -> bool:
-        """Whether no token came, perhaps for want of newer weights."""
-        request = self._request
-        begun = attempt.next_offset > len(request.output_token_ids)
-        return request.HasField("min_weight_version") and not begun
 
     def _await_weights(self, server: ServerHandle, cause: Exception) -> None:
         """Raises RollwireError if a server whose weights are too old is not to be waited for."""

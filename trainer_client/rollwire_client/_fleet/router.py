@@ -1,32 +1,139 @@
-"""Which server gets a sequence, and what happens while none can take it."""
+"""Which server gets a sequence, and what the log says while none can take it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import functools
+import logging
+import math
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rollwire_client._errors import QueueFullError, UnavailableError, WeightVersionError
-from rollwire_client._fleet.wait_log import WaitLog, WaitReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rollwire.v1 import rollout_pb2
 
-    from rollwire_client._fleet.committed_policy import Policy
+    from rollwire_client._fleet.policy import Policy
     from rollwire_client._fleet.server_handle import ServerHandle
     from rollwire_client._trajectory import TrajectoryBuilder
 
+logger = logging.getLogger(__name__)
+
+# A session leaves its server once that has more outstanding tokens than twice those of the least
+# busy one, and this many more. Leaving costs the prefix cache: the next server reads the
+# conversation again, which takes about as long as a few thousand tokens of the others' decoding.
+# Twice, so that it does not leave for a difference which its own next turn would turn round.
 STICK_TOKENS = 4096
-"""A session leaves its server once that has more outstanding tokens than twice those of the least
-busy one, and this many more. Leaving costs the prefix cache: the next server reads the conversation
-again, which takes about as long as a few thousand tokens of the others' decoding. Twice, so that it
-does not leave for a difference which its own next turn would turn round."""
 
 _MAX_SESSIONS = 100_000  # remembered, the latest
+
+LOG_INTERVAL = 0.25  # seconds
+_MAX_REASONS = 100  # in a line
+_LINGER = 2.0  # seconds; a rollout that is refused again within this has waited all the time
+
+
+class WaitReason(enum.Enum):
+    """What a rollout waits for: the seconds after which the log says so, and its two lines."""
+
+    def __init__(self, grace: float, begun: str, over: str) -> None:
+        self.grace = grace
+        self.begun = begun
+        self.over = over
+
+    SERVER = (
+        1.0,  # a publish may keep every server from being ready for a moment
+        "rollouts wait (%d), as no server is ready: %s",
+        "no rollout waits for a server any more, after %.0f s",
+    )
+    QUEUE = (
+        5.0,
+        "rollouts wait (%d), as no server has room for them: %s",
+        "no rollout waits for room any more, after %.0f s",
+    )
+    WEIGHTS = (
+        5.0,
+        "rollouts wait (%d) for newer weights: %s",
+        "no rollout waits for newer weights any more, after %.0f s",
+    )
+    RESUME = (
+        5.0,
+        "rollouts wait at paused servers (%d): %s; they go on once these are resumed",
+        "no rollout waits at a paused server any more, after %.0f s",
+    )
+
+
+@dataclass(slots=True)
+class _Wait:
+    reason: WaitReason
+    since: float  # on the event loop's clock, as the next ones
+    give_up: float
+    describe: Callable[[], str]
+    ended: float = math.inf
+
+
+class WaitLog:
+    """Rollouts that wait. For each reason, the log warns when the first has waited for long and
+    when the last waits no more, and says nothing in between.
+    """
+
+    def __init__(self) -> None:
+        self._waits: dict[object, _Wait] = {}  # the oldest first
+        self._warned: dict[WaitReason, float] = {}  # since when they wait
+
+    def begin(
+        self,
+        key: object,
+        reason: WaitReason,
+        *,
+        give_up: float = math.inf,
+        describe: Callable[[], str],
+    ) -> None:
+        """A sequence, or a server, waits, or still does, until ``give_up`` on the event loop's
+        clock; ``describe`` says what is in the way.
+        """
+        wait = self._waits.get(key)
+        if wait is not None and wait.reason is reason:
+            wait.ended, wait.give_up, wait.describe = math.inf, give_up, describe
+            return
+        self._waits.pop(key, None)
+        self._waits[key] = _Wait(reason, asyncio.get_running_loop().time(), give_up, describe)
+
+    def end(self, key: object) -> None:
+        if (wait := self._waits.get(key)) is None:
+            return
+        if wait.reason is WaitReason.QUEUE:  # perhaps: the queue that it tries may be full again
+            wait.ended = min(wait.ended, asyncio.get_running_loop().time())
+        else:
+            del self._waits[key]
+
+    def log(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for key in [key for key, wait in self._waits.items() if now - wait.ended > _LINGER]:
+            del self._waits[key]
+        for reason in WaitReason:
+            waits = [wait for wait in self._waits.values() if wait.reason is reason]
+            self._log(reason, waits, now)
+
+    def _log(self, reason: WaitReason, waits: list[_Wait], now: float) -> None:
+        if not waits:
+            if (since := self._warned.pop(reason, None)) is not None:
+                logger.warning(reason.over, now - since)
+            return
+        first = waits[0]
+        if reason in self._warned or now - first.since < reason.grace:
+            return
+        self._warned[reason] = first.since
+        obstacles = "; ".join(dict.fromkeys(wait.describe() for wait in waits[:_MAX_REASONS]))
+        message = reason.begun % (len(waits), obstacles)
+        if (give_up := min(wait.give_up for wait in waits)) < math.inf:
+            message += f"; the first is given up in {give_up - now:.0f} s if that stays so"
+        logger.warning("%s", message)
 
 
 class Router:
@@ -34,7 +141,7 @@ class Router:
     to the server that has their prefix, unless that is clearly busier.
 
     Attributes:
-        servers: Those that may get sequences, as the pool has them.
+        servers: Those that may get sequences, set by the pool.
         wait_log: Sequences that wait.
     """
 
@@ -59,13 +166,7 @@ class Router:
         avoid: ServerHandle | None,
     ) -> ServerHandle:
         """Waits for a server that takes the sequence, preferably one whose weights it need not
-        wait for.
-
-        Args:
-            request: What is to be sampled.
-            output: What was sampled so far.
-            timeout: Seconds.
-            avoid: This server gets it only if no other is ready.
+        wait for; ``avoid`` gets it only if no other is ready.
 
         Raises:
             WeightVersionError: All servers have newer weights than the request takes.
@@ -84,7 +185,8 @@ class Router:
                 ready = [
                     server
                     for server in self.servers
-                    if server.problem is None and not _is_too_new(server, max_version)
+                    if server.problem is None
+                    and (max_version is None or not server.is_newer_than(max_version))
                 ]
                 if free := [server for server in ready if server.full_until <= now]:
                     others = [server for server in free if server is not avoid] or free
@@ -111,14 +213,12 @@ class Router:
             self.wait_log.end(output)
 
     def unavailable_reason(self) -> str | None:
-        """Why no server samples now, with the reason of each; None while one does."""
         now = asyncio.get_running_loop().time()
         if any(s.problem is None and not s.paused and s.full_until <= now for s in self.servers):
             return None
         return self.problems() or None
 
     def problems(self, max_version: int | None = None) -> str:
-        """Why each server takes no sequence of at most ``max_version`` now."""
         return "; ".join(_problem(server, max_version) for server in self.servers)
 
     def _choose(self, servers: Sequence[ServerHandle], session: str) -> ServerHandle:
@@ -163,10 +263,6 @@ def _problem(server: ServerHandle, max_version: int | None) -> str:
     if not reasons or server.full_until > asyncio.get_running_loop().time():
         reasons.append("its queue is full")
     return f"{server.address}: {', and '.join(reasons)}"
-
-
-def _is_too_new(server: ServerHandle, max_version: int | None) -> bool:
-    return max_version is not None and server.is_newer_than(max_version)
 
 
 def _serves_now(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rollwire.v1 import rollout_pb2
 
     from rollwire_client._data import ServerInfo
-    from rollwire_client._fleet.committed_policy import Policy
+    from rollwire_client._fleet.policy import Policy
     from rollwire_client._rpc.client import RolloutClient
     from rollwire_client._rpc.rollout_stream import Attempt
     from rollwire_client._trajectory import TrajectoryBuilder
@@ -33,26 +33,17 @@ _CURABLE = {ServerState.AWAITING_WEIGHTS, ServerState.QUARANTINED}  # by a full 
 class ServerStatus(enum.Enum):
     """Where a server is in its life with a fleet. Only a ready server gets sequences."""
 
-    JOINING = "joining"
-    """Its address is in the list; it has not answered yet."""
+    JOINING = "joining"  # its address is in the list; it has not answered yet
     READY = "ready"
-    BEHIND = "behind"
-    """Serves other weights than the fleet's policy: it missed a publish."""
-    NOT_SERVING = "not serving"
-    """Answers, and serves nothing now: it starts, awaits weights, sleeps, drains, …"""
-    SUSPECT = "suspect"
-    """A sequence failed there, or it did not answer: it is probed again."""
-    LEAVING = "leaving"
-    """Its address is not in the list any more; it keeps the sequences that it has."""
-    GONE = "gone"
-    """Its channel is closed. The same address gets a new handle."""
+    BEHIND = "behind"  # serves other weights than the fleet's policy: it missed a publish
+    NOT_SERVING = "not serving"  # answers: it starts, awaits weights, sleeps, drains, …
+    SUSPECT = "suspect"  # a sequence failed there, or it did not answer: it is probed again
+    LEAVING = "leaving"  # its address is not in the list any more; it keeps its sequences
+    GONE = "gone"  # its channel is closed; the same address gets a new handle
 
 
 class ServerHandle:
-    """A server of a fleet, probed every so often.
-
-    It takes sequences while ``problem`` is None. A failed sequence makes it suspect: it gets none
-    until it has answered a probe.
+    """A server of a fleet, probed every so often. It takes sequences while ``problem`` is None.
 
     Attributes:
         client: Of the server.
@@ -78,6 +69,7 @@ class ServerHandle:
         the server is probed when a sequence starts after ``fresh_seconds`` of silence.
         """
         self.client = client
+        self.address = client.address
         self.status = ServerStatus.JOINING
         self.info: ServerInfo | None = None
         self.problem: RollwireError | None = self._not_ready("has not answered yet")
@@ -95,12 +87,8 @@ class ServerHandle:
         self._clock = asyncio.get_running_loop().time
         self._probed_at = -math.inf  # inf while a probe is under way
         self._starting_tokens = 0
-        self._tasks: set[asyncio.Task[Any]] = set()  # while it leaves: these still need it
+        self._tasks: list[asyncio.Task[Any]] = []  # while it leaves: these still need it
         self._probe_now = asyncio.Event()
-
-    @property
-    def address(self) -> str:
-        return self.client.address
 
     @property
     def server_id(self) -> str:
@@ -108,9 +96,17 @@ class ServerHandle:
         return self.info.server_id if self.info is not None else ""
 
     @property
+    def weights(self) -> WeightTag | None:
+        """Those that it is known to serve."""
+        return self.info.weights if self.info is not None else None
+
+    @property
     def version(self) -> int | None:
-        """Of the weights that it is known to serve."""
         return self.info.weights.version if self.info is not None else None
+
+    @property
+    def outstanding_tokens(self) -> int:
+        return self.client.outstanding_tokens + self._starting_tokens
 
     @property
     def paused(self) -> bool:
@@ -124,14 +120,10 @@ class ServerHandle:
         pauses = self.info.pauses if self.info is not None else ()
         return "is paused" + (f" by {', '.join(map(str, pauses))}" if pauses else "")
 
-    @property
-    def outstanding_tokens(self) -> int:
-        return self.client.outstanding_tokens + self._starting_tokens
-
     def is_newer_than(self, version: int) -> bool:
         if self._refused is not None:
             weights, refused = self._refused
-            if refused >= version and weights == self._weights:
+            if refused >= version and weights == self.weights:
                 return True
         return self.version is not None and self.version > version
 
@@ -158,6 +150,14 @@ class ServerHandle:
             return after.version
         return serves  # it was rolled back from there
 
+    def is_behind(self, info: ServerInfo) -> bool:
+        """Whether a server with this info needs the fleet's policy to serve."""
+        if self._policy.current is None or not info.accepts_updates:
+            return False
+        if info.state in _CURABLE:
+            return True
+        return info.state.ready and not self._policy.accepts(info.weights)
+
     async def start(
         self, request: rollout_pb2.GenerateRequest, output: TrajectoryBuilder
     ) -> Attempt:
@@ -183,7 +183,7 @@ class ServerHandle:
         if attempt is not None:
             attempt.close()
         self.attempts -= 1
-        self._leave_if_unused()
+        self._look_whether_unused()
 
     def suspect(self, error: RollwireError) -> None:
         """A sequence failed here: the server gets none until it has answered a probe."""
@@ -196,7 +196,7 @@ class ServerHandle:
         """It refused a sequence of at most this version: its weights are newer, or will be, than
         those that it is known to serve.
         """
-        self._refused = (self._weights, max_version)
+        self._refused = (self.weights, max_version)
 
     def committed(self, weights: WeightTag) -> None:
         if self.info is not None and self.info.server_id == weights.server_id:
@@ -220,9 +220,9 @@ class ServerHandle:
         ended.
         """
         self._set_status(ServerStatus.LEAVING, self._not_ready("left the fleet"))
-        for task in tasks:
-            self._tasks.add(task)
-            task.add_done_callback(self._task_ended)
+        self._tasks = list(tasks)
+        for task in self._tasks:
+            task.add_done_callback(lambda _: self._look_whether_unused())
         self._probe_now.set()
 
     async def run(self, interval: Callable[[], float]) -> None:
@@ -233,7 +233,7 @@ class ServerHandle:
             self._probe_now.clear()
             if self.status is not ServerStatus.LEAVING:
                 await self.probe()
-            elif not self.attempts and not self._tasks:
+            elif not self.attempts and all(task.done() for task in self._tasks):
                 self._set_status(ServerStatus.GONE, self._not_ready("left the fleet"))
                 await self.client.close()
                 return
@@ -255,9 +255,14 @@ class ServerHandle:
             return None
         finally:
             self._probed_at = self._clock()
-        if self.info is not None and _is_later(self.info.weights, info.weights):
-            info = replace(info, weights=self.info.weights)
-        before, self.info = self.info, info
+        before = self.info
+        if (
+            before is not None
+            and before.weights.server_id == info.weights.server_id
+            and before.weights.revision > info.weights.revision
+        ):  # a commit overtook the answer
+            info = replace(info, weights=before.weights)
+        self.info = info
         if not self.answers or before is None or before.server_id != info.server_id:
             self.answers = True
             self._on_identity()
@@ -268,24 +273,8 @@ class ServerHandle:
             self._set_status(*self._assess(self.info))
         return info
 
-    def is_behind(self, info: ServerInfo) -> bool:
-        """Whether a server with this info needs the fleet's policy to serve."""
-        if self._policy.current is None or not info.accepts_updates:
-            return False
-        if info.state in _CURABLE:
-            return True
-        return info.state.ready and not self._policy.accepts(info.weights)
-
-    @property
-    def _weights(self) -> WeightTag | None:
-        return self.info.weights if self.info is not None else None
-
-    def _task_ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        self._leave_if_unused()
-
-    def _leave_if_unused(self) -> None:
-        if self.status is ServerStatus.LEAVING and not self.attempts and not self._tasks:
+    def _look_whether_unused(self) -> None:
+        if self.status is ServerStatus.LEAVING:
             self._probe_now.set()
 
     def _set_status(self, status: ServerStatus, problem: RollwireError | None) -> None:
@@ -318,26 +307,19 @@ class ServerHandle:
         if not info.state.ready:
             return ServerStatus.NOT_SERVING, self._not_ready(f"is {info.state.value}")
         policy = self._policy.current
-        if policy is not None and not self._policy.accepts(info.weights):
-            cure = "the next publish or catch_up() updates it"
-            if self._policy.next_publish_is_refused_by(info.weights):
-                cure = f"catch_up() or a publish above version {self.version} updates it"
-            return ServerStatus.BEHIND, self._not_ready(
-                f"serves {_compared(info.weights, policy)}, which was published last here: {cure}"
+        if policy is None or self._policy.accepts(info.weights):
+            return ServerStatus.READY, None
+        serves, published = version_text(info.weights.version), version_text(policy.version)
+        if serves == published:
+            serves, published = (
+                f"{serves} of digest {tag.digest:016x}" for tag in (info.weights, policy)
             )
-        return ServerStatus.READY, None
+        cure = "the next publish or catch_up() updates it"
+        if self._policy.next_publish_is_refused_by(info.weights):
+            cure = f"catch_up() or a publish above version {self.version} updates it"
+        return ServerStatus.BEHIND, self._not_ready(
+            f"serves {serves}, not {published}, which was published last here: {cure}"
+        )
 
     def _not_ready(self, why: str) -> ServerNotReadyError:
         return ServerNotReadyError(f"{self.address}: {why}", server=self.address)
-
-
-def _is_later(known: WeightTag, answered: WeightTag) -> bool:
-    """Whether a commit overtook an answer."""
-    return known.server_id == answered.server_id and known.revision > answered.revision
-
-
-def _compared(weights: WeightTag, policy: WeightTag) -> str:
-    one, other = version_text(weights.version), version_text(policy.version)
-    if one == other:
-        one, other = (f"{one} of digest {tag.digest:016x}" for tag in (weights, policy))
-    return f"{one}, not {other}"

@@ -4,41 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import logging
 import random
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+import socket
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from rollwire.types import ServerState
 
 from rollwire_client._affinity import LoopAffinity
-from rollwire_client._arguments import seconds, servers_text
-from rollwire_client._concurrency import cancel_all
+from rollwire_client._arguments import seconds, server_address, servers_text
+from rollwire_client._concurrency import cancel_all, run_in_thread
 from rollwire_client._errors import ClosedError, UnavailableError
-from rollwire_client._fleet.addresses import address_source
-from rollwire_client._fleet.committed_policy import Policy
+from rollwire_client._fleet.policy import Policy
 from rollwire_client._fleet.rollout import Retries, Rollout
-from rollwire_client._fleet.router import Router
+from rollwire_client._fleet.router import LOG_INTERVAL, Router, WaitReason
 from rollwire_client._fleet.server_handle import ServerHandle, ServerStatus
-from rollwire_client._fleet.wait_log import LOG_INTERVAL, WaitReason
 from rollwire_client._rpc.channel import Credentials, CredentialsError
 from rollwire_client._rpc.client import RolloutClient, Timeouts
 from rollwire_client._rpc.conversion import generate_request
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable
 
     from rollwire.types import WeightTag
 
     from rollwire_client._data import Sampling
-    from rollwire_client._fleet.addresses import Addresses
     from rollwire_client._rpc.conversion import RolloutOptions
     from rollwire_client._trajectory import TrajectoryBuilder
 
+Addresses: TypeAlias = (
+    "str | Iterable[str] | Callable[[], Iterable[str]] | Callable[[], Awaitable[Iterable[str]]]"
+)
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+_DNS = "dns:///"
 _START_POLL = 0.25  # seconds
 _MIN_INTERVAL = 0.001  # seconds
 
@@ -47,6 +50,92 @@ _MIN_INTERVAL = 0.001  # seconds
 # them. A change of a ready server shows when a sequence starts there.
 _READY_PROBES = 20
 _OTHER_PROBES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class AddressSource:
+    """Says where the servers are now.
+
+    Attributes:
+        description: What it is, for messages.
+        lookup: Gives HOST:PORT of each server.
+        fixed: The addresses never change.
+        server_name: What the certificates of all servers say, if that is known.
+    """
+
+    description: str
+    lookup: Callable[[], Awaitable[Iterable[str]]]
+    fixed: bool = False
+    server_name: str | None = None
+
+    async def resolve(self, timeout: float) -> tuple[str, ...]:
+        """HOST:PORT of each server, each once; LookupError if there are none within ``timeout``
+        seconds.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                addresses = _checked_addresses(await self.lookup())
+        except TimeoutError as error:
+            raise LookupError(f"{self.description}: no answer within {timeout:g} s") from error
+        except Exception as error:
+            raise LookupError(f"{self.description}: {error or type(error).__name__}") from error
+        if not addresses:
+            raise LookupError(f"{self.description}: there are no servers")
+        return addresses
+
+
+def address_source(addresses: Addresses) -> AddressSource:
+    if callable(addresses):
+        return _from_function(addresses)
+    if isinstance(addresses, str):
+        if not addresses.startswith(_DNS):
+            raise TypeError(
+                f"addresses is the text {addresses!r}: give a list of HOST:PORT, "
+                f"or {_DNS}NAME:PORT for a name that is resolved again and again"
+            )
+        return _from_name(server_address(addresses.removeprefix(_DNS)))
+    listed = _checked_addresses(addresses)
+    if not listed:
+        raise ValueError("a fleet needs at least one server address")
+
+    async def lookup() -> Iterable[str]:
+        return listed
+
+    return AddressSource(", ".join(listed), lookup, fixed=True)
+
+
+def _from_name(address: str) -> AddressSource:
+    """A name with an address for each server, as headless services have it."""
+    name, _, port = address.rpartition(":")
+    name = name.strip("[]")
+
+    async def lookup() -> Iterable[str]:
+        found = await run_in_thread(
+            lambda: socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
+        )
+        hosts = sorted({str(address[0]) for *_, address in found})  # resolvers shuffle them
+        return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
+
+    return AddressSource(f"{_DNS}{name}:{port}", lookup, server_name=name)
+
+
+def _from_function(function: Callable[[], Any]) -> AddressSource:
+    async def lookup() -> Iterable[str]:
+        if inspect.iscoroutinefunction(function):
+            answer = function()
+        else:  # it may block
+            answer = await run_in_thread(function)
+        addresses: Iterable[str] = await answer if inspect.isawaitable(answer) else answer
+        return addresses
+
+    name = getattr(function, "__qualname__", repr(function))
+    return AddressSource(f"the addresses that {name} gives", lookup)
+
+
+def _checked_addresses(addresses: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(addresses, str):
+        raise TypeError(f"the addresses are the text {addresses!r}: give a list of HOST:PORT")
+    return tuple(dict.fromkeys(server_address(address) for address in addresses))
 
 
 class ServerPool:
@@ -61,13 +150,16 @@ class ServerPool:
     def __init__(
         self,
         addresses: Addresses,
-        *,
         retries: Retries | None,
         timeouts: Timeouts | None,
         credentials: Credentials | None,
         probe_interval: float,
         resolve_interval: float,
     ) -> None:
+        if not isinstance(retries, Retries | None):
+            raise TypeError(
+                f"retries is {retries!r}: use for example Retries(attempts={retries!r})"
+            )
         if not isinstance(timeouts, Timeouts | None):
             raise TypeError(
                 f"timeouts is {timeouts!r}: use for example Timeouts(call={timeouts!r})"
@@ -87,7 +179,7 @@ class ServerPool:
         )
         self.listed: tuple[ServerHandle, ...] = ()
         self._all: dict[str, ServerHandle] = {}  # those that are leaving too
-        self._reported_duplicates: set[tuple[str, str]] = set()
+        self._reported_duplicates: set[frozenset[str]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()  # of publishes
         self._own_tasks: set[asyncio.Task[Any]] = set()
         self._closed = True
@@ -101,11 +193,7 @@ class ServerPool:
         return self.router.servers
 
     def create_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Runs ``work`` as a task that ends with the fleet at the latest.
-
-        Raises:
-            ClosedError: The fleet is not open.
-        """
+        """Runs ``work`` as a task that ends with the fleet at the latest."""
         try:
             self.check_open()
         except ClosedError:
@@ -136,11 +224,10 @@ class ServerPool:
         """Probes all servers; those that could serve the policy, and do not."""
         listed = self.listed
         infos = await asyncio.gather(*(server.probe() for server in listed))
-        servers = self.servers
         return [
             server
             for server, info in zip(listed, infos, strict=True)
-            if info is not None and server in servers and server.is_behind(info)
+            if info is not None and server in self.servers and server.is_behind(info)
         ]
 
     async def identified_servers(self) -> tuple[ServerHandle, ...]:
@@ -148,33 +235,6 @@ class ServerPool:
         joining = [server for server in self.listed if server.status is ServerStatus.JOINING]
         await asyncio.gather(*(server.probe() for server in joining))
         return self.servers
-
-    def _find_duplicates(self) -> None:
-        """A server that answers at several of the addresses counts once: at the first of them."""
-        chosen: dict[str, ServerHandle] = {}
-        for server in self.listed:
-            first = chosen.setdefault(server.server_id, server)
-            if server.answers and not first.answers:
-                chosen[server.server_id] = server
-        self.router.servers = tuple(
-            server
-            for server in self.listed
-            if not server.server_id or chosen[server.server_id] is server
-        )
-        for server in self.listed:
-            if server in self.servers:
-                continue
-            first = chosen[server.server_id]
-            one, other = sorted((first.address, server.address))
-            if (one, other) not in self._reported_duplicates:
-                self._reported_duplicates.add((one, other))
-                logger.warning(
-                    "%s and %s are addresses of one server (server_id %s), which counts once: "
-                    "leave one of them out",
-                    first.address,
-                    server.address,
-                    server.server_id,
-                )
 
     async def open(self) -> None:
         self._check_affinity()
@@ -206,6 +266,24 @@ class ServerPool:
         finally:
             await self._close_clients()
             self._affinity = None
+
+    @property
+    def forked(self) -> bool:
+        return self._affinity is not None and self._affinity.forked
+
+    def check_process(self) -> None:
+        if self._affinity is not None:
+            self._affinity.check_process()
+
+    def check_open(self) -> None:
+        """Raises ClosedError if the fleet is not open; NotOpenHereError if it is open elsewhere."""
+        self._check_affinity()
+        if self._closed:
+            raise ClosedError("the fleet is not open: use it within `async with`")
+
+    def _check_affinity(self) -> None:
+        if self._affinity is not None:
+            self._affinity.check()
 
     async def _close_clients(self) -> None:
         await asyncio.gather(*(server.client.close() for server in self._all.values()))
@@ -255,16 +333,13 @@ class ServerPool:
             before = problem
 
     async def _resolve(self) -> str | None:
+        """Takes over the addresses of now; returns why it cannot."""
         if self._source.fixed and self._all:
             return None
         try:
             addresses = await self._source.resolve(self._timeouts.call)
         except LookupError as error:
             return str(error.args[0])
-        await self._set_addresses(addresses)
-        return None
-
-    async def _set_addresses(self, addresses: Sequence[str]) -> None:
         for address in addresses:
             server = self._all.get(address)
             if server is None or server.status is ServerStatus.GONE:
@@ -282,6 +357,7 @@ class ServerPool:
             if server.status is not ServerStatus.GONE
         }
         self.router.notify()
+        return None
 
     async def _join(self, address: str) -> None:
         client = RolloutClient(address, timeouts=self._timeouts, credentials=self._credentials)
@@ -297,6 +373,31 @@ class ServerPool:
         if not self._closed:
             self._run(server)
 
+    def _find_duplicates(self) -> None:
+        """A server that answers at several of the addresses counts once: at the first of them."""
+        chosen: dict[str, ServerHandle] = {}
+        for server in self.listed:
+            first = chosen.setdefault(server.server_id, server)
+            if server.answers and not first.answers:
+                chosen[server.server_id] = server
+        self.router.servers = tuple(
+            server
+            for server in self.listed
+            if not server.server_id or chosen[server.server_id] is server
+        )
+        for server in self.listed:
+            if server in self.servers:
+                continue
+            first = chosen[server.server_id]
+            pair = frozenset({first.address, server.address})
+            if pair not in self._reported_duplicates:
+                self._reported_duplicates.add(pair)
+                logger.warning(
+                    "%s and %s are addresses of one server (server_id %s), which counts once: "
+                    "leave one of them out",
+                    first.address, server.address, server.server_id,
+                )  # fmt: skip
+
     def _run(self, server: ServerHandle) -> None:
         _spawn(server.run(functools.partial(self._probe_delay, server)), self._own_tasks)
 
@@ -308,24 +409,6 @@ class ServerPool:
             return self._probe_interval
         spread = random.uniform(0.9, 1.1)  # noqa: S311 - not all at once; no secret
         return self._probe_interval * times * spread
-
-    @property
-    def forked(self) -> bool:
-        return self._affinity is not None and self._affinity.forked
-
-    def check_process(self) -> None:
-        if self._affinity is not None:
-            self._affinity.check_process()
-
-    def check_open(self) -> None:
-        """Raises ClosedError if the fleet is not open; NotOpenHereError if it is open elsewhere."""
-        self._check_affinity()
-        if self._closed:
-            raise ClosedError("the fleet is not open: use it within `async with`")
-
-    def _check_affinity(self) -> None:
-        if self._affinity is not None:
-            self._affinity.check()
 
 
 def _describe_pause(server: ServerHandle) -> str:

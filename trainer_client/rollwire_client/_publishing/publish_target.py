@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rollwire.types import KvPolicy
 
     from rollwire_client._data import PublishTimeouts
-    from rollwire_client._fleet.committed_policy import Policy
+    from rollwire_client._fleet.policy import Policy
     from rollwire_client._rpc.client import RolloutClient
 
 T = TypeVar("T")

@@ -1,9 +1,4 @@
-"""Which weights the servers of a fleet are to serve: those that were committed last.
-
-Two weights are the same if version and digest are. The order of commits says which are newer, not
-the versions: a trainer that goes back to a checkpoint publishes a lower version, and servers that
-missed this are behind, though their version is higher.
-"""
+"""Which weights the servers of a fleet are to serve: those that were committed last."""
 
 from __future__ import annotations
 
@@ -16,7 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from rollwire.types import WeightTag
-
 
 _HISTORY = 1000
 
@@ -36,22 +30,24 @@ class _PendingCommit:
 class Policy:
     """What was published last through a fleet.
 
+    Two weights are the same if version and digest are. The order of commits says which are newer,
+    not the versions: a trainer that goes back to a checkpoint publishes a lower version, and
+    servers that missed this are behind, though their version is higher.
+
     Attributes:
         current: The tag of one of the servers that serve it; None before the first publish, when
             any weights will do.
         published: Everything that was current, in order; the latest of them.
         count: How many publishes there were.
-        rolled_back: Whether a publish was allowed to lower the version. Servers that missed it may
-            have higher versions than the policy.
+        rolled_back: Whether a publish was allowed to lower the version.
     """
 
     def __init__(self, on_change: Callable[[], None]) -> None:
-        """``on_change`` is called when other weights are to be served."""
         self.current: WeightTag | None = None
         self.published: deque[WeightTag] = deque(maxlen=_HISTORY)
         self.count = 0
         self.rolled_back = False
-        self._on_change = on_change
+        self._on_change = on_change  # called when other weights are to be served
         self._pending: _PendingCommit | None = None  # may have been committed
         self._committing = False
         self._before: WeightTag | None = None
@@ -62,11 +58,10 @@ class Policy:
     ) -> Iterator[None]:
         """While servers are told to commit ``version``, after which their weights have ``digest``
         (None if it is not known).
-
-        Servers with the policy before are accepted meanwhile; but not in a rollback, where a
-        sequence must not go from a server that has committed to one that has not.
         """
         self._pending = _PendingCommit(version, digest, rollback)
+        # Meanwhile servers with the policy before are accepted; but not in a rollback, where a
+        # sequence must not go from a server that has committed to one that has not.
         self._before, self._committing = self.current, not rollback
         try:
             yield
@@ -98,17 +93,15 @@ class Policy:
         new = max(self.count - count, 0)
         return list(self.published)[max(len(self.published) - new, 0) :], self.count
 
-    def missed_rollback(self, weights: WeightTag) -> bool:
-        """Whether a server with these weights may be brought to a lower version, as the others
-        were.
-        """
-        return self.rolled_back and not self.accepts(weights)
-
     def accepts(self, weights: WeightTag) -> bool:
         """Whether a server with these weights may get sequences."""
         if self.current is None or _same(weights, self.current):
             return True
         return self._committing and (self._before is None or _same(weights, self._before))
+
+    def missed_rollback(self, weights: WeightTag) -> bool:
+        """Whether a server with these weights may be brought to a lower version."""
+        return self.rolled_back and not self.accepts(weights)
 
     def next_publish_is_refused_by(self, weights: WeightTag) -> bool:
         """Whether a server with these weights refuses the next publish: its version is higher,
