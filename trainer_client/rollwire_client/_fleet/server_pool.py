@@ -22,7 +22,7 @@ from rollwire_client._fleet.rollout import Retries, Rollout
 from rollwire_client._fleet.router import LOG_INTERVAL, Router, WaitReason
 from rollwire_client._fleet.server_handle import ServerHandle, ServerStatus
 from rollwire_client._rpc.channel import Credentials, CredentialsError
-from rollwire_client._rpc.client import RolloutClient, Timeouts
+from rollwire_client._rpc.client import RolloutClient, Timeouts, checked_timeouts
 from rollwire_client._rpc.conversion import generate_request
 
 if TYPE_CHECKING:
@@ -160,15 +160,11 @@ class ServerPool:
             raise TypeError(
                 f"retries is {retries!r}: use for example Retries(attempts={retries!r})"
             )
-        if not isinstance(timeouts, Timeouts | None):
-            raise TypeError(
-                f"timeouts is {timeouts!r}: use for example Timeouts(call={timeouts!r})"
-            )
         self._source = address_source(addresses)
         self.policy = Policy(self._policy_changed)
         self.router = Router(self.policy, self.check_open)
         self._retries = retries or Retries()
-        self._timeouts = timeouts or Timeouts()
+        self._timeouts = checked_timeouts(timeouts)
         self._credentials = credentials or Credentials()
         if self._credentials.secure and self._credentials.server_name is None:
             name = self._source.server_name

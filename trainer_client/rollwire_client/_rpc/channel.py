@@ -98,14 +98,14 @@ class Credentials:
         return self.token is not None or self.token_file is not None
 
 
-def current_token(credentials: Credentials) -> Callable[[], str] | None:
+def _current_token(credentials: Credentials) -> Callable[[], str] | None:
     """What gives the token that counts now; None without one."""
     if credentials.token_file is not None:
-        file = WatchedFiles([Path(credentials.token_file)])
+        file = _WatchedFiles(credentials.token_file)
 
         def read() -> str:
             file.refresh()
-            return file.contents[0].decode()
+            return (file.contents[0] or b"").decode()
 
         return read
     token = credentials.token
@@ -114,22 +114,17 @@ def current_token(credentials: Credentials) -> Callable[[], str] | None:
     return lambda: token
 
 
-class WatchedFiles:
+class _WatchedFiles:
     """The contents of files that belong together; the last good ones while they cannot be used.
 
-    Args:
-        paths: Of the files.
-        check: Raises OSError or ValueError if they cannot be used.
-
-    Attributes:
-        contents: Of each.
-
-    Raises:
-        CredentialsError: They cannot be used.
+    ``check`` gets the paths, and raises OSError or ValueError if they cannot be used. For a path
+    that is None the contents are None.
     """
 
-    def __init__(self, paths: Sequence[Path], check: Callable[[], None] = lambda: None) -> None:
-        self._paths = paths
+    def __init__(
+        self, *paths: Path | str | None, check: Callable[..., None] = lambda *_: None
+    ) -> None:
+        self._paths = [None if path is None else Path(path) for path in paths]
         self._check = check
         self._problem = ""
         try:
@@ -160,34 +155,16 @@ class WatchedFiles:
         return contents != before
 
     def _now(self) -> list[Stamp]:
-        stats = [path.stat() for path in self._paths]
+        stats = [path.stat() for path in self._paths if path is not None]
         return [(stat.st_mtime_ns, stat.st_ino, stat.st_size) for stat in stats]
 
-    def _read(self) -> list[bytes]:
-        contents = [path.read_bytes() for path in self._paths]
+    def _read(self) -> list[bytes | None]:
+        contents = [None if path is None else path.read_bytes() for path in self._paths]
         for path, content in zip(self._paths, contents, strict=True):
-            if not content.strip():
+            if content is not None and not content.strip():
                 raise OSError(errno.ENODATA, "it is empty", str(path))
-        self._check()
+        self._check(*self._paths)
         return contents
-
-
-class TlsFiles(WatchedFiles):
-    def __init__(self, credentials: Credentials) -> None:
-        files = (credentials.ca, credentials.certificate, credentials.key)
-        ca, certificate, key = (None if file is None else Path(file) for file in files)
-        self._given = [file is not None for file in files]
-        super().__init__(
-            [path for path in (ca, certificate, key) if path is not None],
-            lambda: _check_tls(ca, certificate, key),
-        )
-
-    def channel_credentials(self) -> grpc.ChannelCredentials:
-        contents = iter(self.contents)
-        ca, certificate, key = (next(contents) if given else None for given in self._given)
-        return grpc.ssl_channel_credentials(
-            root_certificates=ca, private_key=key, certificate_chain=certificate
-        )
 
 
 def _check_tls(ca: Path | None, certificate: Path | None, key: Path | None) -> None:
@@ -204,13 +181,7 @@ def _check_tls(ca: Path | None, certificate: Path | None, key: Path | None) -> N
 
 
 def connect(address: str, credentials: Credentials) -> grpc.aio.Channel:
-    """A channel to a server, to be closed by the caller; connects when it is used.
-
-    Raises:
-        CredentialsError: A file of theirs cannot be used, or the token would travel in the clear to
-            another machine.
-        NotOpenHereError: This process is a fork of one that has used gRPC.
-    """
+    """A channel to a server, to be closed by the caller; connects when it is used."""
     check_grpc()
     if credentials.has_token and not credentials.secure and not _is_loopback(address):
         raise CredentialsError(f"the token would travel unencrypted to {address}: use TLS")
@@ -231,8 +202,11 @@ class _ServerChannel(grpc.aio.Channel):
     def __init__(self, address: str, credentials: Credentials) -> None:
         self._address = address
         self._credentials = credentials
-        self._token = current_token(credentials)
-        self._files = TlsFiles(credentials) if credentials.secure else None
+        self._token = _current_token(credentials)
+        self._files: _WatchedFiles | None = None
+        if credentials.secure:
+            files = credentials.ca, credentials.certificate, credentials.key
+            self._files = _WatchedFiles(*files, check=_check_tls)
         self._affinity = LoopAffinity(f"client of {address}")
         self._connection = self._connect()
         self._replaced: set[_Connection] = set()  # each is closed with its last call
@@ -323,9 +297,9 @@ class _ServerChannel(grpc.aio.Channel):
         if self._files is None:
             channel = grpc.aio.insecure_channel(self._address, options=options)
         else:
-            channel = grpc.aio.secure_channel(
-                self._address, self._files.channel_credentials(), options=options
-            )
+            ca, certificate, key = self._files.contents
+            tls = grpc.ssl_channel_credentials(ca, key, certificate)
+            channel = grpc.aio.secure_channel(self._address, tls, options=options)
         use_grpc(channel)
         return _Connection(channel)
 
@@ -349,15 +323,8 @@ async def unary(
     timeout: float,
     deadline: float | None = None,
 ) -> Response:
-    """Calls a method of a stub.
-
-    Args:
-        method: What is called.
-        request: Its request.
-        server: Address of the server.
-        timeout: Seconds to wait for the answer.
-        deadline: Seconds after which the server is to give up too, whether or not this process
-            runs meanwhile.
+    """Calls a method of a stub. The server gives up after ``deadline`` seconds, whether or not this
+    process runs meanwhile.
 
     Raises:
         ServerUnreachableError: Nothing answers, or not within ``timeout`` seconds.
@@ -368,22 +335,21 @@ async def unary(
         # gRPC's own deadline runs on while this process is stopped and receives nothing.
         async with Timeout(timeout):
             return await method(request, timeout=deadline)
-    except TimeoutError as error:
-        raise _no_answer(server, timeout) from error
-    except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            raise _no_answer(server, timeout) from error
-        raise error_from_call(error, server) from error
+    except (TimeoutError, grpc.aio.AioRpcError) as error:
+        if (
+            isinstance(error, grpc.aio.AioRpcError)
+            and error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+        ):
+            raise error_from_call(error, server) from error
+        raise ServerUnreachableError(
+            f"{server}: no answer within {timeout:g} s", server=server
+        ) from error
     except asyncio.CancelledError:
         # gRPC cancels whoever waits for a call of a channel that is closed.
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
         raise ClosedError(f"{server}: the client was closed", server=server) from None
-
-
-def _no_answer(server: str, timeout: float) -> ServerUnreachableError:
-    return ServerUnreachableError(f"{server}: no answer within {timeout:g} s", server=server)
 
 
 def _is_loopback(address: str) -> bool:
@@ -396,10 +362,8 @@ def _is_loopback(address: str) -> bool:
 
 def local_address(servers: Iterable[str]) -> str:
     """The local address of the route to the servers (HOST:PORT each): one that is not loopback, if
-    there is any, as remote servers cannot reach that. Blocks while names are resolved.
-
-    Raises:
-        OSError: There is no route to any of them.
+    there is any, as remote servers cannot reach that. Blocks while names are resolved; raises
+    OSError if there is no route to any of them.
     """
     found: list[str] = []
     problem: OSError | None = None

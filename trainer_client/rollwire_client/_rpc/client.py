@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     import grpc
 
+    from rollwire_client._rpc.channel import Request, Response
     from rollwire_client._rpc.rollout_stream import Attempt
 
 
@@ -67,6 +68,12 @@ class Timeouts:
         all_seconds(self)
 
 
+def checked_timeouts(timeouts: Timeouts | None) -> Timeouts:
+    if not isinstance(timeouts, Timeouts | None):
+        raise TypeError(f"timeouts is {timeouts!r}: use for example Timeouts(call={timeouts!r})")
+    return timeouts or Timeouts()
+
+
 class RolloutClient:
     """A client of one server; an async context manager.
 
@@ -90,13 +97,9 @@ class RolloutClient:
         timeouts: Timeouts | None = None,
         credentials: Credentials | None = None,
     ) -> None:
-        if not isinstance(timeouts, Timeouts | None):
-            raise TypeError(
-                f"timeouts is {timeouts!r}: use for example Timeouts(call={timeouts!r})"
-            )
         self.address = server_address(address)
         self._credentials = credentials or Credentials()
-        self.timeouts = timeouts or Timeouts()
+        self.timeouts = checked_timeouts(timeouts)
         self._channel: grpc.aio.Channel | None = None
         self._stub: rollout_pb2_grpc.RolloutServiceStub | None = None
         self._affinity = LoopAffinity(_NAME)
@@ -175,7 +178,7 @@ class RolloutClient:
             InvalidRequestError: A value is invalid; ``violations`` names the field.
             RollwireError: Another error; ``.trajectory`` has the tokens sampled before it.
         """
-        return self._chunks(*_new_sequence(prompt_ids, sampling, options))
+        return self._sample(*_new_sequence(prompt_ids, sampling, options), whole=False)
 
     async def generate(
         self,
@@ -186,17 +189,8 @@ class RolloutClient:
         """Samples one sequence to its end; see ``stream``."""
         request, output = _new_sequence(prompt_ids, sampling, options)
         deliver_rarely(request)
-        attempt = None
-        try:
-            attempt = await self.start(request, output)
-            await attempt.wait_end()
-        except RollwireError as error:
-            error.trajectory = output.trajectory()
-            raise
-        finally:
-            if attempt is not None:
-                attempt.close()
-        output.finish = attempt.finish
+        async for _ in self._sample(request, output, whole=True):
+            pass
         return output.trajectory()
 
     async def start(
@@ -220,12 +214,9 @@ class RolloutClient:
         Raises:
             ServerUnreachableError: Nothing answers at the address within that time.
         """
-        answer = await unary(
-            self._rollouts.GetServerInfo,
-            rollout_pb2.GetServerInfoRequest(),
-            server=self.address,
-            timeout=self.timeouts.call if timeout is None else seconds("timeout", timeout),
-        )
+        timeout = None if timeout is None else seconds("timeout", timeout)
+        request = rollout_pb2.GetServerInfoRequest()
+        answer = await self._call(self._rollouts.GetServerInfo, request, timeout)
         return conversion.server_info_from_proto(answer, self.address)
 
     async def abort(self, request_ids: Iterable[str]) -> Aborted:
@@ -240,11 +231,13 @@ class RolloutClient:
         for number, request_id in enumerate(request_ids):
             key = request.sequences.add()
             set_field(key, "request_id", request_id, prefix=f"sequences[{number}].")
-        return await self._abort(request)
+        answer = await self._call(self._rollouts.Abort, request)
+        return Aborted(answer.aborted, tuple(answer.not_found))
 
     async def abort_all(self) -> Aborted:
         """Ends every sequence of the server, also those of other clients."""
-        return await self._abort(rollout_pb2.AbortRequest(all=True))
+        answer = await self._call(self._rollouts.Abort, rollout_pb2.AbortRequest(all=True))
+        return Aborted(answer.aborted, tuple(answer.not_found))
 
     async def pause(self, pause_id: str = "", *, lease: float | None = None) -> Pause:
         """Stops sampling at the next step and holds every sequence, until ``resume``.
@@ -257,18 +250,14 @@ class RolloutClient:
         request = rollout_pb2.PauseRequest()
         set_field(request, "pause_id", pause_id)
         set_duration(request, "lease", lease)
-        answer = await unary(
-            self._rollouts.Pause, request, server=self.address, timeout=self.timeouts.call
-        )
+        answer = await self._call(self._rollouts.Pause, request)
         return Pause(answer.pause_id, answer.held_sequences)
 
     async def resume(self, pause_id: str = "") -> Resumed:
         """Ends one pause, or all pauses if ``pause_id`` is ""."""
         request = rollout_pb2.ResumeRequest()
         set_field(request, "pause_id", pause_id)
-        answer = await unary(
-            self._rollouts.Resume, request, server=self.address, timeout=self.timeouts.call
-        )
+        answer = await self._call(self._rollouts.Resume, request)
         return Resumed(
             answer.resumed_sequences, answer.remaining_pauses, weight_tag_from_proto(answer.weights)
         )
@@ -280,12 +269,16 @@ class RolloutClient:
             self._stub = rollout_pb2_grpc.RolloutServiceStub(channel)
         return self._stub
 
-    async def _chunks(
-        self, request: rollout_pb2.GenerateRequest, output: TrajectoryBuilder
+    async def _sample(
+        self, request: rollout_pb2.GenerateRequest, output: TrajectoryBuilder, *, whole: bool
     ) -> AsyncGenerator[Chunk, None]:
         attempt = None
         try:
             attempt = await self.start(request, output)
+            if whole:
+                await attempt.wait_end()
+                output.finish = attempt.finish
+                return
             while (chunk := await attempt.next()) is not None:
                 output.finish = chunk.finish
                 yield output.with_routing(chunk)
@@ -297,7 +290,7 @@ class RolloutClient:
                 attempt.close()
 
     async def _open(self) -> Stream:
-        rollouts = self._rollouts
+        _ = self.channel  # raises if it is not open here
         if self._stream is not None and self._stream.lost is None:
             return self._stream
         async with self._opening:
@@ -306,7 +299,7 @@ class RolloutClient:
                 info = await self.info()
                 self._context_length = info.context_length
                 self._stream = Stream(
-                    rollouts.StreamRollouts(),
+                    self._rollouts.StreamRollouts(),
                     self.address,
                     probe=lambda: self._require_server(info.server_id),
                     silence=self.timeouts.silence,
@@ -320,11 +313,14 @@ class RolloutClient:
                 f"{self.address}: another server process has taken its place", server=self.address
             )
 
-    async def _abort(self, request: rollout_pb2.AbortRequest) -> Aborted:
-        answer = await unary(
-            self._rollouts.Abort, request, server=self.address, timeout=self.timeouts.call
-        )
-        return Aborted(answer.aborted, tuple(answer.not_found))
+    async def _call(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[Request, Response],
+        request: Request,
+        timeout: float | None = None,
+    ) -> Response:
+        timeout = self.timeouts.call if timeout is None else timeout
+        return await unary(method, request, server=self.address, timeout=timeout)
 
 
 def _new_sequence(
