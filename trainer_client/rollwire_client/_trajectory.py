@@ -179,23 +179,17 @@ def _routing_tensor(routing: Routing, tokens: int) -> Tensor:
 class TrajectoryBuilder:
     """A sequence while it is sampled: attempts append to it, and its reader takes chunks from it.
 
-    Attributes:
-        prompt_ids: The prompt.
-        token_ids: The output so far. Whoever appends calls ``begin_run`` where the weights change.
-        logprobs: One for each output token.
-        run_weights, run_oldest: Weights and oldest KV revision of the run that is appended to.
-        finish: How it ended, once its reader knows.
-        routing: If it was asked for: where attempts merge the rows that come.
+    Whoever appends tokens calls ``begin_run`` where the weights change.
     """
 
     def __init__(self, prompt_ids: Sequence[int], *, after: WeightTag | None = None) -> None:
         """``after`` is what sampled the last token of the prompt, in a conversation."""
         self.prompt_ids = tuple(prompt_ids)
-        self.token_ids: list[int] = []
+        self.token_ids: list[int] = []  # the output so far
         self.logprobs: list[float] = []
-        self.run_weights: WeightTag | None = None
-        self.run_oldest = 0
-        self.finish: Finish | None = None
+        self.run_weights: WeightTag | None = None  # of the run that is appended to
+        self.run_oldest = 0  # its oldest KV revision
+        self.finish: Finish | None = None  # once its reader knows
         self.routing: RoutingBuilder | None = None
         self._request_id = ""
         self._after = after
@@ -249,7 +243,7 @@ class TrajectoryBuilder:
         return Chunk(offset, tuple(tokens), tuple(logprobs), weights, oldest_kv_revision)
 
     def with_routing(self, chunk: Chunk) -> Chunk:
-        """The chunk with the routing of the tokens up to its last that no chunk before it had."""
+        """The chunk with the routing up to its last token that no chunk before it had."""
         if self.routing is None:
             return chunk
         end = chunk.offset + len(chunk.token_ids)

@@ -33,20 +33,14 @@ class Policy:
     Two weights are the same if version and digest are. The order of commits says which are newer,
     not the versions: a trainer that goes back to a checkpoint publishes a lower version, and
     servers that missed this are behind, though their version is higher.
-
-    Attributes:
-        current: The tag of one of the servers that serve it; None before the first publish, when
-            any weights will do.
-        published: Everything that was current, in order; the latest of them.
-        count: How many publishes there were.
-        rolled_back: Whether a publish was allowed to lower the version.
     """
 
     def __init__(self, on_change: Callable[[], None]) -> None:
+        # The tag of one of the servers that serve it; before the first publish any weights will do.
         self.current: WeightTag | None = None
-        self.published: deque[WeightTag] = deque(maxlen=_HISTORY)
-        self.count = 0
-        self.rolled_back = False
+        self.rolled_back = False  # whether a publish was allowed to lower the version
+        self._published: deque[WeightTag] = deque(maxlen=_HISTORY)
+        self._count = 0  # how many publishes there were
         self._on_change = on_change  # called when other weights are to be served
         self._pending: _PendingCommit | None = None  # may have been committed
         self._committing = False
@@ -75,8 +69,8 @@ class Policy:
             return
         if self.current is None or not _same(weights, self.current):
             self.rolled_back = self.rolled_back or pending.rollback
-            self.published.append(weights)
-            self.count += 1
+            self._published.append(weights)
+            self._count += 1
         self.current = weights
         self._on_change()
 
@@ -87,11 +81,9 @@ class Policy:
             self.committed(weights)
 
     def published_since(self, count: int) -> tuple[list[WeightTag], int]:
-        """What was published after the first ``count`` publishes, in order, and how many there
-        were; of very many the latest.
-        """
-        new = max(self.count - count, 0)
-        return list(self.published)[max(len(self.published) - new, 0) :], self.count
+        """What was published after the first ``count`` publishes, and how many there were."""
+        new = max(self._count - count, 0)
+        return list(self._published)[max(len(self._published) - new, 0) :], self._count
 
     def accepts(self, weights: WeightTag) -> bool:
         """Whether a server with these weights may get sequences."""
@@ -104,9 +96,7 @@ class Policy:
         return self.rolled_back and not self.accepts(weights)
 
     def next_publish_is_refused_by(self, weights: WeightTag) -> bool:
-        """Whether a server with these weights refuses the next publish: its version is higher,
-        though nothing was rolled back here.
-        """
+        """Whether its version is higher, though nothing was rolled back here."""
         policy, version = self.current, weights.version
         if policy is None or policy.version is None or version is None or self.rolled_back:
             return False

@@ -139,14 +139,10 @@ class WaitLog:
 class Router:
     """Sends a sequence to the server with the fewest outstanding tokens, and a session's sequences
     to the server that has their prefix, unless that is clearly busier.
-
-    Attributes:
-        servers: Those that may get sequences, set by the pool.
-        wait_log: Sequences that wait.
     """
 
     def __init__(self, policy: Policy, check_open: Callable[[], None]) -> None:
-        self.servers: tuple[ServerHandle, ...] = ()
+        self.servers: tuple[ServerHandle, ...] = ()  # set by the pool
         self.wait_log = WaitLog()
         self._policy = policy
         self._check_open = check_open

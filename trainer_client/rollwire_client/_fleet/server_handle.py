@@ -43,17 +43,7 @@ class ServerStatus(enum.Enum):
 
 
 class ServerHandle:
-    """A server of a fleet, probed every so often. It takes sequences while ``problem`` is None.
-
-    Attributes:
-        client: Of the server.
-        status: Where it is in its life.
-        info: What it said last.
-        problem: Why it takes no sequences.
-        full_until: Its queue was full; when to try again, on the event loop's clock.
-        answers: Whether it answered the last probe.
-        attempts: Sequences of this fleet that it has.
-    """
+    """A server of a fleet, probed every so often. It takes sequences while ``problem`` is None."""
 
     def __init__(
         self,
@@ -64,26 +54,22 @@ class ServerHandle:
         policy: Policy,
         fresh_seconds: float,
     ) -> None:
-        """``on_change`` is called whenever it is ready, and when what it says has changed;
-        ``on_identity`` when another process answers, or none; ``policy`` is what it should serve;
-        the server is probed when a sequence starts after ``fresh_seconds`` of silence.
-        """
         self.client = client
         self.address = client.address
         self.status = ServerStatus.JOINING
-        self.info: ServerInfo | None = None
+        self.info: ServerInfo | None = None  # what it said last
         self.problem: RollwireError | None = self._not_ready("has not answered yet")
-        self.full_until = 0.0
-        self.answers = False
-        self.attempts = 0
-        self._on_change = on_change
-        self._on_identity = on_identity
+        self.full_until = 0.0  # its queue was full: when to try again, on the event loop's clock
+        self.answers = False  # the last probe
+        self.attempts = 0  # sequences of this fleet that it has
+        self._on_change = on_change  # called whenever it is ready, and when what it says changes
+        self._on_identity = on_identity  # called when another process answers, or none
         self._policy = policy
         # What it said when it gave up a sequence, since it was ready.
         self._last_message = ""
         # The weights that it was known to have, and the version below which it refused a sequence.
         self._refused: tuple[WeightTag | None, int] | None = None
-        self._fresh_seconds = fresh_seconds
+        self._fresh_seconds = fresh_seconds  # a start after more silence has it probed
         self._clock = asyncio.get_running_loop().time
         self._probed_at = -math.inf  # inf while a probe is under way
         self._starting_tokens = 0
@@ -161,10 +147,7 @@ class ServerHandle:
     async def start(
         self, request: rollout_pb2.GenerateRequest, output: TrajectoryBuilder
     ) -> Attempt:
-        """Starts an attempt at a sequence, which appends to ``output``; ``end`` ends it.
-
-        A server of which nothing was heard for a while is probed at the same time.
-        """
+        """Starts an attempt at a sequence, which appends to ``output``; ``end`` ends it."""
         if self._clock() - max(self._probed_at, self.client.last_message_at) > self._fresh_seconds:
             self._probe_now.set()
         context = self.info.context_length if self.info is not None else 0
@@ -193,9 +176,7 @@ class ServerHandle:
         self._probe_now.set()
 
     def refused_as_too_new(self, max_version: int) -> None:
-        """It refused a sequence of at most this version: its weights are newer, or will be, than
-        those that it is known to serve.
-        """
+        """Its weights are newer, or will be, than those that it is known to serve."""
         self._refused = (self.weights, max_version)
 
     def committed(self, weights: WeightTag) -> None:
@@ -205,7 +186,6 @@ class ServerHandle:
             self._probe_now.set()
 
     def policy_changed(self) -> None:
-        """From now on it takes sequences only if it serves the new policy."""
         if self.info is not None and self.status in {ServerStatus.READY, ServerStatus.BEHIND}:
             self._set_status(*self._assess(self.info))
         if self.problem is not None:  # else it is known what it serves: it has committed it
@@ -216,9 +196,7 @@ class ServerHandle:
         self._probe_now.set()
 
     def leave(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
-        """Its address is not in the list any more: it goes once its sequences and ``tasks`` have
-        ended.
-        """
+        """It goes once its sequences and ``tasks`` have ended."""
         self._set_status(ServerStatus.LEAVING, self._not_ready("left the fleet"))
         self._tasks = list(tasks)
         for task in self._tasks:

@@ -54,24 +54,15 @@ _OTHER_PROBES = 200
 
 @dataclass(frozen=True, slots=True)
 class AddressSource:
-    """Says where the servers are now.
-
-    Attributes:
-        description: What it is, for messages.
-        lookup: Gives HOST:PORT of each server.
-        fixed: The addresses never change.
-        server_name: What the certificates of all servers say, if that is known.
-    """
+    """Says where the servers are now."""
 
     description: str
     lookup: Callable[[], Awaitable[Iterable[str]]]
-    fixed: bool = False
-    server_name: str | None = None
+    fixed: bool = False  # the addresses never change
+    server_name: str | None = None  # what the certificates of all servers say, if that is known
 
     async def resolve(self, timeout: float) -> tuple[str, ...]:
-        """HOST:PORT of each server, each once; LookupError if there are none within ``timeout``
-        seconds.
-        """
+        """HOST:PORT of each server, each once; LookupError if there are none."""
         try:
             async with asyncio.timeout(timeout):
                 addresses = _checked_addresses(await self.lookup())
@@ -139,13 +130,7 @@ def _checked_addresses(addresses: Iterable[str]) -> tuple[str, ...]:
 
 
 class ServerPool:
-    """What rollouts and publishes share of a fleet. Arguments as ``Fleet`` has them.
-
-    Attributes:
-        policy: The weights that the servers are to serve.
-        router: Chooses a server for each sequence.
-        listed: The servers of the moment, one for each address.
-    """
+    """What rollouts and publishes share of a fleet. Arguments as ``Fleet`` has them."""
 
     def __init__(
         self,
@@ -173,7 +158,7 @@ class ServerPool:
         self._resolve_interval = seconds(
             "resolve_interval", resolve_interval, minimum=_MIN_INTERVAL
         )
-        self.listed: tuple[ServerHandle, ...] = ()
+        self.listed: tuple[ServerHandle, ...] = ()  # one for each address
         self._all: dict[str, ServerHandle] = {}  # those that are leaving too
         self._reported_duplicates: set[frozenset[str]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()  # of publishes
@@ -183,9 +168,7 @@ class ServerPool:
 
     @property
     def servers(self) -> tuple[ServerHandle, ...]:
-        """The servers of the moment, in the order of their addresses; empty before the pool is
-        open. A server that has several addresses is there once.
-        """
+        """In the order of their addresses. A server that has several is there once."""
         return self.router.servers
 
     def create_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

@@ -52,16 +52,7 @@ _WAKE_INTERVAL = 0.02
 
 
 class Attempt:
-    """One attempt at a sequence on one server: read it with ``next``, then ``close`` it.
-
-    Attributes:
-        handle: Its number on the stream.
-        budget: The most output tokens that the sequence may come to.
-        next_offset: Output tokens that came, those before this attempt included.
-        awaits_tokens: Its reader waits for the next token.
-        ended: No more comes from the server.
-        finish: How it ended, unless that was an error.
-    """
+    """One attempt at a sequence on one server: read it with ``next``, then ``close`` it."""
 
     __slots__ = (
         "_error",
@@ -79,8 +70,9 @@ class Attempt:
     )
 
     def __init__(self, stream: Stream, handle: int, output: TrajectoryBuilder, budget: int) -> None:
-        self.handle = handle
-        self.budget = budget
+        self.handle = handle  # its number on the stream
+        self.budget = budget  # the most output tokens that the sequence may come to
+        # Output tokens that came, and that the reader has: those before this attempt included.
         self.next_offset = self._read = len(output.token_ids)
         self.awaits_tokens = False
         self.ended = False
@@ -134,11 +126,7 @@ class Attempt:
         weights: WeightTag,
         oldest_kv_revision: int,
     ) -> int:
-        """Appends the tokens of a message; returns how many of them are new.
-
-        Raises:
-            ProtocolError: There is a gap before ``offset``.
-        """
+        """Appends the tokens of a message; returns how many of them are new."""
         if offset != self.next_offset:
             known = self.next_offset - offset
             if known < 0:
@@ -158,9 +146,7 @@ class Attempt:
         return count
 
     def add_rows(self, rows: Rows) -> None:
-        """Merges routing into that of the sequence; raises ValueError if it contradicts what came
-        before.
-        """
+        """Raises ValueError if they contradict what came before."""
         if self._output is None or (routing := self._output.routing) is None:
             return
         prompt, output = routing.prompt_length, self.budget
@@ -212,14 +198,7 @@ class Attempt:
 
 
 class Stream:
-    """An open StreamRollouts call, which reads, writes, and watches for silence.
-
-    Attributes:
-        address: Of the server.
-        lost: The error that ended the stream, and each of its attempts; None while it is open.
-        outstanding_tokens: Tokens that its attempts may still bring.
-        last_message_at: When the last message came, on the event loop's clock.
-    """
+    """An open StreamRollouts call, which reads, writes, and watches for silence."""
 
     def __init__(
         self, call: Call, address: str, *, probe: Callable[[], Awaitable[object]], silence: float
@@ -228,9 +207,9 @@ class Stream:
         it raises if the server is gone.
         """
         self.address = address
-        self.lost: RollwireError | None = None
-        self.outstanding_tokens = 0
-        self.last_message_at = 0.0
+        self.lost: RollwireError | None = None  # the error that ended it, and each of its attempts
+        self.outstanding_tokens = 0  # that its attempts may still bring
+        self.last_message_at = 0.0  # on the event loop's clock
         self._loop = asyncio.get_running_loop()
         self._call = call
         self._probe = probe
