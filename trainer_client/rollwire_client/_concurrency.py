@@ -1,8 +1,4 @@
-"""Blocking calls beside the event loop, tasks that end with their owner, and a loop in a thread.
-
-A thread cannot be killed. One that hangs is left to itself; as a daemon it does not keep the
-interpreter from exiting, as those of a ``ThreadPoolExecutor`` do.
-"""
+"""Which process, event loop, thread and task does something, and what ends with it."""
 
 from __future__ import annotations
 
@@ -10,15 +6,19 @@ import asyncio
 import concurrent.futures
 import contextlib
 import contextvars
+import ctypes
 import functools
+import logging
+import os
 import queue
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
-from rollwire_client._affinity import LoopAffinity
-from rollwire_client._errors import ClosedError
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
+
+from rollwire_client._errors import ClosedError, NotOpenHereError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable
@@ -27,7 +27,121 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 _LOOP_TIMEOUT = 30.0  # seconds for a loop's thread to start, and for what was cancelled to end
+
+_FORK_SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"
+if _FORK_SUPPORT not in os.environ:
+    # gRPC's own fork handlers start threads in the child, which work on the parent's connections:
+    # children die, and messages of the parent are lost. gRPC reads the variable when it is
+    # imported, and again after a reset; the value at its first use counts.
+    os.environ[_FORK_SUPPORT] = "0"
+    # Private to gRPC, and there from 1.80 to 1.85 at least. Without it the variable has an effect
+    # only if gRPC was not imported before.
+    getattr(cygrpc, "reset_grpc_config_vars", lambda: None)()
+
+_grpc_objects: weakref.WeakSet[Any] = weakref.WeakSet()
+_grpc_process: int | None = None  # which used gRPC first: this one or an ancestor
+
+
+class LoopAffinity:
+    """The process and the event loop in which ``name`` (as messages have it) was opened.
+
+    A forked child has none of gRPC's threads; torch's DataLoader and ``multiprocessing`` fork by
+    default on Linux. So a child must not touch the gRPC objects that it inherited, and cannot use
+    gRPC itself once its parent has: whoever tries gets an error at once.
+    """
+
+    def __init__(self, name: str, *, bound: bool = True) -> None:
+        self._name = name
+        self._process: int | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        if bound:
+            self.bind()
+
+    def bind(self) -> None:
+        self._process, self._loop = os.getpid(), _running_loop()
+
+    def release(self) -> None:
+        """It was closed: anybody may open it."""
+        self._process = self._loop = None
+
+    @property
+    def bound(self) -> bool:
+        return self._process is not None
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one that opened it."""
+        return self._process not in {None, os.getpid()}
+
+    def check(self) -> None:
+        """Raises NotOpenHereError in another process or event loop."""
+        self.check_process()
+        loop = _running_loop()
+        if loop is self._loop or loop is None or self._loop is None:
+            return
+        state = "has ended" if self._loop.is_closed() else "is not this one"
+        raise NotOpenHereError(
+            f"this {self._name} was opened in an event loop that {state}: open one in each "
+            "asyncio.run and each thread, or use SyncFleet, which any thread may"
+        )
+
+    def check_process(self) -> None:
+        if self.forked:
+            raise NotOpenHereError(
+                f"this {self._name} was opened in process {self._process}, of which process "
+                f"{os.getpid()} is a fork: use it there; or start this process with "
+                "multiprocessing's 'spawn' or 'forkserver' (DataLoader: "
+                "multiprocessing_context='spawn'), and open one in it"
+            )
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def use_grpc(item: Any) -> None:
+    """Registers a channel, call or server of gRPC, which forked children must not end."""
+    global _grpc_process
+    if _grpc_process is None and os.environ.get(_FORK_SUPPORT, "").lower() in {"1", "true", "yes"}:
+        logger.warning(
+            "%s is on: gRPC's fork handlers kill forked children of a process with an open Fleet, "
+            "and break its rollouts; leave it out, or set it to 0",
+            _FORK_SUPPORT,
+        )
+    _grpc_process = os.getpid()
+    _grpc_objects.add(item)
+
+
+def check_grpc() -> None:
+    """Raises NotOpenHereError in a forked child of a process that has used gRPC."""
+    if _grpc_process is not None and _grpc_process != os.getpid():
+        raise NotOpenHereError(
+            f"process {os.getpid()} is a fork of process {_grpc_process}, which had connected to "
+            "servers: no fork of it can. Start this process with multiprocessing's 'spawn' or "
+            "'forkserver' (DataLoader: multiprocessing_context='spawn'), or before the first Fleet "
+            "is opened"
+        )
+
+
+def _keep_untouched() -> None:
+    """In a forked child: freeing or cancelling the copies would end those of the parent."""
+    for item in _grpc_objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(item))  # never freed
+        if hasattr(item, "cancel"):  # a call, whose tasks may be cancelled here
+            item.cancel = _cancelled
+
+
+def _cancelled() -> NoReturn:
+    raise asyncio.CancelledError
+
+
+os.register_at_fork(after_in_child=_keep_untouched)
 
 
 class Call(Generic[T]):
@@ -63,7 +177,11 @@ class Call(Generic[T]):
 
 
 def run_in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Runs ``work`` in a thread of its own; cancelling the future abandons it."""
+    """Runs ``work`` in a thread of its own; cancelling the future abandons it.
+
+    A thread cannot be killed. One that hangs is left to itself; as a daemon it does not keep the
+    interpreter from exiting, as those of a ``ThreadPoolExecutor`` do.
+    """
     call = Call(work)
     threading.Thread(target=call.run, name="rollwire-blocking", daemon=True).start()
     return call.result
@@ -187,13 +305,13 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._thread = threading.Thread()
-        self._affinity: LoopAffinity | None = None
+        self._affinity = LoopAffinity("SyncFleet", bound=False)
 
     def __enter__(self) -> Self:
-        if self._affinity is not None:
-            self._affinity.check_process()
+        self.check_process()
+        if self._affinity.bound:
             raise RuntimeError("this SyncFleet is open already")
-        self._affinity = LoopAffinity("SyncFleet")
+        self._affinity.bind()
         started: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
         self._stop = asyncio.Event()
 
@@ -209,7 +327,7 @@ class LoopThread:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._affinity is None or self._affinity.forked:
+        if self._affinity.forked:
             return
         with self._lock:
             loop, self._loop = self._loop, None
@@ -217,12 +335,11 @@ class LoopThread:
                 loop.call_soon_threadsafe(self._stop.set)  # after the calls before it
         if loop is not None:
             self._thread.join(_LOOP_TIMEOUT)
-        self._affinity = None
+        self._affinity.release()
 
-    def check(self) -> None:
+    def check_process(self) -> None:
         """Raises NotOpenHereError in a forked child, where the loop's thread is not."""
-        if self._affinity is not None:
-            self._affinity.check_process()
+        self._affinity.check_process()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs ``work`` in the loop, and returns its result or raises its error.
@@ -256,7 +373,7 @@ class LoopThread:
                     concurrent.futures.wait([future], _LOOP_TIMEOUT)
 
     def _schedule(self, function: Callable[[], None]) -> asyncio.AbstractEventLoop:
-        self.check()
+        self.check_process()
         if threading.current_thread() is self._thread:
             raise RuntimeError("called within the event loop, which cannot wait for itself")
         with self._lock:

@@ -77,7 +77,7 @@ def _in_loop(
         async def run() -> R:
             return method(self._inner, *args, **named)
 
-        self._loop_thread.check()
+        self._loop_thread.check_process()
         try:
             return self._loop_thread.call(run())
         except ClosedError:  # then nothing changes any more
@@ -177,7 +177,7 @@ class SyncFleet(_Facade[Fleet]):
 
     def session(self, prompt_ids: Sequence[int] = ()) -> SyncSession:
         """See ``Fleet.session``."""
-        self._loop_thread.check()
+        self._loop_thread.check_process()
         return SyncSession(self._inner.session(prompt_ids), self._loop_thread)
 
 
@@ -193,7 +193,7 @@ class SyncSession(_Facade[Session]):
 
     def append(self, token_ids: Sequence[int]) -> None:
         """See ``Session.append``."""
-        self._loop_thread.check()
+        self._loop_thread.check_process()
         self._inner.append(token_ids)
 
     def conversation(self) -> Conversation:

@@ -27,9 +27,8 @@ from rollwire.conversion import FINISH_REASON_TO_PROTO, SERVER_STATE_TO_PROTO
 from rollwire.types import FinishReason, ServerState
 from rollwire.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
 
-from rollwire_client._affinity import use_grpc
 from rollwire_client._arguments import checked_version
-from rollwire_client._concurrency import cancel_all
+from rollwire_client._concurrency import cancel_all, use_grpc
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable

@@ -123,7 +123,7 @@ class Batcher:
 
     async def close(self) -> None:
         """Ends the rollouts under way, on the servers too. ``save`` still works. Idempotent."""
-        if self._pool.forked:  # what is under way is the parent's
+        if self._pool.affinity.forked:  # what is under way is the parent's
             return
         await self._buffer.close()
         for callbacks in (self._reader, self._hooks, self._reward):

@@ -132,7 +132,7 @@ class Fleet:
         Raises:
             InvalidRequestError: They are not token ids.
         """
-        self._pool.check_process()
+        self._pool.affinity.check_process()
         return Session(prompt_ids, self._pool)
 
     async def info(self) -> dict[str, ServerInfo | RollwireError]:

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from rollwire.types import ServerState
 
-from rollwire_client._affinity import LoopAffinity
 from rollwire_client._arguments import seconds, server_address, servers_text
-from rollwire_client._concurrency import cancel_all, run_in_thread
+from rollwire_client._concurrency import LoopAffinity, cancel_all, run_in_thread
 from rollwire_client._errors import ClosedError, UnavailableError
 from rollwire_client._fleet.policy import Policy
 from rollwire_client._fleet.rollout import Retries, Rollout
@@ -164,7 +163,7 @@ class ServerPool:
         self._tasks: set[asyncio.Task[Any]] = set()  # of publishes
         self._own_tasks: set[asyncio.Task[Any]] = set()
         self._closed = True
-        self._affinity: LoopAffinity | None = None  # from when it begins to open until it is closed
+        self.affinity = LoopAffinity("Fleet", bound=False)  # bound while it opens or is open
 
     @property
     def servers(self) -> tuple[ServerHandle, ...]:
@@ -216,16 +215,16 @@ class ServerPool:
         return self.servers
 
     async def open(self) -> None:
-        self._check_affinity()
-        if self._affinity is not None:
+        self.affinity.check()
+        if self.affinity.bound:
             raise RuntimeError("this Fleet is open already")
-        self._affinity = LoopAffinity("Fleet")
+        self.affinity.bind()
         self._all, self.listed, self.router.servers = {}, (), ()
         try:
             await self._await_a_server()
         except BaseException:
             await self._close_clients()
-            self._affinity = None
+            self.affinity.release()
             raise
         self._closed = False
         for server in self._all.values():
@@ -235,34 +234,22 @@ class ServerPool:
             _spawn(self._follow_addresses(), self._own_tasks)
 
     async def close(self) -> None:
-        if self.forked:
+        if self.affinity.forked:
             return
-        self._check_affinity()
+        self.affinity.check()
         self._closed = True
         self.router.notify()
         try:
             await cancel_all([*self._tasks, *self._own_tasks])
         finally:
             await self._close_clients()
-            self._affinity = None
-
-    @property
-    def forked(self) -> bool:
-        return self._affinity is not None and self._affinity.forked
-
-    def check_process(self) -> None:
-        if self._affinity is not None:
-            self._affinity.check_process()
+            self.affinity.release()
 
     def check_open(self) -> None:
         """Raises ClosedError if the fleet is not open; NotOpenHereError if it is open elsewhere."""
-        self._check_affinity()
+        self.affinity.check()
         if self._closed:
             raise ClosedError("the fleet is not open: use it within `async with`")
-
-    def _check_affinity(self) -> None:
-        if self._affinity is not None:
-            self._affinity.check()
 
     async def _close_clients(self) -> None:
         await asyncio.gather(*(server.client.close() for server in self._all.values()))

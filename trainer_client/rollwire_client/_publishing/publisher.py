@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from rollwire.types import KvPolicy
 from rollwire.v1 import weights_pb2, weights_pb2_grpc
 
-from rollwire_client._affinity import LoopAffinity
 from rollwire_client._arguments import checked_version, integer
+from rollwire_client._concurrency import LoopAffinity
 from rollwire_client._data import PublishReport, PublishTimeouts
 from rollwire_client._errors import (
     MissingDependencyError,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 from rollwire.deadlines import Timeout
 
-from rollwire_client._affinity import LoopAffinity, check_grpc, use_grpc
+from rollwire_client._concurrency import LoopAffinity, check_grpc, use_grpc
 from rollwire_client._errors import ClosedError, ServerUnreachableError
 from rollwire_client._rpc.status import error_from_call
 

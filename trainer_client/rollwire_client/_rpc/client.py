@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Self, Unpack
 from rollwire.conversion import weight_tag_from_proto
 from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
 
-from rollwire_client._affinity import LoopAffinity
 from rollwire_client._arguments import all_seconds, seconds, server_address
+from rollwire_client._concurrency import LoopAffinity
 from rollwire_client._data import Aborted, Pause, Resumed, Sampling, ServerInfo
 from rollwire_client._errors import ClosedError, RollwireError, ServerUnreachableError
 from rollwire_client._rpc import conversion
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 
     from rollwire_client._rpc.channel import Request, Response
     from rollwire_client._rpc.rollout_stream import Attempt
-
-
-_NAME = "RolloutClient"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +99,7 @@ class RolloutClient:
         self.timeouts = checked_timeouts(timeouts)
         self._channel: grpc.aio.Channel | None = None
         self._stub: rollout_pb2_grpc.RolloutServiceStub | None = None
-        self._affinity = LoopAffinity(_NAME)
+        self._affinity = LoopAffinity("RolloutClient")
         self._stream: Stream | None = None
         self._opening = asyncio.Lock()
         self._context_length = 0
@@ -111,7 +108,7 @@ class RolloutClient:
         if self._channel is not None:
             self._affinity.check()
             raise RuntimeError(f"the client of {self.address} is open already")
-        self._affinity = LoopAffinity(_NAME)
+        self._affinity.bind()
         self._channel = connect(self.address, self._credentials)
         return self
 

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Self
 
-from rollwire_client._affinity import LoopAffinity
 from rollwire_client._arguments import seconds, update_text
+from rollwire_client._concurrency import LoopAffinity
 from rollwire_client._errors import PublishInProgressError
 from rollwire_client._publishing.sharded.coordination import Coordinator, Participant
 from rollwire_client._publishing.sharded.rendezvous import connect_ranks
