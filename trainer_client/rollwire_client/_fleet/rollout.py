@@ -71,7 +71,6 @@ class Retries:
     longest_delay: float = 5.0
 
     def __post_init__(self) -> None:
-        """Checks the values."""
         integer("Retries.attempts", self.attempts, minimum=1)
         for name in ("seconds", "first_delay", "longest_delay"):
             seconds(f"Retries.{name}", getattr(self, name))

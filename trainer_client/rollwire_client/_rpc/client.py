@@ -61,7 +61,6 @@ class Timeouts:
     close: float = 2.0
 
     def __post_init__(self) -> None:
-        """Checks the values."""
         all_seconds(self)
 
 

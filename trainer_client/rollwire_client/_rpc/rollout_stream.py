@@ -11,7 +11,7 @@ import contextlib
 import copy
 import logging
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
@@ -51,37 +51,23 @@ logger = logging.getLogger(__name__)
 _WAKE_INTERVAL = 0.02
 
 
+@dataclass(slots=True, eq=False)
 class Attempt:
     """One attempt at a sequence on one server: read it with ``next``, then ``close`` it."""
 
-    __slots__ = (
-        "_error",
-        "_finish_weights",
-        "_output",
-        "_read",
-        "_stream",
-        "_waiter",
-        "awaits_tokens",
-        "budget",
-        "ended",
-        "finish",
-        "handle",
-        "next_offset",
-    )
-
-    def __init__(self, stream: Stream, handle: int, output: TrajectoryBuilder, budget: int) -> None:
-        self.handle = handle  # its number on the stream
-        self.budget = budget  # the most output tokens that the sequence may come to
-        # Output tokens that came, and that the reader has: those before this attempt included.
-        self.next_offset = self._read = len(output.token_ids)
-        self.awaits_tokens = False
-        self.ended = False
-        self.finish: Finish | None = None
-        self._finish_weights: WeightTag | None = None  # until the reader has the finish
-        self._error: RollwireError | None = None
-        self._output: TrajectoryBuilder | None = output
-        self._stream = stream
-        self._waiter: asyncio.Future[None] | None = None
+    _stream: Stream
+    handle: int  # its number on the stream
+    budget: int  # the most output tokens that the sequence may come to
+    _output: TrajectoryBuilder | None
+    # Output tokens that came, and that the reader has: those before this attempt included.
+    next_offset: int
+    _read: int
+    awaits_tokens: bool = False
+    ended: bool = False
+    finish: Finish | None = None
+    _finish_weights: WeightTag | None = None  # until the reader has the finish
+    _error: RollwireError | None = None
+    _waiter: asyncio.Future[None] | None = None
 
     async def next(self) -> Chunk | None:
         """The next tokens of equal weights, as many as came; None after the last chunk, which has
@@ -230,7 +216,8 @@ class Stream:
         if self.lost is not None:
             raise copy.copy(self.lost)
         self._handles += 1
-        attempt = Attempt(self, self._handles, output, budget)
+        length = len(output.token_ids)
+        attempt = Attempt(self, self._handles, budget, output, length, length)
         self._attempts[attempt.handle] = attempt
         self.outstanding_tokens += budget - attempt.next_offset
         self._outgoing.put_nowait(
