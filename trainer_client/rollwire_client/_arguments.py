@@ -37,7 +37,6 @@ def number(name: str, value: object, *, minimum: float = 0.0, maximum: float = m
 
 
 def seconds(name: str, value: object, *, minimum: float = 0.0) -> float:
-    """``value`` as a time that can be waited for."""
     return number(name, value, minimum=minimum, maximum=MAX_SECONDS)
 
 
@@ -73,12 +72,7 @@ def checked_version(name: str, value: object) -> int | None:
 
 
 def server_address(value: str) -> str:
-    """``value``, if it is HOST:PORT; an IPv6 address is in brackets, as in [::1]:50051.
-
-    Raises:
-        TypeError: It is no text.
-        ValueError: It is something else, such as a URL or a host without a port.
-    """
+    """``value``, if it is HOST:PORT; an IPv6 address is in brackets, as in [::1]:50051."""
     if not isinstance(value, str):
         raise TypeError(f"the address {value!r} is not text such as '127.0.0.1:50051'")
     if not (match := _ADDRESS.fullmatch(value)) or not 0 < int(match["port"]) < 65536:

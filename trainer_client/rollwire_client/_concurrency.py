@@ -145,19 +145,13 @@ os.register_at_fork(after_in_child=_keep_untouched)
 
 
 class Call(Generic[T]):
-    """A call in another thread.
-
-    Attributes:
-        result: What it returns or raises. Cancelling it abandons the call: nobody learns how it
-            ends.
-        since: When it began on the monotonic clock; None before.
-    """
+    """A call in another thread. Cancelling its ``result`` abandons it: its end does not matter."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self.result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         # So that asyncio does not log an exception that nobody awaits.
         self.result.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self.since: float | None = None
+        self.since: float | None = None  # when it began, on the monotonic clock
         self._work = work
 
     def run(self) -> None:
@@ -188,26 +182,22 @@ def run_in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
 
 
 class WorkerThread:
-    """A thread that makes calls one after the other, in their order; started by the first.
-
-    ``abandon`` leaves it to the call that it makes, and a new one goes on with the rest. Used from
-    one event loop.
-    """
+    """A thread that makes calls one after the other, in their order; used from one event loop."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._calls: Calls | None = None
 
     def submit(self, work: Callable[[], T]) -> Call[T]:
-        """Has ``work`` called, within the context of now. Cancelling its ``result`` before it
-        begins takes it back.
-        """
+        """Has ``work`` called, within the context of now."""
         call = Call(functools.partial(contextvars.copy_context().run, work))
         self._put(call)
         return call
 
     def abandon(self, call: Call[T], error: Exception) -> None:
-        """Gives up a call that has begun; its result is ``error``."""
+        """Leaves the thread to a call that has begun, whose result is now ``error``; a new thread
+        goes on with the rest.
+        """
         waiting = self._stop()
         if not call.result.done():
             call.result.set_exception(error)
@@ -222,8 +212,7 @@ class WorkerThread:
     def _put(self, call: Call[Any]) -> None:
         if self._calls is None:
             self._calls = queue.SimpleQueue()
-            # The thread holds the queue and not this object: when nobody can submit any more, it
-            # ends.
+            # The thread holds the queue, not this object: it ends when nobody can submit any more.
             weakref.finalize(self, self._calls.put, None).atexit = False
             threading.Thread(
                 target=_make_calls, args=(self._calls,), name=self._name, daemon=True
@@ -262,10 +251,8 @@ def as_exception(error: BaseException) -> Exception:
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancels what still runs, and waits for it; what it raises does not matter any more.
-
-    Each task is cancelled once: it may need a while to clean up, undisturbed. When the caller is
-    cancelled meanwhile, that is raised once all have ended.
+    """Cancels what still runs, once, and waits while it cleans up; what it raises does not matter
+    any more. When the caller is cancelled meanwhile, that is raised once all have ended.
     """
     tasks = list(tasks)
     for task in tasks:
@@ -295,9 +282,8 @@ async def _wait(tasks: list[asyncio.Task[Any]]) -> None:
 
 
 class LoopThread:
-    """A thread that runs an event loop; a context manager, whose end cancels what still runs there.
-
-    Any thread may call.
+    """A thread that runs an event loop, for calls from any thread. A context manager, whose end
+    cancels what still runs there.
     """
 
     def __init__(self) -> None:
@@ -342,15 +328,9 @@ class LoopThread:
         self._affinity.check_process()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs ``work`` in the loop, and returns its result or raises its error.
-
-        An exception in the calling thread, such as KeyboardInterrupt, cancels the work, and is
-        raised once that has ended.
-
-        Raises:
-            ClosedError: The loop does not run, or the work was cancelled there.
-            NotOpenHereError: This is a forked child.
-            RuntimeError: Called from the loop's own thread, which cannot wait for itself.
+        """Runs ``work`` in the loop, and returns its result or raises its error: ClosedError if it
+        was cancelled there. An exception in the calling thread, such as KeyboardInterrupt, cancels
+        the work, and is raised once that has ended.
         """
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         tasks: list[asyncio.Task[T]] = []

@@ -205,7 +205,7 @@ class ServerHandle:
 
     async def run(self, interval: Callable[[], float]) -> None:
         """Probes the server every ``interval()`` seconds, and at once where there is a reason,
-        until it has left; then closes its channel.
+        until it has left.
         """
         while True:
             self._probe_now.clear()

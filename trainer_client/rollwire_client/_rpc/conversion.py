@@ -154,7 +154,7 @@ def set_field(message: Message, field: str, value: Any, *, prefix: str = "") -> 
 
 
 def set_repeated(message: Message, field: str, values: Any, *, prefix: str = "") -> None:
-    """Fills a repeated field from any iterable of integers, such as a list, array or tensor."""
+    """Fills a field from any iterable of integers, such as a list, array or tensor."""
     name, container = prefix + field, getattr(message, field)
     items = _items(values)
     if items is None:
@@ -227,9 +227,7 @@ def _invalid(
 
 
 def rows_from_proto(message: rollout_pb2.RoutedExperts, weights: WeightTag) -> Rows:
-    """Rows of routing that ``weights`` computed; raises ValueError if the message contradicts
-    itself.
-    """
+    """Rows that ``weights`` computed; raises ValueError if the message contradicts itself."""
     shape = message.num_layers, message.top_k, message.bytes_per_expert
     size = message.num_tokens * math.prod(shape)
     if message.bytes_per_expert not in (1, 2) or not size or len(message.experts) != size:
