@@ -206,6 +206,7 @@ class Rollout:
                 self.output,
                 timeout=min(self._patience, self._deadline - began),
                 avoid=self._step_failed_at,
+                serves_now=lambda server: not _is_below(server, self._bound(server)),
             )
         except UnavailableError as error:
             if self._clock() >= self._deadline:
@@ -277,7 +278,7 @@ class Rollout:
             while request.HasField("min_weight_version") and attempt.next_offset <= given:
                 began = self._clock()
                 timeout = _WEIGHTS_POLL
-                if behind := self._is_behind(server):
+                if behind := _is_below(server, request.min_weight_version):
                     timeout = min(timeout, self._patience)
                 try:
                     async with asyncio.timeout(timeout):
@@ -293,9 +294,9 @@ class Rollout:
 
     def _await_weights(self, server: ServerHandle, cause: Exception) -> None:
         """Raises RollwireError if a server whose weights are too old is not to be waited for."""
-        if not self._is_behind(server):
-            return
         bound, serves = self._request.min_weight_version, version_text(server.version)
+        if not _is_below(server, bound):
+            return
         allowed = self._bound(server)
         if allowed is None or allowed < bound:
             raise ServerNotReadyError(
@@ -316,9 +317,6 @@ class Rollout:
             give_up=self._clock() + self._patience,
             describe=lambda: f"{server.address}: serves {serves}, and version {bound} is asked for",
         )
-
-    def _is_behind(self, server: ServerHandle) -> bool:
-        return server.version is None or server.version < self._request.min_weight_version
 
     @property
     def _patience(self) -> float:
@@ -348,3 +346,7 @@ class Rollout:
             causes,
             scope=scope,
         )
+
+
+def _is_below(server: ServerHandle, bound: int | None) -> bool:
+    return bound is not None and (server.version is None or server.version < bound)

@@ -160,9 +160,10 @@ class Router:
         *,
         timeout: float,
         avoid: ServerHandle | None,
+        serves_now: Callable[[ServerHandle], bool],
     ) -> ServerHandle:
         """Waits for a server that takes the sequence, preferably one whose weights it need not
-        wait for; ``avoid`` gets it only if no other is ready.
+        wait for (``serves_now``); ``avoid`` gets it only if no other is ready.
 
         Raises:
             WeightVersionError: All servers have newer weights than the request takes.
@@ -186,7 +187,7 @@ class Router:
                 ]
                 if free := [server for server in ready if server.full_until <= now]:
                     others = [server for server in free if server is not avoid] or free
-                    current = [s for s in others if _serves_now(s, request, output)]
+                    current = [server for server in others if serves_now(server)]
                     return self._choose(current or others, request.session_id)
                 if max_version is not None and not ready:
                     self._check_bound(max_version)
@@ -259,14 +260,3 @@ def _problem(server: ServerHandle, max_version: int | None) -> str:
     if not reasons or server.full_until > asyncio.get_running_loop().time():
         reasons.append("its queue is full")
     return f"{server.address}: {', and '.join(reasons)}"
-
-
-def _serves_now(
-    server: ServerHandle, request: rollout_pb2.GenerateRequest, output: TrajectoryBuilder
-) -> bool:
-    """Whether its weights are new enough for the next token of the sequence."""
-    bounds = [server.min_version(output.newest)]
-    if request.HasField("min_weight_version"):
-        bounds.append(request.min_weight_version)
-    known = [bound for bound in bounds if bound is not None]
-    return not known or (server.version is not None and server.version >= max(known))
