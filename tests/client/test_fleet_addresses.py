@@ -22,7 +22,7 @@ from rollwire_client import (
     UnavailableError,
 )
 from rollwire_client._fleet.server_handle import ServerStatus
-from rollwire_client._fleet.server_pool import address_source
+from rollwire_client._fleet.server_pool import AddressSource
 
 PROMPT = [1, 2, 3]
 TOKENS = tuple(expected_token(PROMPT, i) for i in range(8))
@@ -243,16 +243,16 @@ async def test_a_name_is_resolved_again_and_again(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_what_a_name_resolves_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = address_source("dns:///localhost:5")
+    source = AddressSource("dns:///localhost:5")
     assert set(await source.resolve(10)) <= {"127.0.0.1:5", "[::1]:5"}
     assert source.server_name == "localhost"
     with pytest.raises(LookupError, match=r"dns:///nowhere\.invalid:5: "):
-        await address_source("dns:///nowhere.invalid:5").resolve(20)
+        await AddressSource("dns:///nowhere.invalid:5").resolve(20)
 
 
 @pytest.mark.parametrize("address", ["[fe80::1%br-lan]:5", "[::1]:5", "name.svc:5"])
 async def test_what_is_an_address_is_taken_as_it_is(address: str) -> None:
-    assert await address_source([address]).resolve(1) == (address,)
+    assert await AddressSource([address]).resolve(1) == (address,)
 
 
 @pytest.mark.parametrize("wrong", ["dns:///name", "dns:///:5", "dns://name:5/", "name:5"])

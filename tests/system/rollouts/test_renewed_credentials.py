@@ -105,7 +105,7 @@ async def test_a_renewal_that_is_half_done_is_passed_over(
         server.kill()
         with caplog.at_level(logging.WARNING, "rollwire_client"):
             for _ in range(3):
-                with pytest.raises(ServerUnreachableError, match="Connection refused|Socket closed"):
+                with pytest.raises(ServerUnreachableError, match=r"refused|closed"):
                     await client.info()
                 await asyncio.sleep(0)
         warnings = [r.getMessage() for r in caplog.records if "last ones count" in r.getMessage()]

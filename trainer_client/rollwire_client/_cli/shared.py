@@ -17,7 +17,7 @@ from rollwire.types import ServerState
 from rollwire_client._arguments import MAX_SECONDS, server_address
 from rollwire_client._data import ServerInfo
 from rollwire_client._errors import RollwireError
-from rollwire_client._fleet.server_pool import Addresses, address_source
+from rollwire_client._fleet.server_pool import Addresses, AddressSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable
@@ -61,7 +61,7 @@ def fleet_addresses(values: list[str]) -> Addresses:
     """The addresses of a fleet: several servers, or one name for all."""
     servers: Addresses = values[0] if values[0].startswith("dns:") and not values[1:] else values
     try:
-        address_source(servers)
+        AddressSource(servers)
     except (TypeError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     return servers

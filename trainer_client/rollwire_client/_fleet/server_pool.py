@@ -8,7 +8,7 @@ import inspect
 import logging
 import random
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from rollwire.types import ServerState
@@ -51,75 +51,59 @@ _READY_PROBES = 20
 _OTHER_PROBES = 200
 
 
-@dataclass(frozen=True, slots=True)
 class AddressSource:
-    """Says where the servers are now."""
+    """Says where the servers are now: a fixed list, a name that is resolved, or a function."""
 
-    description: str
-    lookup: Callable[[], Awaitable[Iterable[str]]]
-    fixed: bool = False  # the addresses never change
-    server_name: str | None = None  # what the certificates of all servers say, if that is known
+    def __init__(self, addresses: Addresses) -> None:
+        self.fixed = False  # the addresses never change
+        self.server_name: str | None = None  # what all servers' certificates say, if it is known
+        self._lookup: Callable[[], Any]
+        if callable(addresses):
+            self._lookup = addresses
+            name = getattr(addresses, "__qualname__", repr(addresses))
+            self._description = f"the addresses that {name} gives"
+        elif not isinstance(addresses, str):
+            listed = _checked_addresses(addresses)
+            if not listed:
+                raise ValueError("a fleet needs at least one server address")
+            self.fixed = True
+            self._lookup = lambda: listed
+            self._description = ", ".join(listed)
+        elif addresses.startswith(_DNS):
+            host, _, port = server_address(addresses.removeprefix(_DNS)).rpartition(":")
+            self.server_name = host.strip("[]")
+            self._lookup = functools.partial(_resolved, self.server_name, port)
+            self._description = f"{_DNS}{self.server_name}:{port}"
+        else:
+            raise TypeError(
+                f"addresses is the text {addresses!r}: give a list of HOST:PORT, "
+                f"or {_DNS}NAME:PORT for a name that is resolved again and again"
+            )
 
     async def resolve(self, timeout: float) -> tuple[str, ...]:
         """HOST:PORT of each server, each once; LookupError if there are none."""
         try:
             async with asyncio.timeout(timeout):
-                addresses = _checked_addresses(await self.lookup())
+                if inspect.iscoroutinefunction(self._lookup):
+                    answer = self._lookup()
+                else:  # it may block
+                    answer = await run_in_thread(self._lookup)
+                found = await answer if inspect.isawaitable(answer) else answer
+                addresses = _checked_addresses(found)
         except TimeoutError as error:
-            raise LookupError(f"{self.description}: no answer within {timeout:g} s") from error
+            raise LookupError(f"{self._description}: no answer within {timeout:g} s") from error
         except Exception as error:
-            raise LookupError(f"{self.description}: {error or type(error).__name__}") from error
+            raise LookupError(f"{self._description}: {error or type(error).__name__}") from error
         if not addresses:
-            raise LookupError(f"{self.description}: there are no servers")
+            raise LookupError(f"{self._description}: there are no servers")
         return addresses
 
 
-def address_source(addresses: Addresses) -> AddressSource:
-    if callable(addresses):
-        return _from_function(addresses)
-    if isinstance(addresses, str):
-        if not addresses.startswith(_DNS):
-            raise TypeError(
-                f"addresses is the text {addresses!r}: give a list of HOST:PORT, "
-                f"or {_DNS}NAME:PORT for a name that is resolved again and again"
-            )
-        return _from_name(server_address(addresses.removeprefix(_DNS)))
-    listed = _checked_addresses(addresses)
-    if not listed:
-        raise ValueError("a fleet needs at least one server address")
-
-    async def lookup() -> Iterable[str]:
-        return listed
-
-    return AddressSource(", ".join(listed), lookup, fixed=True)
-
-
-def _from_name(address: str) -> AddressSource:
-    """A name with an address for each server, as headless services have it."""
-    name, _, port = address.rpartition(":")
-    name = name.strip("[]")
-
-    async def lookup() -> Iterable[str]:
-        found = await run_in_thread(
-            lambda: socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
-        )
-        hosts = sorted({str(address[0]) for *_, address in found})  # resolvers shuffle them
-        return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
-
-    return AddressSource(f"{_DNS}{name}:{port}", lookup, server_name=name)
-
-
-def _from_function(function: Callable[[], Any]) -> AddressSource:
-    async def lookup() -> Iterable[str]:
-        if inspect.iscoroutinefunction(function):
-            answer = function()
-        else:  # it may block
-            answer = await run_in_thread(function)
-        addresses: Iterable[str] = await answer if inspect.isawaitable(answer) else answer
-        return addresses
-
-    name = getattr(function, "__qualname__", repr(function))
-    return AddressSource(f"the addresses that {name} gives", lookup)
+def _resolved(name: str, port: str) -> list[str]:
+    """Of a name with an address for each server, as headless services have it."""
+    found = socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
+    hosts = sorted({str(address[0]) for *_, address in found})  # resolvers shuffle them
+    return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
 
 
 def _checked_addresses(addresses: Iterable[str]) -> tuple[str, ...]:
@@ -144,7 +128,7 @@ class ServerPool:
             raise TypeError(
                 f"retries is {retries!r}: use for example Retries(attempts={retries!r})"
             )
-        self._source = address_source(addresses)
+        self._source = AddressSource(addresses)
         self.policy = Policy(self._policy_changed)
         self.router = Router(self.policy, self.check_open)
         self._retries = retries or Retries()

@@ -84,18 +84,14 @@ class Session:
     def __init__(self, prompt_ids: Sequence[int], pool: ServerPool) -> None:
         self.id = uuid.uuid4().hex
         self._pool = pool
-        self._token_ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int | None] = []
-        self._mask: list[bool] = []
-        self._turns: list[Trajectory] = []
+        self._so_far = Conversation(self.id, (), (), (), (), ())
         self._busy = False
         self.append(prompt_ids)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """All tokens that were given and sampled so far."""
-        return tuple(self._token_ids)
+        return self._so_far.token_ids
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Adds tokens that were not sampled, such as a tool's output or the next question.
@@ -109,10 +105,7 @@ class Session:
         """
         self._check_idle()
         given = checked_token_ids(token_ids)
-        self._token_ids += given
-        self._logprobs += [0.0] * len(given)
-        self._versions += [None] * len(given)
-        self._mask += [False] * len(given)
+        self._add(given, (0.0,) * len(given), (None,) * len(given), sampled=False)
 
     async def generate(
         self, sampling: Sampling = DEFAULT_SAMPLING, **options: Unpack[RolloutOptions]
@@ -129,7 +122,7 @@ class Session:
         rollout = self._turn(sampling, options)
         with self._sampling(rollout):
             await rollout.run()
-        return self._turns[-1]
+        return self._so_far.turns[-1]
 
     async def stream(
         self, sampling: Sampling = DEFAULT_SAMPLING, **options: Unpack[RolloutOptions]
@@ -147,23 +140,16 @@ class Session:
 
     def conversation(self) -> Conversation:
         """The conversation so far, without a turn that is under way."""
-        return Conversation(
-            session_id=self.id,
-            token_ids=self.token_ids,
-            logprobs=tuple(self._logprobs),
-            versions=tuple(self._versions),
-            mask=tuple(self._mask),
-            turns=tuple(self._turns),
-        )
+        return self._so_far
 
     def _turn(self, sampling: Sampling, options: RolloutOptions) -> Rollout:
         self._check_idle()
         if "session_id" in options:
             raise TypeError("session_id is the session's own: leave it out")
         own: RolloutOptions = {**options, "session_id": self.id}
-        sampled = [turn.segments[-1] for turn in self._turns if turn.segments]
+        sampled = [turn.segments[-1] for turn in self._so_far.turns if turn.segments]
         after = sampled[-1].weights if sampled else None
-        return self._pool.rollout(TrajectoryBuilder(self._token_ids, after=after), sampling, own)
+        return self._pool.rollout(TrajectoryBuilder(self.token_ids, after=after), sampling, own)
 
     @contextlib.contextmanager
     def _sampling(self, rollout: Rollout) -> Iterator[None]:
@@ -173,11 +159,26 @@ class Session:
         finally:
             self._busy = False
             turn = rollout.output.trajectory()
-            self._turns.append(turn)
-            self._token_ids += turn.token_ids
-            self._logprobs += turn.logprobs
-            self._versions += turn.versions
-            self._mask += [True] * len(turn.token_ids)
+            self._add(turn.token_ids, turn.logprobs, turn.versions, sampled=True, turns=(turn,))
+
+    def _add(
+        self,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[float, ...],
+        versions: tuple[int | None, ...],
+        *,
+        sampled: bool,
+        turns: tuple[Trajectory, ...] = (),
+    ) -> None:
+        before = self._so_far
+        self._so_far = Conversation(
+            self.id,
+            before.token_ids + token_ids,
+            before.logprobs + logprobs,
+            before.versions + versions,
+            before.mask + (sampled,) * len(token_ids),
+            before.turns + turns,
+        )
 
     def _check_idle(self) -> None:
         if self._busy:

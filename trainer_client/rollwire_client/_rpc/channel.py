@@ -8,6 +8,7 @@ import ipaddress
 import logging
 import socket
 import ssl
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -98,22 +99,6 @@ class Credentials:
         return self.token is not None or self.token_file is not None
 
 
-def _current_token(credentials: Credentials) -> Callable[[], str] | None:
-    """What gives the token that counts now; None without one."""
-    if credentials.token_file is not None:
-        file = _WatchedFiles(credentials.token_file)
-
-        def read() -> str:
-            file.refresh()
-            return (file.contents[0] or b"").decode()
-
-        return read
-    token = credentials.token
-    if token is None or callable(token):
-        return token
-    return lambda: token
-
-
 class _WatchedFiles:
     """The contents of files that belong together; the last good ones while they cannot be used.
 
@@ -188,28 +173,23 @@ def connect(address: str, credentials: Credentials) -> grpc.aio.Channel:
     return _ServerChannel(address, credentials)
 
 
-@dataclass(eq=False, slots=True)
-class _Connection:
-    """A channel of gRPC, which keeps to the TLS files that it was made with, and its calls."""
-
-    channel: grpc.aio.Channel
-    calls: int = 0
-
-
 class _ServerChannel(grpc.aio.Channel):
     """A channel that sends a token with every call, and connects with what the TLS files hold."""
 
     def __init__(self, address: str, credentials: Credentials) -> None:
         self._address = address
         self._credentials = credentials
-        self._token = _current_token(credentials)
+        file = credentials.token_file
+        self._token_file = _WatchedFiles(file) if file is not None else None
         self._files: _WatchedFiles | None = None
         if credentials.secure:
             files = credentials.ca, credentials.certificate, credentials.key
             self._files = _WatchedFiles(*files, check=_check_tls)
         self._affinity = LoopAffinity(f"client of {address}")
-        self._connection = self._connect()
-        self._replaced: set[_Connection] = set()  # each is closed with its last call
+        # A channel of gRPC keeps to the TLS files that it was made with.
+        self._channel = self._connect()
+        self._calls: Counter[grpc.aio.Channel] = Counter()  # under way
+        self._replaced: set[grpc.aio.Channel] = set()  # each is closed with its last call
         self._closing: set[asyncio.Task[None]] = set()
 
     def unary_unary(self, *args: Any, **named: Any) -> Any:
@@ -232,22 +212,22 @@ class _ServerChannel(grpc.aio.Channel):
 
     async def close(self, grace: float | None = None) -> None:
         replaced, self._replaced = self._replaced, set()
-        for connection in (*replaced, self._connection):
-            await connection.channel.close(grace)
+        for channel in (*replaced, self._channel):
+            await channel.close(grace)
         if self._closing:
             await asyncio.wait(self._closing)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:  # noqa: FBT001, FBT002
-        return self._connection.channel.get_state(try_to_connect)
+        return self._channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._connection.channel.wait_for_state_change(last_observed_state)
+        await self._channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        await self._connection.channel.channel_ready()
+        await self._channel.channel_ready()
 
     def _method(self, kind: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        of: _Connection | None = None
+        of: grpc.aio.Channel | None = None
         method: Any = None
 
         def call(
@@ -255,39 +235,43 @@ class _ServerChannel(grpc.aio.Channel):
         ) -> Any:
             nonlocal of, method
             self._affinity.check()
-            connection = self._current()
-            if connection is not of:
-                of, method = connection, getattr(connection.channel, kind)(*args, **named)
-            if self._token is not None:
-                metadata = (
-                    *(metadata or ()),
-                    ("authorization", f"Bearer {self._token().strip()}"),
-                )
+            channel = self._current()
+            if channel is not of:
+                of, method = channel, getattr(channel, kind)(*args, **named)
+            if (token := self._token()) is not None:
+                metadata = (*(metadata or ()), ("authorization", f"Bearer {token.strip()}"))
             made = method(*request, metadata=metadata, **options)
             use_grpc(made)
-            connection.calls += 1
-            made.add_done_callback(lambda _: self._ended(connection))
+            self._calls[channel] += 1
+            made.add_done_callback(lambda _: self._ended(channel))
             return made
 
         return call
 
-    def _current(self) -> _Connection:
+    def _token(self) -> str | None:
+        if self._token_file is not None:
+            self._token_file.refresh()
+            return (self._token_file.contents[0] or b"").decode()
+        token = self._credentials.token
+        return token() if callable(token) else token
+
+    def _current(self) -> grpc.aio.Channel:
         """Where the next call goes. An established connection is kept, whatever became of the
         files.
         """
-        before = self._connection
+        before = self._channel
         if (
             self._files is not None
-            and before.channel.get_state() is not grpc.ChannelConnectivity.READY
+            and before.get_state() is not grpc.ChannelConnectivity.READY
             and self._files.refresh()
         ):
             logger.info("%s: TLS files read again", self._address)
-            self._connection = self._connect()
+            self._channel = self._connect()
             self._replaced.add(before)
             self._close_if_unused(before)
-        return self._connection
+        return self._channel
 
-    def _connect(self) -> _Connection:
+    def _connect(self) -> grpc.aio.Channel:
         name = self._credentials.server_name
         options = (
             *_OPTIONS,
@@ -301,16 +285,17 @@ class _ServerChannel(grpc.aio.Channel):
             tls = grpc.ssl_channel_credentials(ca, key, certificate)
             channel = grpc.aio.secure_channel(self._address, tls, options=options)
         use_grpc(channel)
-        return _Connection(channel)
+        return channel
 
-    def _ended(self, connection: _Connection) -> None:
-        connection.calls -= 1
-        self._close_if_unused(connection)
+    def _ended(self, channel: grpc.aio.Channel) -> None:
+        self._calls[channel] -= 1
+        self._close_if_unused(channel)
 
-    def _close_if_unused(self, connection: _Connection) -> None:
-        if connection in self._replaced and not connection.calls:
-            self._replaced.discard(connection)
-            task = asyncio.ensure_future(connection.channel.close())
+    def _close_if_unused(self, channel: grpc.aio.Channel) -> None:
+        if channel in self._replaced and not self._calls[channel]:
+            self._replaced.discard(channel)
+            del self._calls[channel]
+            task = asyncio.ensure_future(channel.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
