@@ -118,22 +118,19 @@ class WaitLog:
             del self._waits[key]
         for reason in WaitReason:
             waits = [wait for wait in self._waits.values() if wait.reason is reason]
-            self._log(reason, waits, now)
+            if not waits and reason in self._warned:
+                logger.warning(reason.over, now - self._warned.pop(reason))
+            elif waits and reason not in self._warned and now - waits[0].since >= reason.grace:
+                self._warned[reason] = waits[0].since
+                logger.warning("%s", _wait_text(reason, waits, now))
 
-    def _log(self, reason: WaitReason, waits: list[_Wait], now: float) -> None:
-        if not waits:
-            if (since := self._warned.pop(reason, None)) is not None:
-                logger.warning(reason.over, now - since)
-            return
-        first = waits[0]
-        if reason in self._warned or now - first.since < reason.grace:
-            return
-        self._warned[reason] = first.since
-        obstacles = "; ".join(dict.fromkeys(wait.describe() for wait in waits[:_MAX_REASONS]))
-        message = reason.begun % (len(waits), obstacles)
-        if (give_up := min(wait.give_up for wait in waits)) < math.inf:
-            message += f"; the first is given up in {give_up - now:.0f} s if that stays so"
-        logger.warning("%s", message)
+
+def _wait_text(reason: WaitReason, waits: list[_Wait], now: float) -> str:
+    obstacles = "; ".join(dict.fromkeys(wait.describe() for wait in waits[:_MAX_REASONS]))
+    text = reason.begun % (len(waits), obstacles)
+    if (give_up := min(wait.give_up for wait in waits)) < math.inf:
+        text += f"; the first is given up in {give_up - now:.0f} s if that stays so"
+    return text
 
 
 class Router:
