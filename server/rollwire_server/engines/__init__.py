@@ -15,15 +15,12 @@ if TYPE_CHECKING:
 
 
 def create_engine(settings: ServerSettings) -> Engine:
-    """The engine that the settings name, not started. Imports the engine's libraries.
-
-    Raises EngineError when an ``engine_arg`` is wrong.
-    """
+    """The engine that the settings name, not started; EngineError if an ``engine_arg`` is wrong."""
     return _ENGINES[settings.engine](settings)
 
 
 def _create_embedded(settings: ServerSettings) -> Engine:
-    from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine, StagingPlace
+    from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
 
     if settings.engine_arg:
         raise EngineError("--engine-arg: the embedded engine has none, only flags of its own")
@@ -35,7 +32,7 @@ def _create_embedded(settings: ServerSettings) -> Engine:
             max_running_sequences=settings.max_running,
             context_length=settings.context_length,
             prefill_tokens=settings.prefill_tokens,
-            staging=StagingPlace(settings.staging),
+            staging=settings.staging,
             threads=settings.threads,
         )
     )
@@ -68,12 +65,10 @@ def _create_synthetic(settings: ServerSettings) -> Engine:
 
 def _create_sglang(settings: ServerSettings) -> Engine:
     from rollwire_server.engines.sglang import SglangConfig, SglangEngine
-    from rollwire_server.engines.sglang.config import parse_arguments
+    from rollwire_server.engines.sglang.launch import parse_arguments
 
     arguments = parse_arguments(_parse_arguments(settings.engine_arg))
-    own = {}
-    if "unresponsive_seconds" in arguments:
-        own["unresponsive_seconds"] = arguments.pop("unresponsive_seconds")
+    own = {name: arguments.pop(name) for name in {"unresponsive_seconds"} & arguments.keys()}
     device = settings.device
     if device == "auto":
         import torch

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rollwire.types import LogprobBasis
 
@@ -23,6 +23,22 @@ if TYPE_CHECKING:
     from rollwire.types import KvPolicy, SleepingWeights, WeightTag
     from rollwire_transport import Manifest, TensorSpec
     from torch import Tensor
+
+
+SAMPLING_PARAMETERS = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "max_new_tokens",
+        "stop_token_ids",
+        "ignore_eos",
+        "seed",
+    }
+)
+"""Fields of the API's SamplingParams that every engine here implements. An engine adds to them in
+``EngineInfo.sampling_parameters`` what it implements besides."""
 
 
 class EngineError(Exception):
@@ -383,3 +399,18 @@ class Engine(Protocol):
         it raises NoMemoryError; if the checkpoint cannot be read or the engine fails, EngineError.
         In both cases the engine still sleeps.
         """
+
+
+def end_token_ids(config: Any, generation_config: Any, vocab_size: int) -> tuple[int, ...]:
+    """All end-of-sequence tokens that a checkpoint names, ascending, for ``EngineInfo``.
+
+    ``config`` and ``generation_config`` are transformers' configurations of the model.
+    """
+    # They are in config.json, for the model or for its text part, and in generation_config.json, as
+    # a number or a list. The files often disagree: a chat model's turn may end with a token that
+    # only one of them names. So this is the union, without what is beyond the vocabulary.
+    named: set[int] = set()
+    for part in (config, config.get_text_config(), generation_config):
+        ids = getattr(part, "eos_token_id", None)
+        named.update([ids] if isinstance(ids, int) else ids or ())
+    return tuple(sorted(token for token in named if 0 <= token < vocab_size))

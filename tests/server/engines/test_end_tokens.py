@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rollwire_server.engines.end_tokens import end_token_ids
+from rollwire_server.engines.base import end_token_ids
 from transformers import GenerationConfig, LlavaConfig, Qwen2Config
 
 

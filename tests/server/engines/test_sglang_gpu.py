@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from rollwire.v1 import rollout_pb2
-from rollwire_server.engines.embedded.builtin import build
-from rollwire_server.engines.loading.fingerprint import Fingerprinter
-from rollwire_server.engines.loading.pinned_memory import PinnedMemory, pinner_for
-from rollwire_server.engines.loading.staging_memory import (
+from rollwire_server.engines.embedded.checkpoint import build
+from rollwire_server.engines.loading import Fingerprinter
+from rollwire_server.engines.memory import (
+    PinnedMemory,
     allocate_on_devices,
     allocate_on_host,
     open_parts,
@@ -178,10 +178,9 @@ async def test_memory_of_updates_is_taken_once(
 
 def test_pinned_memory_is_copied_to_and_from() -> None:
     spec = TensorSpec("all", "uint8", ((10 << 20) + 512,))
-    pinner = pinner_for(torch.device("cuda"))
-    assert pinner is not None
+    device = torch.device("cuda")
     memory = allocate_on_host([spec])
-    memory.pin(pinner)
+    memory.pin(device)
     assert memory.pin_error is None
     staged = memory.lend([spec])["all"]
     assert staged.is_pinned()
@@ -192,11 +191,11 @@ def test_pinned_memory_is_copied_to_and_from() -> None:
     torch.cuda.synchronize()
     assert torch.equal(there.cpu(), staged)
     (other,) = open_parts(memory.lend([spec]).layout.parts)
-    pinned = PinnedMemory(other, pinner)
+    pinned = PinnedMemory(other, device)
     assert (pinned.error, other.is_pinned()) == (None, True)
     pinned.release()
     assert not other.is_pinned()
-    assert PinnedMemory(torch.empty(0, dtype=torch.uint8), pinner).error is not None
+    assert PinnedMemory(torch.empty(0, dtype=torch.uint8), device).error is not None
     assert torch.ones(3, device="cuda").add_(1).sum().item() == 6  # that failure is not found again
 
 

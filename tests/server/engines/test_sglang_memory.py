@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rollwire_server.engines.loading import cuda_ipc
-from rollwire_server.engines.loading.staging_memory import (
+from rollwire_server.engines import memory as engine_memory
+from rollwire_server.engines.memory import (
     allocate_on_devices,
     allocate_on_host,
     open_parts,
@@ -59,7 +59,7 @@ def test_so_have_those_of_a_partial_update(specs: list[TensorSpec], data: st.Dat
 @given(specs, st.integers(1, 4))
 def test_devices_have_about_as_much_each(specs: list[TensorSpec], devices: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_ipc, "export_handle", lambda _: {})  # of which there is none here
+        patch.setattr(engine_memory, "export_handle", lambda _: {})  # of which there is none here
         staged = allocate_on_devices([CPU] * devices, specs, ranks=1).lend(specs)
     sizes = [0] * devices
     for place in staged.layout.places:

@@ -6,21 +6,21 @@ import logging
 from typing import TYPE_CHECKING
 
 import pytest
-from rollwire_server.engines.loading.staging_memory import allocate_on_host
+import torch
+from rollwire_server.engines import memory as engine_memory
+from rollwire_server.engines.memory import allocate_on_host
 from rollwire_server.engines.sglang import loader
-from rollwire_server.engines.sglang import weights as server
 from support.engines import staged_update
 from support.sglang_weights import Copying, Fragile, weights_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import torch
-
+CPU = torch.device("cpu")
 NBYTES = 128  # of an update, its tensors padded
 
 
-class CountingPinner:
+class Pages:
     """In the place of CUDA, which is not there: locks pages up to a limit, as a container may."""
 
     def __init__(self, limit: int = 1 << 20) -> None:
@@ -28,36 +28,47 @@ class CountingPinner:
         self.held: dict[int, int] = {}
         self.pinned = 0
 
-    def pin(self, address: int, nbytes: int) -> None:
-        if sum(self.held.values()) + nbytes > self.limit:
-            raise RuntimeError("cudaHostRegister: out of memory")
-        assert address not in self.held
-        self.held[address] = nbytes
-        self.pinned += 1
+    def pin(self, memory: torch.Tensor, device: torch.device) -> Pinned:
+        return Pinned(self, memory)
 
-    def unpin(self, address: int) -> None:
-        del self.held[address]
+
+class Pinned:
+    """What ``PinnedMemory`` is to CUDA."""
+
+    def __init__(self, pages: Pages, memory: torch.Tensor) -> None:
+        self.error: str | None = None
+        self._pages, self._address = pages, memory.data_ptr()
+        if sum(pages.held.values()) + memory.nbytes > pages.limit:
+            self.error = "cudaHostRegister: out of memory"
+            return
+        assert self._address not in pages.held
+        pages.held[self._address] = memory.nbytes
+        pages.pinned += 1
+
+    def release(self) -> None:
+        if self.error is None:
+            del self._pages.held[self._address]
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> CountingPinner:
+def here(monkeypatch: pytest.MonkeyPatch) -> Pages:
     """The pages of the server."""
-    pages = CountingPinner()
-    monkeypatch.setattr(server, "pinner_for", lambda device: pages)
+    pages = Pages()
+    monkeypatch.setattr(engine_memory, "PinnedMemory", pages.pin)
     return pages
 
 
 @pytest.fixture
-def there(monkeypatch: pytest.MonkeyPatch) -> CountingPinner:
+def there(monkeypatch: pytest.MonkeyPatch) -> Pages:
     """Those of SGLang's process."""
-    pages = CountingPinner()
-    monkeypatch.setattr(loader, "pinner_for", lambda device: pages)
+    pages = Pages()
+    monkeypatch.setattr(loader, "PinnedMemory", pages.pin)
     return pages
 
 
 @pytest.mark.parametrize("model", [Copying(), Fragile()])
 async def test_memory_is_pinned_once_at_both_ends(
-    tmp_path: Path, model: Copying, here: CountingPinner, there: CountingPinner
+    tmp_path: Path, model: Copying, here: Pages, there: Pages
 ) -> None:
     async with weights_of(model, tmp_path) as weights:
         await weights.allocate_staging()
@@ -76,8 +87,8 @@ async def test_memory_is_pinned_once_at_both_ends(
 async def test_memory_that_cannot_be_pinned_is_used_with_one_warning(
     tmp_path: Path,
     few: str,
-    here: CountingPinner,
-    there: CountingPinner,
+    here: Pages,
+    there: Pages,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     {"here": here, "there": there}[few].limit = NBYTES - 1
@@ -98,7 +109,7 @@ async def test_memory_that_cannot_be_pinned_is_used_with_one_warning(
 
 
 async def test_memory_is_unpinned_before_it_is_freed(
-    tmp_path: Path, here: CountingPinner, there: CountingPinner
+    tmp_path: Path, here: Pages, there: Pages
 ) -> None:
     async with weights_of(Copying(), tmp_path) as weights:
         await weights.allocate_staging()
@@ -112,7 +123,7 @@ async def test_memory_is_unpinned_before_it_is_freed(
         assert first.isdisjoint(here.held)
     specs = weights.specs
     memory = allocate_on_host(specs)
-    memory.pin(here)
+    memory.pin(CPU)
     assert len(here.held) == 2
     del memory
     assert len(here.held) == 1

@@ -1,0 +1,166 @@
+"""Putting weights in place inside an engine's own model: a copy plan, traced once from the model's
+own ``load_weights``, and fingerprints that tell whether the memory has changed since.
+
+Models fuse and shard what they load, each in its own way. A commit makes all copies of an update at
+once, in milliseconds. A loader that does more than copy cannot be traced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rollwire_transport import describe
+from rollwire_transport._digest import compile_sums, digest_of_sum
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rollwire_transport import TensorSpec
+    from torch import Tensor, nn
+
+COPY = torch.ops.aten.copy_.default
+# These pad a parameter. The first load has done that, and nothing changes the padding since.
+PADDING = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+
+
+class UntraceableLoadError(Exception):
+    """The model's loader does more than copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCopy:
+    """One copy from a checkpoint tensor into ``target``, a part of a parameter.
+
+    ``size``, ``stride`` and ``offset`` are the part of the contiguous checkpoint tensor, in
+    elements.
+    """
+
+    target: Tensor
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def source(self, tensor: Tensor) -> Tensor:
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+
+CopyPlan = dict[str, list[PlannedCopy]]
+"""The copies of each checkpoint tensor; an empty list if this process holds no part of it."""
+
+
+def trace_load(model: nn.Module, tensors: Sequence[tuple[str, str, Sequence[int]]]) -> CopyPlan:
+    """Traces how ``model`` loads tensors of these names, dtypes and shapes, on meta tensors.
+
+    Raises UntraceableLoadError if the loader does more than copy.
+    """
+    sources = {
+        name: torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta")
+        for name, dtype, shape in tensors
+    }
+    tracer = _CopyTracer(sources)
+    with torch.no_grad(), tracer:
+        model.load_weights(sources.items())  # type: ignore[operator]  # as SGLang's models have it
+    return tracer.plan
+
+
+def grouped_copy(plan: CopyPlan, staged: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The targets and the sources of all copies of an update."""
+    targets, sources = [], []
+    for name, tensor in staged.items():
+        for copy in plan[name]:
+            targets.append(copy.target)
+            sources.append(copy.source(tensor))
+    return targets, sources
+
+
+class _CopyTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records copies out of ``sources`` instead of making them, and refuses all other writes."""
+
+    def __init__(self, sources: Mapping[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.plan: CopyPlan = {name: [] for name in sources}
+        self._names = {_memory(tensor): name for name, tensor in sources.items()}
+        self._dtypes = {name: tensor.dtype for name, tensor in sources.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.is_view:
+            return func(*args, **(kwargs or {}))
+        if func is COPY:
+            target, source = args[:2]
+            name = self._names.get(_memory(source))
+            if name is None or target.is_meta or source.dtype != self._dtypes[name]:
+                raise UntraceableLoadError("it copies something that is not in the checkpoint")
+            read = source.expand(target.shape)
+            copy = PlannedCopy(target, tuple(read.shape), read.stride(), read.storage_offset())
+            self.plan[name].append(copy)
+            return target
+        if func in PADDING and not args[0].is_meta:
+            return args[0]
+        raise UntraceableLoadError(f"it calls {func}")
+
+
+def _memory(tensor: Tensor) -> int:
+    # The same for all views of one storage, meta tensors included.
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  torch names it no other way
+
+
+class Fingerprinter:
+    """Takes fingerprints of a model whose parameters and persistent buffers stay in place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        by_device: dict[torch.device, dict[str, Tensor]] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            by_device.setdefault(tensor.device, {})[name] = tensor.detach()
+        self._parts = [_DeviceSums(device, tensors) for device, tensors in by_device.items()]
+
+    def start(self) -> PendingFingerprint:
+        """Starts a fingerprint of the memory as it is now; devices compute on a side stream."""
+        return PendingFingerprint([(part.specs, part.sums()) for part in self._parts])
+
+
+class PendingFingerprint:
+    """The digest of each tensor at one moment, computed in the background."""
+
+    def __init__(self, pending: list[tuple[list[TensorSpec], Tensor]]) -> None:
+        self._pending = pending
+        self._digests: dict[str, int] = {}
+
+    def result(self) -> dict[str, int]:
+        """The digests by name; waits for the devices."""
+        for specs, sums in self._pending:
+            if sums.is_cuda:
+                torch.cuda.synchronize(sums.device)
+            for spec, total in zip(specs, sums.tolist(), strict=True):
+                self._digests[spec.name] = digest_of_sum(spec, total)
+        self._pending = []
+        return self._digests
+
+
+class _DeviceSums:
+    """The sums of all tensors on one device; of a CUDA device, on a stream of their own."""
+
+    def __init__(self, device: torch.device, tensors: Mapping[str, Tensor]) -> None:
+        in_order = {name: _in_memory_order(tensor) for name, tensor in tensors.items()}
+        self.specs = [describe(name, tensor) for name, tensor in in_order.items()]
+        self._compute = compile_sums(list(in_order.values()))
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self.sums()  # compiles the kernels
+            torch.cuda.synchronize(device)
+
+    def sums(self) -> Tensor:
+        if self._stream is None:
+            return self._compute()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            return self._compute()
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """With its dimensions in the order of its strides."""
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
