@@ -28,7 +28,7 @@ def builtin_model(name: str) -> PreTrainedModel:
     Raises:
         ValueError: There is no such model.
     """
-    from rollwire_server.engines.embedded.builtin import BUILTIN, build
+    from rollwire_server.engines.embedded.checkpoint import BUILTIN, build
 
     if name not in BUILTIN:
         raise ValueError(f"there is no built-in model {name!r}, only {', '.join(sorted(BUILTIN))}")

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from rollwire_server.engines.embedded.builtin import build
+from rollwire_server.engines.embedded.checkpoint import build
 from support.calls import Api, connected, generate, request
 from support.contract import FLAGS
 from support.servers import servers

@@ -9,7 +9,7 @@ import grpc
 import pytest
 import pytest_asyncio
 from rollwire.v1 import rollout_pb2
-from rollwire_server.engines.embedded.builtin import build
+from rollwire_server.engines.embedded.checkpoint import build
 from support.calls import generate, reason_of, request
 from support.publishing import publish
 from support.reference import changed, logits, of_tokens, with_tensors

@@ -20,7 +20,7 @@ def flags(engine: str, folder: Path, model: str = "builtin:tiny") -> list[str]:
     """How an engine is started with a built-in model; ``folder`` is for a checkpoint of it."""
     if engine != "sglang":
         return [*FLAGS[engine], *(("--model", model) if engine == "embedded" else ())]
-    from rollwire_server.engines.embedded.builtin import build
+    from rollwire_server.engines.embedded.checkpoint import build
 
     build(model).save_pretrained(folder / "model")
     return ["--model", str(folder / "model"), *FLAGS[engine]]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
-from rollwire_server.engines.embedded.builtin import build
+from rollwire_server.engines.embedded.checkpoint import build
 from support.engines import Driver, running
 
 if TYPE_CHECKING:

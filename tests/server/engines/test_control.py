@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rollwire.types import KvPolicy, WeightTag
 from rollwire_server.engines.base import EndReason, EngineError, EngineLoad
 from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
-from rollwire_server.engines.embedded.builtin import build
+from rollwire_server.engines.embedded.checkpoint import build
 from rollwire_server.engines.embedded.model import PackedModel
 from rollwire_server.engines.embedded.runner import MAX_FAILED_STEPS, ModelRunner
 from support.engines import Recorder, prompts, running, spec, staged_update

@@ -116,7 +116,7 @@ async def test_an_update_by_checkpoint_names_reaches_the_experts(
     (prompt,) = prompts(30)
     (got,) = await moe.sample(spec(prompt, 20, temperature=0.0))
 
-    from rollwire_server.engines.embedded.builtin import build
+    from rollwire_server.engines.embedded.checkpoint import build
     from safetensors.torch import load_file, save_file
 
     build("builtin:tiny-moe").save_pretrained(tmp_path)

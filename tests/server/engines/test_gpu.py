@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from rollwire.types import KvPolicy, SleepingWeights
-from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine, StagingPlace
+from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from rollwire_transport import Manifest, tensor_digest
 from support import reference
 from support.engines import prompts, running, spec
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from rollwire_server.engines.base import SequenceSpec
+    from rollwire_server.engines.embedded.weights import Staging
     from support.engines import Driver
     from transformers import PreTrainedModel
 
@@ -67,15 +68,15 @@ async def test_seeds_draw_what_they_draw_on_a_cpu(gpu: Driver) -> None:
     assert sum(same) >= len(same) - 1  # near-ties of floating point
 
 
-@pytest.mark.parametrize("place", StagingPlace)
+@pytest.mark.parametrize("staging", ["auto", "device", "host"])
 async def test_updates_wait_where_they_were_asked_to(
-    tiny: PreTrainedModel, place: StagingPlace
+    tiny: PreTrainedModel, staging: Staging
 ) -> None:
     tensors = reference.changed(tiny)
-    async with running(EmbeddedEngine(replace(config(), staging=place))) as driver:
+    async with running(EmbeddedEngine(replace(config(), staging=staging))) as driver:
         schema = driver.engine.schema()
         staged = await driver.engine.stage(Manifest(tuple(schema), ()))
-        on_host = place is StagingPlace.HOST
+        on_host = staging == "host"
         assert {t.device.type for t in staged.values()} == {"cpu" if on_host else "cuda"}
         assert all(t.is_pinned() == on_host for t in staged.values())
         info = driver.engine.describe()

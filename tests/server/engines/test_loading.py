@@ -7,7 +7,7 @@ import pytest
 import torch
 from rollwire_server.engines.base import EngineError
 from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
-from rollwire_server.engines.embedded.builtin import build
+from rollwire_server.engines.embedded.checkpoint import build
 from support import reference
 from support.engines import Recorder, prompts, running, spec
 from transformers import AutoConfig, AutoModelForCausalLM

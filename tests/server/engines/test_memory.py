@@ -57,7 +57,7 @@ async def test_discarded_weights_come_back_with_a_full_update(driver: Driver) ->
     (prompt,) = prompts(20)
     (before,) = await driver.sample(spec(prompt, seed=1))
     kept = await driver.engine.stage(Manifest(tuple(driver.engine.schema()), ()))
-    from rollwire_server.engines.embedded.builtin import build
+    from rollwire_server.engines.embedded.checkpoint import build
 
     model = build("builtin:tiny").state_dict()
     for name, tensor in kept.items():

@@ -1,4 +1,4 @@
-"""What one step computes: which tokens of which sequences, and those tokens packed into tensors."""
+"""What one step computes: the KV cache, and the tokens of a step packed into tensors."""
 
 from __future__ import annotations
 
@@ -8,12 +8,76 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from rollwire_server.engines.embedded.kv_cache import WIDTH_STEP, round_up
-
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rollwire_server.engines.embedded.kv_cache import KvCache
+WIDTH_STEP = 16
+"""The number of keys that a row attends to is padded to a multiple of this."""
+
+
+def round_up(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+class KvCache:
+    """Keys and values of ``slots`` sequences, [slot, token, head, dim], two tensors a layer.
+
+    A layer's heads and dims are those of the first keys and values that it stores. Entries that
+    were never written are zero, and written ones are finite: padding is masked by adding -inf to
+    scores, which does not hide NaN.
+    """
+
+    def __init__(self, slots: int, context: int, device: torch.device) -> None:
+        self.slots = slots
+        self.context = round_up(context, WIDTH_STEP)
+        self.device = device
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def resized(self, slots: int, context: int) -> KvCache:
+        """An empty cache of another size for the same layers."""
+        other = KvCache(slots, context, self.device)
+        for index, (keys, values) in self._layers.items():
+            other._layers[index] = (other._zeros(keys), other._zeros(values))
+        return other
+
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of a layer; ``key`` and ``value`` are [1, heads, tokens, dim]."""
+        if index not in self._layers:
+            by_token = (key.transpose(1, 2), value.transpose(1, 2))
+            self._layers[index] = (self._zeros(by_token[0]), self._zeros(by_token[1]))
+        return self._layers[index]
+
+    def copy(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
+        """Copies the first ``tokens`` entries of slots ``sources`` to slots ``targets``."""
+        for states in self._tensors():
+            states[targets, :tokens] = states[sources, :tokens]
+
+    def clear(self, slots: Tensor) -> None:
+        for states in self._tensors():
+            states[slots] = 0
+
+    def free(self) -> int:
+        """Frees the memory until ``reallocate``; returns the bytes freed."""
+        freed = self.nbytes
+        for states in self._tensors():
+            states.untyped_storage().resize_(0)
+        return freed
+
+    def reallocate(self) -> None:
+        for states in self._tensors():
+            states.untyped_storage().resize_(states.numel() * states.itemsize)
+            states.zero_()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(states.untyped_storage().nbytes() for states in self._tensors())
+
+    def _tensors(self) -> list[Tensor]:
+        return [states for layer in self._layers.values() for states in layer]
+
+    def _zeros(self, like: Tensor) -> Tensor:
+        """[slots, context, heads, dim], with heads and dim of ``like`` [_, _, heads, dim]."""
+        return like.new_zeros(self.slots, self.context, *like.shape[2:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,70 +100,42 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step computes.
-
-    Attributes:
-        copies: Done before anything is computed.
-        decoding: Slots whose last token is computed, ascending.
-        chunks: Tokens of other slots.
-    """
+    """What one step computes: copies first, then the last token of ``decoding``, and chunks."""
 
     copies: list[PrefixCopy]
-    decoding: np.ndarray
-    chunks: list[PrefillChunk]
+    decoding: np.ndarray  # slots, ascending
+    chunks: list[PrefillChunk]  # of other slots
 
     @property
     def slots(self) -> list[int]:
         return [*self.decoding.tolist(), *(chunk.slot for chunk in self.chunks)]
 
-    def halves(self) -> tuple[StepPlan, StepPlan]:
-        """The plan cut in two by slots. The result does not depend on which half runs first."""
-        slots = self.slots
-        at, n = len(slots) // 2, len(self.decoding)
-        first = set(slots[:at])
-        return (
-            StepPlan(
-                [copy for copy in self.copies if copy.target in first],
-                self.decoding[:at],
-                self.chunks[: max(0, at - n)],
-            ),
-            StepPlan(
-                [copy for copy in self.copies if copy.target not in first],
-                self.decoding[at:],
-                self.chunks[max(0, at - n) :],
-            ),
+    def only(self, slots: list[int]) -> StepPlan:
+        """The part of the plan for some slots. The parts may run in any order."""
+        return StepPlan(
+            [copy for copy in self.copies if copy.target in slots],
+            self.decoding[np.isin(self.decoding, slots)],
+            [chunk for chunk in self.chunks if chunk.slot in slots],
         )
 
 
 @dataclass(slots=True)
 class PackedBatch:
-    """Token rows: one of each decoding slot, then the prefill chunks, then padding.
-
-    Attributes:
-        cache: Where keys and values are read and written.
-        input_ids, positions: Of all rows; [rows].
-        entries: Where each row but the padding is stored in the cache, as slot * context +
-            position.
-        decoding: Slots, ascending; [n].
-        chunks: In the order of their rows.
-        width: How many keys decoding rows may see, a multiple of WIDTH_STEP.
-    """
+    """Token rows: one of each decoding slot, then the prefill chunks, then padding."""
 
     cache: KvCache
-    input_ids: Tensor
-    positions: Tensor
-    entries: Tensor
-    decoding: Tensor
+    input_ids: Tensor  # [rows]
+    positions: Tensor  # [rows]
+    entries: Tensor  # of all rows but the padding: slot * context + position
+    decoding: Tensor  # slots, ascending
     chunks: list[PrefillChunk]
-    width: int
+    width: int  # how many keys decoding rows may see, a multiple of WIDTH_STEP
     _adjacent: slice | None = None  # the decoding slots, if they are adjacent
     _masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
     def of_decoding(self, states: Tensor) -> Tensor:
-        """A layer's keys or values that decoding rows may see, [n, heads, width, dim].
-
-        A view where the slots are adjacent, else a copy.
-        """
+        """A layer's keys or values that decoding rows may see, [n, heads, width, dim]."""
+        # A view where the slots are adjacent, else a copy.
         chosen = states[self.decoding if self._adjacent is None else self._adjacent, : self.width]
         return chosen.transpose(1, 2)
 

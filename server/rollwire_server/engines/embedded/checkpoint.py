@@ -1,4 +1,7 @@
-"""Reads models from local files, never from a hub, and names tensors as checkpoints do."""
+"""Reads models from local files or builds them, never from a hub; names tensors as checkpoints do.
+
+The built-in models are tiny, with fixed random weights, for demonstrations and tests.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,61 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rollwire_server.engines.base import EngineError
-from rollwire_server.engines.embedded.builtin import BUILTIN, build
+from rollwire_server.engines.memory import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
     from transformers import PreTrainedModel
+
+BUILTIN = ("builtin:tiny", "builtin:tiny-moe")
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_EXPERTS = {
+    "moe_intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+
+
+def build(name: str) -> PreTrainedModel:
+    """A built-in model in fp32 on the CPU with the weights of seed 0.
+
+    Leaves the process's random state as it is.
+    """
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    # The weights are drawn here, not by transformers, so that they are the same with each of its
+    # releases and whatever other threads draw meanwhile.
+    with torch.random.fork_rng(devices=[]):
+        if name == "builtin:tiny":
+            model = Qwen2ForCausalLM(Qwen2Config(**_SHAPE, tie_word_embeddings=True))
+        else:
+            config = Qwen3MoeConfig(**_SHAPE, **_EXPERTS, tie_word_embeddings=False)
+            model = Qwen3MoeForCausalLM(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.02, generator=generator)
+            else:
+                parameter.fill_(0.0 if parameter_name.endswith("bias") else 1.0)
+    built: PreTrainedModel = model
+    return built
 
 
 def read_model(name: str, dtype_name: str) -> PreTrainedModel:
@@ -29,8 +80,7 @@ def read_model(name: str, dtype_name: str) -> PreTrainedModel:
         if not name.startswith("builtin:"):
             return _read(Path(name), dtype)
         if name not in BUILTIN:
-            known = ", ".join(sorted(BUILTIN))
-            raise EngineError(f"unknown built-in model {name!r}; there are {known}")
+            raise EngineError(f"unknown built-in model {name!r}; there are {', '.join(BUILTIN)}")
         model = build(name)
         return model if dtype == "auto" else model.to(dtype)
 
@@ -67,11 +117,6 @@ def checkpoint_tensors(hf: PreTrainedModel) -> dict[str, Tensor]:
     if [number for number, _ in tensors] != list(range(len(matrices))):
         return own
     return {name: matrices[number] for number, name in tensors}
-
-
-def first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
 
 
 @contextlib.contextmanager

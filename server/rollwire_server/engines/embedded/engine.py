@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import queue
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from rollwire_server.engines.base import EngineError, EngineLoad, NoMemoryError
-from rollwire_server.engines.embedded.checkpoint import first_line
 from rollwire_server.engines.embedded.startup import start_runner
+from rollwire_server.engines.memory import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -35,20 +34,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class _Command:
-    """Something to run between two steps, and the future of its result."""
-
-    run: Callable[[ModelRunner], Any]
-    result: asyncio.Future[Any] | None
-
-
 class _NotRunningError(EngineError):
     """The engine does not run, so it samples nothing either."""
-
-
-class _LoopClosedError(Exception):
-    """The event loop is closed: there is nobody to report to."""
 
 
 class EmbeddedEngine:
@@ -61,7 +48,10 @@ class EmbeddedEngine:
 
     def __init__(self, config: EmbeddedConfig) -> None:
         self._config = config
-        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        # What to run, and the future of its result if somebody waits for it; None ends the thread.
+        self._commands: queue.SimpleQueue[
+            tuple[Callable[[ModelRunner], Any], asyncio.Future[Any] | None] | None
+        ] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ended = asyncio.Event()
         self._runner: ModelRunner | None = None
@@ -100,10 +90,8 @@ class EmbeddedEngine:
         return self._runner.load() if self._runner is not None else EngineLoad(0, 0, 0, 0)
 
     def submit(self, spec: SequenceSpec) -> None:
-        runner = self._running()
-        runner.check(spec)
-        runner.count_submitted()
-        self._commands.put(_Command(lambda r: r.add(spec), None))
+        self._running().accept(spec)
+        self._commands.put((lambda runner: runner.add(spec), None))
 
     async def abort(self, keys: Sequence[int]) -> None:
         with contextlib.suppress(_NotRunningError):
@@ -118,7 +106,7 @@ class EmbeddedEngine:
         await self._call(lambda runner: runner.release())
 
     def schema(self) -> list[TensorSpec]:
-        return self._running().weights.schema()
+        return list(self._running().weights.specs)
 
     async def stage(self, manifest: Manifest) -> Mapping[str, Tensor]:
         return await self._call(lambda runner: runner.weights.stage(manifest))
@@ -146,11 +134,10 @@ class EmbeddedEngine:
         """Runs a command on the engine's thread between two steps."""
         self._running()
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._commands.put(_Command(run, result))
+        self._commands.put((run, result))
         return await result
 
     def _on_thread_end(self, started: asyncio.Future[Any], error: BaseException | None) -> None:
-        """The thread's last report: it has ended, because of ``error`` if there is one."""
         self._runner = None
         if not started.done():
             self._why_not_running = "the engine did not start"
@@ -161,9 +148,9 @@ class EmbeddedEngine:
             self._why_not_running = f"the engine is dead: {type(error).__name__}: {error}"
             self._sink.on_failure(error)
         while not self._commands.empty():
-            command = self._commands.get_nowait()
-            if command is not None and command.result is not None:
-                _resolve(command.result, None, _NotRunningError(self._why_not_running))
+            match self._commands.get_nowait():
+                case (_, asyncio.Future() as result):
+                    _resolve(result, None, _NotRunningError(self._why_not_running))
         self._ended.set()
 
     # What follows runs on the engine's thread.
@@ -172,57 +159,59 @@ class EmbeddedEngine:
         self, server_id: str, started: asyncio.Future[tuple[ModelRunner, EngineInfo]]
     ) -> None:
         error: BaseException | None = None
-        with contextlib.suppress(_LoopClosedError):
-            try:
-                runner, info = start_runner(self._config, server_id)
-                self._post(_resolve, started, (runner, info), None)
-                self._serve(runner)
-            except _LoopClosedError:
-                raise
-            except BaseException as e:
-                error = e
-            self._post(self._on_thread_end, started, error)
+        try:
+            runner, info = start_runner(self._config, server_id)
+            self._post(_resolve, started, (runner, info), None)
+            self._serve(runner)
+        except BaseException as e:
+            error = e
+        self._post(self._on_thread_end, started, error)
 
     def _serve(self, runner: ModelRunner) -> None:
         """Runs commands and steps until told to stop; waits while there is nothing to compute."""
         busy = False
         while True:
             try:
-                while True:
-                    command = self._commands.get(block=not busy)
-                    if command is None:
-                        return
-                    self._execute(command, runner)
-                    busy = True  # there may be something to compute now
+                command = self._commands.get(block=not busy)
             except queue.Empty:
                 step = runner.step()
-            busy = step is not None
-            if step is not None:
-                self._post(self._sink.on_step, step)
+                busy = step is not None
+                if step is not None:
+                    self._post(self._sink.on_step, step)
+            else:
+                if command is None:
+                    return
+                self._execute(*command, runner)
+                busy = True  # there may be something to compute now
 
-    def _execute(self, command: _Command, runner: ModelRunner) -> None:
-        if command.result is None:
-            command.run(runner)
+    def _execute(
+        self,
+        run: Callable[[ModelRunner], Any],
+        result: asyncio.Future[Any] | None,
+        runner: ModelRunner,
+    ) -> None:
+        if result is None:
+            run(runner)
             return
         try:
-            value = command.run(runner)
+            value = run(runner)
         except torch.OutOfMemoryError as error:
             full = NoMemoryError(f"the device is full: {first_line(error)}")
-            self._post(_resolve, command.result, None, full)
+            self._post(_resolve, result, None, full)
         except torch.AcceleratorError as error:
             failure = EngineError(f"the device fails: {first_line(error)}")
-            self._post(_resolve, command.result, None, failure)
+            self._post(_resolve, result, None, failure)
         except Exception as error:
-            self._post(_resolve, command.result, None, error)
+            self._post(_resolve, result, None, error)
         else:
-            self._post(_resolve, command.result, value, None)
+            self._post(_resolve, result, value, None)
 
     def _post(self, function: Callable[..., object], *args: object) -> None:
         """Has the event loop call a function."""
         try:
             self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError as error:
-            raise _LoopClosedError from error
+        except RuntimeError:  # the loop is closed, and nobody left to report to
+            self._commands.put(None)
 
 
 def _resolve(future: asyncio.Future[Any], value: object, error: BaseException | None) -> None:

@@ -1,4 +1,4 @@
-"""Builds the ``Step`` that the engine reports from what a forward pass computed."""
+"""Builds the ``Step`` that the engine reports from what forward passes computed."""
 
 from __future__ import annotations
 
@@ -18,31 +18,46 @@ from rollwire_server.engines.base import (
 if TYPE_CHECKING:
     import numpy as np
     from rollwire.types import WeightTag
+    from torch import Tensor
 
-    from rollwire_server.engines.embedded.sampling import SamplerOutput
+    from rollwire_server.engines.embedded.batch import StepPlan
     from rollwire_server.engines.embedded.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """Sampled tokens on the host, one a row, and the top log-probabilities of some rows."""
+    """A token of each of ``slots``, and the top log-probabilities of some rows."""
 
+    slots: np.ndarray
     ids: np.ndarray
     logprobs: list[float]
     top_logprobs: dict[int, TopLogprobs]
 
 
-def to_host(output: SamplerOutput, top_logprobs: np.ndarray) -> SampledTokens:
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """The results of one forward pass, on the host."""
+
+    plan: StepPlan
+    slots: np.ndarray  # of each row
+    not_finite: np.ndarray  # slots whose logits hold NaN or infinity
+    prompts: list[tuple[int, list[float]]]  # slots, with those of their next prompt tokens
+    sampled: SampledTokens | None
+
+
+def to_host(
+    slots: np.ndarray, token_ids: Tensor, logprobs: Tensor, top_logprobs: np.ndarray
+) -> SampledTokens:
     """Copies sampled tokens to the host, with ``top_logprobs`` [rows] top ones of each row."""
-    logprobs = output.logprobs.gather(1, output.token_ids[:, None])[:, 0].tolist()
+    own = logprobs.gather(1, token_ids[:, None])[:, 0].tolist()
     tops: dict[int, TopLogprobs] = {}
     if max_k := int(top_logprobs.max()):
-        top = output.logprobs.topk(max_k, dim=-1)
-        token_ids, values = top.indices.tolist(), top.values.tolist()
+        top = logprobs.topk(max_k, dim=-1)
+        top_ids, values = top.indices.tolist(), top.values.tolist()
         for row in top_logprobs.nonzero()[0].tolist():
             k = int(top_logprobs[row])
-            tops[row] = TopLogprobs(k, token_ids[row][:k], values[row][:k])
-    return SampledTokens(output.token_ids.cpu().numpy(), logprobs, tops)
+            tops[row] = TopLogprobs(k, top_ids[row][:k], values[row][:k])
+    return SampledTokens(slots, token_ids.cpu().numpy(), own, tops)
 
 
 class StepBuilder:
@@ -60,9 +75,9 @@ class StepBuilder:
             self._step.oldest_kv_revisions = self._revisions
         return self._step
 
-    def add_tokens(self, slots: np.ndarray, tokens: SampledTokens) -> None:
-        """Appends a token to each of ``slots``; ends the sequences that are complete with it."""
-        scheduler, step = self._scheduler, self._step
+    def add_tokens(self, tokens: SampledTokens) -> None:
+        """Appends a token to each sequence; ends those that are complete with it."""
+        scheduler, step, slots = self._scheduler, self._step, tokens.slots
         scheduler.tokens[slots, scheduler.length[slots]] = tokens.ids
         scheduler.length[slots] += 1
 
@@ -80,9 +95,9 @@ class StepBuilder:
                 self._extras(sequence.slot).cached_prompt_tokens = sequence.cached_prompt_tokens
                 sequence.cached_prompt_tokens = None
             if token in sequence.spec.sampling.stop_token_ids:
-                self._end(sequence.slot, EndReason.STOP)
+                self.end(sequence.slot, EndReason.STOP)
             elif is_full:
-                self._end(sequence.slot, EndReason.LENGTH)
+                self.end(sequence.slot, EndReason.LENGTH)
 
     def add_prompt_logprobs(self, slot: int, logprobs: list[float]) -> None:
         """Reports the log-probabilities of a slot's next prompt tokens."""
@@ -98,11 +113,9 @@ class StepBuilder:
             return
         scheduler = self._scheduler
         for slot in dict.fromkeys(slots.tolist()):
-            if not scheduler.live[slot]:
+            if not scheduler.live[slot] or not scheduler.at(slot).spec.routed_experts:
                 continue
             sequence = scheduler.at(slot)
-            if not sequence.spec.routed_experts:
-                continue
             start, end = sequence.reported_routing, int(scheduler.cached[slot])
             rows = self._routing[slot, start:end]
             sequence.reported_routing = end
@@ -118,24 +131,11 @@ class StepBuilder:
                 )
             )
 
-    def end_not_finite(self, slots: np.ndarray) -> None:
-        """Ends sequences whose logits hold NaN or infinity."""
-        for slot in slots.tolist():
-            tokens = int(self._scheduler.cached[slot])
-            message = f"NaN or infinity in the logits after {tokens} tokens"
-            self._end(slot, EndReason.NOT_FINITE, message)
-
-    def end_failed(self, slot: int, error: Exception, *, alone: bool) -> None:
-        """Ends a sequence whose step raised, for this sequence alone or whatever it computed."""
-        reason = EndReason.STEP_FAILED if alone else EndReason.INTERRUPTED
-        what = f"{type(error).__name__}: {error}"
-        self._end(slot, reason, what if alone else f"the engine's step failed: {what}")
+    def end(self, slot: int, reason: EndReason, message: str = "") -> None:
+        key = self._scheduler.at(slot).spec.key
+        self._step.ends.append(SequenceEnd(key, reason, message))
+        self._scheduler.release(slot)
 
     def _extras(self, slot: int) -> SequenceExtras:
         key = self._scheduler.at(slot).spec.key
         return self._step.extras.setdefault(key, SequenceExtras())
-
-    def _end(self, slot: int, reason: EndReason, message: str = "") -> None:
-        key = self._scheduler.at(slot).spec.key
-        self._step.ends.append(SequenceEnd(key, reason, message))
-        self._scheduler.release(slot)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import time
 import traceback
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,10 +14,16 @@ import torch
 from rollwire.types import KvPolicy, WeightTag
 from rollwire_transport import sum_digests
 
-from rollwire_server.engines.base import CommitStats, EngineError, EngineLoad, TornWeightsError
+from rollwire_server.engines.base import (
+    CommitStats,
+    EndReason,
+    EngineError,
+    EngineLoad,
+    TornWeightsError,
+)
 from rollwire_server.engines.embedded.batch import PrefillChunk, pack
 from rollwire_server.engines.embedded.checkpoint import checkpoint_tensors
-from rollwire_server.engines.embedded.output import StepBuilder, to_host
+from rollwire_server.engines.embedded.output import ForwardResult, StepBuilder, to_host
 from rollwire_server.engines.embedded.sampling import SamplingNoise, log_probabilities, sample
 from rollwire_server.engines.embedded.scheduler import Scheduler
 from rollwire_server.engines.embedded.weights import ModelWeights
@@ -31,11 +37,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rollwire_server.engines.base import SequenceSpec, Step
-    from rollwire_server.engines.embedded.batch import StepPlan
-    from rollwire_server.engines.embedded.kv_cache import KvCache
+    from rollwire_server.engines.embedded.batch import KvCache, StepPlan
     from rollwire_server.engines.embedded.model import PackedModel
-    from rollwire_server.engines.embedded.output import SampledTokens
-    from rollwire_server.engines.embedded.weights import StagingPlace
+    from rollwire_server.engines.embedded.weights import Staging
 
 log = structlog.get_logger()
 
@@ -54,31 +58,10 @@ _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 _NO_SLOTS = np.empty(0, dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardResult:
-    """The results of one forward pass, on the host.
-
-    Attributes:
-        plan: What was computed.
-        slots: Of each row.
-        not_finite: Slots whose logits hold NaN or infinity.
-        prompts: Slots with the log-probabilities of their next prompt tokens.
-        sampled: Slots that got a token.
-        tokens: Their tokens; None if there are none.
-    """
-
-    plan: StepPlan
-    slots: np.ndarray
-    not_finite: np.ndarray
-    prompts: list[tuple[int, list[float]]]
-    sampled: np.ndarray
-    tokens: SampledTokens | None
-
-
 class ModelRunner:
     """The model, its weights, its KV cache and its sequences.
 
-    Belongs to the engine's thread, except ``load``, ``check`` and ``count_submitted``.
+    Belongs to the engine's thread, except ``load`` and ``accept``.
     """
 
     def __init__(
@@ -89,7 +72,7 @@ class ModelRunner:
         *,
         context: int,
         prefill_tokens: int,
-        staging: StagingPlace,
+        staging: Staging,
         server_id: str,
     ) -> None:
         self._model = model
@@ -102,7 +85,9 @@ class ModelRunner:
         self._asleep = False
         self._submitted = 0
         self._added = 0
-        self._failures = _FailedSteps()
+        self._failed_in_a_row = 0
+        self._failures_unlogged = 0
+        self._failure_logged_at: dict[type[Exception], float] = {}
         self.scheduler = Scheduler(cache.slots, context)
         self.routing = model.routers.allocate(cache.slots, context)
         self.weights = ModelWeights(model.hf, staging)
@@ -117,17 +102,14 @@ class ModelRunner:
             kv_tokens_total=scheduler.tokens.size,
         )
 
-    def check(self, spec: SequenceSpec) -> None:
-        """Raises EngineError if a sequence can never run here."""
+    def accept(self, spec: SequenceSpec) -> None:
+        """Counts a sequence that waits for ``add``; raises EngineError if it can never run."""
         tokens, context = len(spec.prompt) + len(spec.prefix), self.scheduler.context
         if not spec.prompt or tokens >= context:
             raise EngineError(
                 f"a sequence of {tokens} tokens cannot be sampled: 1 to {context - 1} leave room "
                 "for another"
             )
-
-    def count_submitted(self) -> None:
-        """Counts a sequence as waiting before it reaches ``add``."""
         self._submitted += 1
 
     def add(self, spec: SequenceSpec) -> None:
@@ -180,8 +162,6 @@ class ModelRunner:
             self.weights.reload(checkpoint)
         self._asleep = False
 
-    # Steps.
-
     @torch.inference_mode()
     def step(self) -> Step | None:
         """Computes and samples the next step; None if there is nothing to do, or sampling is held.
@@ -205,25 +185,26 @@ class ModelRunner:
         if failed:
             self._end_failed(failed, output, alone=bool(results) or self._can_compute(min(failed)))
         else:
-            self._failures.reset()
+            self._failed_in_a_row = 0
         return output.build()
 
     def _forward_or_split(
         self, plan: StepPlan, failed: dict[int, Exception]
     ) -> list[ForwardResult]:
-        """Computes a plan. If that raises, computes its halves, down to single sequences; those
-        that raise alone are put into ``failed``, by slot.
+        """Computes a plan, or if that raises its halves, down to single sequences; those that raise
+        alone are put into ``failed``, by slot.
         """
         try:
             return [self._forward(plan)]
         except Exception as error:  # whatever it is, other sequences can go on
             traceback.clear_frames(error.__traceback__)  # they hold the step's memory
             slots = plan.slots
-            self._failures.log(error, sequences=len(slots))
+            self._log_failure(error, sequences=len(slots))
             if len(slots) == 1:
                 failed[slots[0]] = error
                 return []
-        return [result for half in plan.halves() for result in self._forward_or_split(half, failed)]
+        halves = (slots[: len(slots) // 2], slots[len(slots) // 2 :])
+        return [r for half in halves for r in self._forward_or_split(plan.only(half), failed)]
 
     def _forward(self, plan: StepPlan) -> ForwardResult:
         # All that can raise is done here. It changes nothing but entries of the cache, which are
@@ -250,35 +231,62 @@ class ModelRunner:
                 token_ids = scheduler.next_prompt_tokens(slot, len(logprobs))
                 prompts.append((slot, _gather(logprobs, token_ids)))
         sampling = wanted.sampling(without=not_finite)
-        sampled, tokens = wanted.slots[sampling], None
+        sampled = None
         if len(sampling):
             if len(sampling) < len(logits):
                 logits = logits[torch.from_numpy(sampling).to(logits.device)]
-            drawn = sample(logits, scheduler.sampling_metadata(sampled), self._noise)
-            tokens = to_host(drawn, scheduler.top_logprobs[sampled])
-        return ForwardResult(plan, slots, not_finite, prompts, sampled, tokens)
+            drawing = wanted.slots[sampling]
+            drawn = sample(logits, scheduler.sampling_metadata(drawing), self._noise)
+            sampled = to_host(drawing, *drawn, scheduler.top_logprobs[drawing])
+        return ForwardResult(plan, slots, not_finite, prompts, sampled)
 
     def _record(self, result: ForwardResult, output: StepBuilder) -> None:
         self.scheduler.mark_computed(result.plan)
+        for slot in result.not_finite.tolist():
+            tokens = int(self.scheduler.cached[slot])
+            message = f"NaN or infinity in the logits after {tokens} tokens"
+            output.end(slot, EndReason.NOT_FINITE, message)
         if len(result.not_finite):
-            output.end_not_finite(result.not_finite)
             self._clear(result.not_finite)
         output.add_routed_experts(result.slots)
         for slot, logprobs in result.prompts:
             output.add_prompt_logprobs(slot, logprobs)
-        if result.tokens is not None:
-            output.add_tokens(result.sampled, result.tokens)
+        if result.sampled is not None:
+            output.add_tokens(result.sampled)
 
     def _end_failed(
         self, failed: dict[int, Exception], output: StepBuilder, *, alone: bool
     ) -> None:
-        if alone:  # the model computes others, so the engine is sound
-            self._failures.reset()
-        else:
-            self._failures.count(failed[min(failed)])
+        """Ends sequences whose step raised, for each ``alone`` or whatever the model computed."""
+        # Alone: the model computes others, so the engine is sound.
+        self._failed_in_a_row = 0 if alone else self._failed_in_a_row + 1
+        if self._failed_in_a_row >= MAX_FAILED_STEPS:
+            error = failed[min(failed)]
+            raise EngineError(
+                f"{self._failed_in_a_row} steps failed in a row, the last with "
+                f"{type(error).__name__}: {error}"
+            ) from error
         for slot, error in failed.items():
-            output.end_failed(slot, error, alone=alone)
+            message = f"{type(error).__name__}: {error}"
+            if alone:
+                output.end(slot, EndReason.STEP_FAILED, message)
+            else:
+                output.end(slot, EndReason.INTERRUPTED, f"the engine's step failed: {message}")
         self._clear(np.array(list(failed), dtype=np.int64))
+
+    def _log_failure(self, error: Exception, *, sequences: int) -> None:
+        """Logs a step that raised, each kind of error once in FAILURE_LOG_SECONDS."""
+        now, kind = time.monotonic(), type(error)
+        if now - self._failure_logged_at.get(kind, -math.inf) < FAILURE_LOG_SECONDS:
+            self._failures_unlogged += 1
+            return
+        log.error(
+            "a step failed: a sequence that fails alone ends, the others go on",
+            exc_info=error,
+            sequences=sequences,
+            unsaid=self._failures_unlogged,
+        )
+        self._failure_logged_at[kind], self._failures_unlogged = now, 0
 
     def _can_compute(self, slot: int) -> bool:
         """Whether the model computes token 0, in a slot that will be cleared."""
@@ -290,7 +298,7 @@ class ModelRunner:
             )
             self._model.logits(batch, np.zeros(1, dtype=np.int64)).cpu()
         except Exception as error:
-            self._failures.log(error, sequences=0)
+            self._log_failure(error, sequences=0)
             return False
         return True
 
@@ -307,41 +315,6 @@ class ModelRunner:
     def _clear(self, slots: np.ndarray) -> None:
         self._cache.clear(torch.from_numpy(slots).to(self._model.device))
         self.scheduler.drop_entries(slots)
-
-
-class _FailedSteps:
-    """Counts failed steps in a row, and logs failures."""
-
-    def __init__(self) -> None:
-        self._in_a_row = 0
-        self._unlogged = 0
-        self._logged_at: dict[type[Exception], float] = {}
-
-    def log(self, error: Exception, *, sequences: int) -> None:
-        """Logs a step that raised, each kind of error once in FAILURE_LOG_SECONDS."""
-        now, kind = time.monotonic(), type(error)
-        if now - self._logged_at.get(kind, -FAILURE_LOG_SECONDS) < FAILURE_LOG_SECONDS:
-            self._unlogged += 1
-            return
-        log.error(
-            "a step failed: a sequence that fails alone ends, the others go on",
-            exc_info=error,
-            sequences=sequences,
-            unsaid=self._unlogged,
-        )
-        self._logged_at[kind], self._unlogged = now, 0
-
-    def reset(self) -> None:
-        self._in_a_row = 0
-
-    def count(self, error: Exception) -> None:
-        """Counts a step that computed nothing; raises EngineError when it is one too many."""
-        self._in_a_row += 1
-        if self._in_a_row >= MAX_FAILED_STEPS:
-            raise EngineError(
-                f"{self._in_a_row} steps failed in a row, the last with {type(error).__name__}: "
-                f"{error}"
-            ) from error
 
 
 def _gather(logprobs: Tensor, token_ids: np.ndarray) -> list[float]:

@@ -1,7 +1,6 @@
 """Samples one token a row: seeded noise, truncation, log-probabilities.
 
-Every function treats each row by itself, with sums in an order that does not depend on the batch:
-a row's result is the same beside any other rows.
+Sums are in an order that does not depend on the batch, so neither does a row's result.
 """
 
 from __future__ import annotations
@@ -36,10 +35,9 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 class SamplingNoise:
-    """Exponential noise, one value a token of the vocabulary.
+    """Exponential noise, one value a token of the vocabulary, the same on every device.
 
-    It comes from a counter-based hash of (seed, position, token id): the same integers on every
-    device.
+    It comes from a counter-based hash of (seed, position, token id).
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -66,48 +64,29 @@ class SamplingNoise:
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """How to sample each row; arrays are [rows], on the host.
-
-    Attributes:
-        temperature: 0 is greedy.
-        top_k, top_p, min_p: 0, 1.0 and 0.0 turn them off.
-        noise_keys: From ``SamplingNoise.keys``.
-        basis: Of each row's log-probabilities, as an index into ``BASES``.
-        banned: Rows and token ids that must not be drawn.
-    """
+    """How to sample each row, as ``SamplingParams`` says; arrays are [rows], on the host."""
 
     temperature: np.ndarray
     top_k: np.ndarray
     top_p: np.ndarray
     min_p: np.ndarray
-    noise_keys: np.ndarray
-    basis: np.ndarray
-    banned: tuple[list[int], list[int]] = ([], [])
+    noise_keys: np.ndarray  # from ``SamplingNoise.keys``
+    basis: np.ndarray  # indices into ``BASES``
+    banned: tuple[list[int], list[int]] = ([], [])  # rows, and token ids not to draw in them
 
 
 BASES = (LogprobBasis.TEMPERATURE, LogprobBasis.MODEL, LogprobBasis.SAMPLED)
 _TEMPERATURE, _MODEL, _SAMPLED = range(3)
 
 
-@dataclass(frozen=True, slots=True)
-class SamplerOutput:
-    """One token a row.
-
-    Attributes:
-        token_ids: [rows].
-        logprobs: Of every token in the row's basis, fp32, [rows, vocab].
+def sample(
+    logits: Tensor, metadata: SamplingMetadata, noise: SamplingNoise
+) -> tuple[Tensor, Tensor]:
+    """Draws a token for each row of fp32 ``logits`` [rows, vocab]; also returns the
+    ``log_probabilities``.
     """
-
-    token_ids: Tensor
-    logprobs: Tensor
-
-
-def sample(logits: Tensor, metadata: SamplingMetadata, noise: SamplingNoise) -> SamplerOutput:
-    """Draws a token for each row of fp32 ``logits`` [rows, vocab].
-
-    The draw is the largest score + Gumbel noise. That picks tokens with the probabilities of the
-    softmax over the scores that top-k, top-p and min-p leave.
-    """
+    # The largest score + Gumbel noise picks tokens with the probabilities of the softmax over the
+    # scores that top-k, top-p and min-p leave.
     scaled = _scale(logits, metadata)
     drawn_from = _restrict(scaled, metadata)
     greedy = metadata.temperature == 0
@@ -119,7 +98,7 @@ def sample(logits: Tensor, metadata: SamplingMetadata, noise: SamplingNoise) -> 
         if greedy.any():
             gumbel[torch.from_numpy(greedy).to(logits.device)] = 0
         token_ids = torch.sub(drawn_from, gumbel, out=gumbel).argmax(-1)
-    return SamplerOutput(token_ids, _log_probabilities(logits, scaled, drawn_from, metadata))
+    return token_ids, _log_probabilities(logits, scaled, drawn_from, metadata)
 
 
 def log_probabilities(logits: Tensor, metadata: SamplingMetadata) -> Tensor:

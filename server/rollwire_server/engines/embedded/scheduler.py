@@ -22,25 +22,15 @@ MIN_SHARED_TOKENS = 8
 
 @dataclass(slots=True)
 class SlotSequence:
-    """A sequence that has a slot.
-
-    Attributes:
-        slot: Its own until it ends.
-        arrival: Orders sequences, oldest first.
-        started: Some of its tokens have been computed, so it keeps the KV entries that it has.
-        cached_prompt_tokens: Prompt tokens whose KV entries were reused; None once reported.
-        reported_prompt_logprobs: Prompt tokens whose log-probabilities have been reported, token 0
-            included, which has none.
-        reported_routing: Tokens whose experts have been reported.
-    """
+    """A sequence that has a slot until it ends."""
 
     spec: SequenceSpec
     slot: int
-    arrival: int
-    started: bool = False
-    cached_prompt_tokens: int | None = 0
-    reported_prompt_logprobs: int = 1
-    reported_routing: int = 0
+    arrival: int  # orders sequences, oldest first
+    started: bool = False  # some tokens have been computed: it keeps the KV entries that it has
+    cached_prompt_tokens: int | None = 0  # whose KV entries were reused; None once reported
+    reported_prompt_logprobs: int = 1  # of how many tokens; token 0 has none
+    reported_routing: int = 0  # of how many tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -53,17 +43,12 @@ class LogitRows:
 
     First comes the last row of each decoding slot and of each chunk, whether it samples or not:
     keys and values that are not finite show there. Then come the rows for prompt
-    log-probabilities.
-
-    Attributes:
-        rows, slots: [n].
-        samples: Whether a row is its sequence's last one and gives a token; [n].
-        prompts: Slots, with the slice of the rows that give their prompt log-probabilities.
+    log-probabilities: ``prompts`` has the slice of each slot's.
     """
 
-    rows: np.ndarray
-    slots: np.ndarray
-    samples: np.ndarray
+    rows: np.ndarray  # [n]
+    slots: np.ndarray  # [n]
+    samples: np.ndarray  # [n], whether a row is its sequence's last one and gives a token
     prompts: list[tuple[int, slice]]
 
     def sampling(self, without: np.ndarray) -> np.ndarray:
@@ -79,26 +64,18 @@ class Scheduler:
 
     One row of every array is one slot. A free slot keeps its tokens and KV entries, for sequences
     with the same prefix, until another sequence needs it.
-
-    Attributes:
-        tokens: Prompt and output of each slot's sequence, [slots, context].
-        length: How many tokens there are.
-        cached: How many of them have KV entries.
-        revision: Of the weights that computed the slot's first entry; no entry is older.
-        live: Whether the slot has a sequence.
-        running: The sequence in each slot.
-        waiting: Oldest first.
     """
 
     def __init__(self, slots: int, context: int) -> None:
         self.context = context
-        self.tokens = np.zeros((slots, context), dtype=np.int64)
-        self.length = np.zeros(slots, dtype=np.int64)
-        self.cached = np.zeros(slots, dtype=np.int64)
+        self.tokens = np.zeros((slots, context), dtype=np.int64)  # prompt and output
+        self.length = np.zeros(slots, dtype=np.int64)  # of ``tokens``
+        self.cached = np.zeros(slots, dtype=np.int64)  # how many of them have KV entries
+        # Of the weights that computed the slot's first entry; no entry is older.
         self.revision = np.full(slots, -1, dtype=np.int64)
         self.live = np.zeros(slots, dtype=bool)
         self.running: list[SlotSequence | None] = [None] * slots
-        self.waiting: deque[SequenceSpec] = deque()
+        self.waiting: deque[SequenceSpec] = deque()  # oldest first
 
         self.prompt_length = np.zeros(slots, dtype=np.int64)
         self.max_length = np.zeros(slots, dtype=np.int64)
@@ -111,37 +88,29 @@ class Scheduler:
         self.basis = np.zeros(slots, dtype=np.int64)
         self.top_logprobs = np.zeros(slots, dtype=np.int64)
 
-        self._by_key: dict[int, int] = {}
         self._freed_at = np.zeros(slots, dtype=np.int64)  # counts releases; the least is used first
         self._releases = 0
         self._arrivals = 0
 
-    # Sequences.
-
     def at(self, slot: int) -> SlotSequence:
-        """The sequence of a slot that has one."""
         sequence = self.running[slot]
         if sequence is None:
             raise LookupError(f"slot {slot} is free")
         return sequence
 
     def remove(self, keys: Iterable[int]) -> None:
-        """Removes sequences, running or waiting; unknown keys are ignored."""
         removed = set(keys)
-        for key in removed & self._by_key.keys():
-            self.release(self._by_key[key])
+        for sequence in self._sequences():
+            if sequence.spec.key in removed:
+                self.release(sequence.slot)
         if any(spec.key in removed for spec in self.waiting):
             self.waiting = deque(spec for spec in self.waiting if spec.key not in removed)
 
     def release(self, slot: int) -> None:
-        """Frees the slot of a sequence that has ended."""
-        del self._by_key[self.at(slot).spec.key]
         self.running[slot] = None
         self.live[slot] = False
         self._releases += 1
         self._freed_at[slot] = self._releases
-
-    # KV entries.
 
     def drop_entries(self, slots: np.ndarray | slice = slice(None)) -> None:
         """Drops KV entries: running sequences are prefilled again, free slots can give nothing."""
@@ -162,13 +131,10 @@ class Scheduler:
             if not sequence.started:
                 self.cached[sequence.slot] = 0
 
-    # Planning.
-
     def schedule(self, prefill_tokens: int, prompt_logprob_rows: int, revision: int) -> StepPlan:
-        """What the next step computes under the weights of ``revision``.
-
-        That is one token of each sequence that decodes, and up to ``prefill_tokens`` tokens of the
-        other sequences, oldest first, of which up to ``prompt_logprob_rows`` need logits.
+        """What the next step computes: one token of each sequence that decodes, and up to
+        ``prefill_tokens`` of the others, oldest first, of which up to ``prompt_logprob_rows`` need
+        logits.
         """
         self._admit(revision)
         missing = np.where(self.live, self.length - self.cached, 0)
@@ -210,7 +176,6 @@ class Scheduler:
         return StepPlan(copies, np.array(decoding, dtype=np.int64), chunks)
 
     def logit_rows(self, plan: StepPlan) -> LogitRows:
-        """The rows of a plan's batch whose logits are needed."""
         n = len(plan.decoding)
         if not plan.chunks:
             return LogitRows(np.arange(n), plan.decoding, np.ones(n, dtype=bool), [])
@@ -237,7 +202,6 @@ class Scheduler:
         )
 
     def sampling_metadata(self, slots: np.ndarray) -> SamplingMetadata:
-        """How to sample the next token of each of ``slots``."""
         position = self.length[slots] - self.prompt_length[slots]
         banned: tuple[list[int], list[int]] = ([], [])
         for row in (self.length[slots] < self.no_stop_before[slots]).nonzero()[0].tolist():
@@ -260,7 +224,6 @@ class Scheduler:
         return self.tokens[slot, start : start + count]
 
     def mark_computed(self, plan: StepPlan) -> None:
-        """A plan's tokens have KV entries now."""
         self.cached[plan.decoding] = self.length[plan.decoding]
         for chunk in plan.chunks:
             self.cached[chunk.slot] = chunk.end
@@ -288,7 +251,6 @@ class Scheduler:
         sampling = spec.sampling
         prompt = len(spec.prompt)
         self._arrivals += 1
-        self._by_key[spec.key] = slot
         self.live[slot] = True
         self.tokens[slot, : len(tokens)] = tokens
         self.length[slot] = len(tokens)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import rollwire_transport as transport
 import torch
@@ -15,8 +14,7 @@ from rollwire_server.engines.embedded.checkpoint import checkpoint_tensors
 from rollwire_server.engines.memory import allocating, copy_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -24,51 +22,35 @@ if TYPE_CHECKING:
 PINNED_BYTES = 1 << 30
 """Pinned memory is allocated in pieces of this size: torch rounds each up to a power of two."""
 
-
-class StagingPlace(enum.Enum):
-    """Where an update waits for its commit."""
-
-    AUTO = "auto"
-    """On the device where it has room, else in host memory."""
-    DEVICE = "device"
-    HOST = "host"
+Staging = Literal["auto", "device", "host"]
 
 
-def choose_staging(
-    place: StagingPlace, device: torch.device, needed: int, free: int
-) -> StagingPlace:
-    """What ``place`` means for ``needed`` bytes on a device that has ``free`` bytes left.
+def choose_staging(staging: Staging, device: torch.device, needed: int, free: int) -> Staging:
+    """What ``staging`` means for ``needed`` bytes on a device that has ``free`` bytes left.
 
-    AUTO stays AUTO where the device has room: if that is taken when an update comes, the update
-    goes to host memory.
+    "auto" stays where the device has room: if that is taken when an update comes, the update goes
+    to host memory.
     """
-    if device.type == "cpu":
-        return StagingPlace.HOST
-    return StagingPlace.HOST if place is StagingPlace.AUTO and free <= needed else place
+    if device.type == "cpu" or (staging == "auto" and free <= needed):
+        return "host"
+    return staging
 
 
 class ModelWeights:
     """A model's parameters and persistent buffers, as its checkpoint names them.
 
     Of tensors that share memory the first name counts; the others are its aliases.
-
-    Attributes:
-        consistent: Whether all weights are of one policy. If not, only a full update cures that.
     """
 
-    def __init__(self, hf: PreTrainedModel, place: StagingPlace = StagingPlace.AUTO) -> None:
+    def __init__(self, hf: PreTrainedModel, staging: Staging = "auto") -> None:
         self._hf = hf
-        self._place = place
+        self._staging = staging
         tensors = checkpoint_tensors(hf)
-        self._specs = transport.describe_all(tensors)
+        self.specs = transport.describe_all(tensors)
         self._serving = self._unaliased(tensors)
         self._backup: list[Tensor] | None = None
         self._freed_shapes: list[torch.Size] = []
-        self.consistent = True
-
-    def schema(self) -> list[transport.TensorSpec]:
-        """All tensors, aliases included."""
-        return list(self._specs)
+        self.consistent = True  # all of one policy; if not, only a full update cures that
 
     @property
     def nbytes(self) -> int:
@@ -76,20 +58,15 @@ class ModelWeights:
 
     def digests(self) -> dict[str, int]:
         """The digest of each tensor that serves, aliases left out."""
-        specs = [spec for spec in self._specs if spec.alias_of is None]
+        specs = [spec for spec in self.specs if spec.alias_of is None]
         return transport.tensor_digests(specs, {s.name: self._target(s.name) for s in specs})
 
     def stage(self, manifest: transport.Manifest) -> dict[str, Tensor]:
-        """Allocates memory beside the serving weights for the tensors that a manifest sends."""
         sent = [spec.name for spec in manifest.tensors if spec.alias_of is None]
-        return allocate_staging({name: self._target(name) for name in sent}, self._place)
+        return allocate_staging({name: self._target(name) for name in sent}, self._staging)
 
     def replace(self, staged: Mapping[str, Tensor]) -> None:
-        """Copies staged tensors over the serving ones.
-
-        Raises EngineError when they do not fit, before anything is touched, and TornWeightsError
-        when the copy itself failed.
-        """
+        """Copies staged tensors over the serving ones; see ``Engine.commit`` for what it raises."""
         targets = [self._target(name) for name in staged]
         sources = list(staged.values())
         for name, target, source in zip(staged, targets, sources, strict=True):
@@ -114,10 +91,7 @@ class ModelWeights:
         self.consistent = True
 
     def sleep(self, how: SleepingWeights) -> int:
-        """Frees the weights' memory as asked; returns the bytes freed.
-
-        Raises EngineError, with nothing freed, when the host has no memory for a backup.
-        """
+        """Frees the weights' memory as asked; returns the bytes freed."""
         tensors = list(self._owned())
         on_host = all(tensor.device.type == "cpu" for tensor in tensors)
         if how is SleepingWeights.KEEP or (how is SleepingWeights.HOST_BACKUP and on_host):
@@ -168,46 +142,42 @@ class ModelWeights:
         return self._serving[name]
 
     def _unaliased(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {spec.name: tensors[spec.name] for spec in self._specs if spec.alias_of is None}
+        return {spec.name: tensors[spec.name] for spec in self.specs if spec.alias_of is None}
 
     def _owned(self) -> Iterator[Tensor]:
         """Each tensor of the model once, as the model itself holds it."""
         return iter({id(t): t for t in self._hf.state_dict(keep_vars=True).values()}.values())
 
 
-def allocate_staging(targets: Mapping[str, Tensor], place: StagingPlace) -> dict[str, Tensor]:
-    """A contiguous uninitialized tensor like each of ``targets``, laid out as in an update's
-    buckets.
+def allocate_staging(targets: Mapping[str, Tensor], staging: Staging) -> dict[str, Tensor]:
+    """An uninitialized tensor like each of ``targets``, laid out as in an update's buckets."""
+    needed = sum(target.nbytes for target in targets.values())
 
-    Raises NoMemoryError when there is no room for them.
-    """
+    def allocate(where: str, max_bytes: float = math.inf, **options: Any) -> dict[str, Tensor]:
+        with allocating(
+            f"an update of {needed >> 20} MiB cannot be staged {where}",
+            "start the server with another --staging, or leave it more memory",
+        ):
+            return allocate_slabs(targets, max_bytes, **options)
+
     device = next((target.device for target in targets.values() if target.is_cuda), None)
     if device is None:
-        with _allocating_for(targets, "in host memory"):
-            return allocate_slabs(targets, lambda size: torch.empty(size, dtype=torch.uint8))
-    if place is not StagingPlace.HOST:
+        return allocate("in host memory")
+    if staging != "host":
         try:
-            with _allocating_for(targets, "on the device"):
-                return allocate_slabs(
-                    targets, lambda size: torch.empty(size, dtype=torch.uint8, device=device)
-                )
+            return allocate("on the device", device=device)
         except NoMemoryError:
             torch.cuda.empty_cache()
-            if place is StagingPlace.DEVICE:
+            if staging == "device":
                 raise
-    with _allocating_for(targets, "in pinned host memory"):
-        return allocate_slabs(
-            targets,
-            lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True),
-            max_bytes=PINNED_BYTES,
-        )
+    return allocate("in pinned host memory", PINNED_BYTES, pin_memory=True)
 
 
 def allocate_slabs(
-    targets: Mapping[str, Tensor], allocate: Callable[[int], Tensor], max_bytes: float = math.inf
+    targets: Mapping[str, Tensor], max_bytes: float, **options: Any
 ) -> dict[str, Tensor]:
-    """A contiguous tensor like each of ``targets``, in as few allocations of up to ``max_bytes`` as
-    possible; a larger tensor has an allocation of its own.
+    """Tensors in as few allocations of up to ``max_bytes`` as possible, with torch's ``options``; a
+    larger tensor has one of its own.
     """
     slabs: list[list[transport.TensorSpec]] = [[]]
     size = 0
@@ -219,13 +189,6 @@ def allocate_slabs(
         size += transport.padded_nbytes(target.nbytes)
     staged: dict[str, Tensor] = {}
     for slab in slabs:
-        staged |= transport.packed_views(slab, allocate(transport.packed_nbytes(slab)))
+        memory = torch.empty(transport.packed_nbytes(slab), dtype=torch.uint8, **options)
+        staged |= transport.packed_views(slab, memory)
     return staged
-
-
-def _allocating_for(targets: Mapping[str, Tensor], where: str) -> AbstractContextManager[None]:
-    needed = sum(target.nbytes for target in targets.values())
-    return allocating(
-        f"an update of {needed >> 20} MiB cannot be staged {where}",
-        "start the server with another --staging, or leave it more memory",
-    )
