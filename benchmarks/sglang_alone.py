@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from common import START_SECONDS
-from rollwire_server.engines.sglang.config import parse_arguments
+from rollwire_server.engines.sglang.launch import parse_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

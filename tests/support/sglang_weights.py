@@ -6,8 +6,9 @@ import contextlib
 from typing import TYPE_CHECKING
 
 import torch
+from rollwire_server.engines.base import EngineInfo
 from rollwire_server.engines.sglang import loader
-from rollwire_server.engines.sglang.messages import SglangInfo
+from rollwire_server.engines.sglang.launch import SglangInfo
 from rollwire_server.engines.sglang.weights import SglangWeights
 from safetensors.torch import save_file
 from torch import nn
@@ -43,11 +44,15 @@ class Fragile(Copying):
             super().load_weights([(name, tensor * 1)])
 
 
+DESCRIBED = EngineInfo(
+    engine="sglang", model="none", device=torch.device("cpu"), staging="host", staging_bytes=0,
+    vocab_size=4, context_length=8, eos_token_ids=(), logprob_bases=frozenset(),
+    deterministic=False, max_running_sequences=4, max_top_logprobs=4, routed_experts=False,
+    sampling_parameters=frozenset(),
+)  # fmt: skip
 FACTS = SglangInfo(
-    vocab_size=4, context_length=8, eos_token_ids=(), own_end_tokens=frozenset(),
-    dtype=torch.float32, kv_tokens=8, deterministic=False, logprobs_before_temperature=False,
-    can_release_memory=False, keeps_weights_on_release=False, sampling_parameters=frozenset(),
-    processes=[], ranks=1, routed_experts=False,
+    DESCRIBED, own_end_tokens=frozenset(), dtype=torch.float32, kv_tokens=8,
+    can_release_memory=False, processes=[], ranks=1,
 )  # fmt: skip
 
 

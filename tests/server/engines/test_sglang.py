@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 import torch
-from rollwire_server.engines.embedded.builtin import build
-from rollwire_server.engines.sglang.memory_files import MemoryFile
-from rollwire_server.engines.sglang.processes import _record_failures
+from rollwire_server.engines.embedded.checkpoint import build
+from rollwire_server.engines.sglang.processes import FailureHandler, MemoryFile
 from support.calls import Generation, connected, generate, reason_of, request, until
 from support.contract import flags
 from support.executed import ExecutedCommand, children, lines
@@ -345,7 +344,7 @@ def test_what_ends_a_process_is_told_in_one_line() -> None:
     """Of a traceback, and not the advice below it."""
     logger = logging.getLogger("a process of SGLang")
     with contextlib.closing(MemoryFile()) as note:
-        _record_failures(logger.name, note.path)
+        logger.addHandler(FailureHandler(note.path))
         with pytest.raises(RuntimeError) as caught:
             captures({})
         logger.error("Scheduler hit an exception: %s", format_exception(caught.value))

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING
 import pytest
 from rollwire.types import WeightTag
 from rollwire_server.engines.base import EndReason, RoutedExperts
-from rollwire_server.engines.sglang.messages import SchedulerOutput
-from rollwire_server.engines.sglang.sequences import SHARED_TOKENS, SequenceTable
+from rollwire_server.engines.sglang.sequences import (
+    SHARED_TOKENS,
+    SchedulerOutput,
+    SequenceTable,
+)
 from support.engines import spec
 
 if TYPE_CHECKING:
     from rollwire_server.engines.base import SequenceSpec, Step
-    from rollwire_server.engines.sglang.messages import SchedulerRequest
+    from rollwire_server.engines.sglang.sequences import SchedulerRequest
 
 TAG = WeightTag(7, 3, "server", 0)
 LONG_PROMPT = tuple(range(SHARED_TOKENS))
@@ -96,7 +99,7 @@ def test_experts_are_told_by_the_weights_that_chose_them() -> None:
     asked = spec((1, 2, 3), 20, routed_experts=True)
     sequences = sequences_of(asked)
     (first,) = send_all(sequences)
-    assert first.routed_experts
+    assert first.spec.routed_experts
     sequences.process([chunk(first.rid, 5, 5)], TAG)
     later = WeightTag(8, 4, "server", 0)
     sequences.requeue(started=False)  # keys and values are kept

@@ -3,58 +3,94 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from rollwire_server.engines.base import EngineError
-from rollwire_server.engines.sglang.messages import SchedulerOutput
-from rollwire_server.engines.sglang.warmup import WarmUp
+from rollwire_server.engines.base import EngineError, EngineLoad
+from rollwire_server.engines.sglang import SglangConfig, SglangEngine
+from rollwire_server.engines.sglang.sequences import SchedulerOutput
+from support.contract import flags
+from support.engines import Recorder
+from support.sglang_weights import DESCRIBED, FACTS
 
 if TYPE_CHECKING:
-    from rollwire_server.engines.sglang.messages import SchedulerRequest
+    from collections.abc import Awaitable
+    from pathlib import Path
+
+    from rollwire_server.engines.sglang.launch import SglangInfo
+    from rollwire_server.engines.sglang.sequences import SchedulerRequest
 
 
 class Compiling:
     """In the place of the bridge: tells tokens of what it is sent, later."""
 
-    def __init__(self, warm_up: WarmUp, *, dies_at: int | None = None) -> None:
+    def __init__(self, engine: SglangEngine, context: int, dies_at: int, refuses_at: int) -> None:
         self.sent: list[SchedulerRequest] = []
-        self._warm_up = warm_up
-        self._dies_at = dies_at
+        self._engine = engine
+        self._info = replace(FACTS, described=replace(DESCRIBED, context_length=context))
+        self._dies_at, self._refuses_at = dies_at, refuses_at
+
+    async def start(self) -> SglangInfo:
+        return self._info
+
+    async def stop(self) -> None: ...
+
+    async def run_critical(self, work: Awaitable[None], what: str) -> None:
+        await work
 
     async def send(self, request: SchedulerRequest) -> None:
         self.sent.append(request)
         say = asyncio.get_running_loop().call_soon
+        if len(self.sent) == self._refuses_at:
+            raise EngineError("SGLang refuses the sequence: no room")
         if len(self.sent) == self._dies_at:
-            say(self._warm_up.on_death, EngineError("SGLang is dead: no kernel"))
+            say(self._engine._on_death, EngineError("SGLang is dead: no kernel"))
             return
-        for ended in (None, "length"):
-            say(
-                self._warm_up.on_outputs,
-                [SchedulerOutput(request.rid, [1], [-1.0], [], [], 0, ended)],
-            )
+        for number in range(request.max_new_tokens):
+            ended = "length" if number == request.max_new_tokens - 1 else None
+            output = SchedulerOutput(request.rid, [1], [-1.0], [], [], 0, ended)
+            say(self._engine._on_outputs, [output])
+
+    async def update(self, command: str, seconds: float) -> None:
+        raise EngineError("warm by now")
 
 
-async def test_one_sequence_comes_first_and_then_some_side_by_side() -> None:
-    warm_up = WarmUp()
-    bridge = Compiling(warm_up)
-    await warm_up.run(bridge, context_length=40, at_once=3)  # type: ignore[arg-type]
-    assert [len(request.input_ids) for request in bridge.sent] == [32, 32, 31, 30]
-    assert all(len(r.input_ids) + r.max_new_tokens <= 40 for r in bridge.sent)
-    assert {len(request.rid) for request in bridge.sent} == {16}
-    assert len({request.rid for request in bridge.sent}) == 4
+async def warmed_up(
+    folder: Path, context: int, *, dies_at: int = 0, refuses_at: int = 0
+) -> tuple[list[SchedulerRequest], str]:
+    """What SGLang was sent, and what ended the engine's start."""
+    flags("sglang", folder)
+    engine = SglangEngine(SglangConfig(str(folder / "model"), "auto", "cpu", 3))
+    bridge = engine._bridge = Compiling(engine, context, dies_at, refuses_at)  # type: ignore[assignment]
+    with pytest.raises(EngineError) as caught:
+        await engine.start("server", Recorder())
+    assert engine.load() == EngineLoad(0, 0, 0, 0)
+    await engine.stop()
+    return bridge.sent, str(caught.value)
+
+
+async def test_one_sequence_comes_first_and_then_some_side_by_side(tmp_path: Path) -> None:
+    sent, end = await warmed_up(tmp_path, 40)
+    assert "warm by now" in end
+    assert [len(request.input_ids) for request in sent] == [32, 32, 31, 30]
+    assert all(len(r.input_ids) + r.max_new_tokens <= 40 for r in sent)
+    assert len({request.rid for request in sent}) == 4
+    assert {request.cache_key for request in sent} == {"revision -1"}, "none is shared later"
 
 
 @pytest.mark.parametrize("dies_at", [1, 3])
-async def test_a_death_ends_it(dies_at: int) -> None:
-    warm_up = WarmUp()
-    bridge = Compiling(warm_up, dies_at=dies_at)
-    with pytest.raises(EngineError, match="no kernel"):
-        await warm_up.run(bridge, context_length=40, at_once=3)  # type: ignore[arg-type]
+async def test_a_death_ends_it(tmp_path: Path, dies_at: int) -> None:
+    _, end = await warmed_up(tmp_path, 40, dies_at=dies_at)
+    assert end == "SGLang is dead: no kernel"
 
 
-async def test_a_context_without_room_needs_none() -> None:
-    warm_up = WarmUp()
-    bridge = Compiling(warm_up)
-    await warm_up.run(bridge, context_length=8, at_once=3)  # type: ignore[arg-type]
-    assert not bridge.sent
+async def test_so_does_a_sequence_that_is_refused(tmp_path: Path) -> None:
+    _, end = await warmed_up(tmp_path, 40, refuses_at=2)
+    assert end == "SGLang cannot sample: SGLang refuses the sequence: no room"
+
+
+async def test_a_context_without_room_needs_none(tmp_path: Path) -> None:
+    sent, end = await warmed_up(tmp_path, 8)
+    assert not sent
+    assert "warm by now" in end

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from rollwire.types import SleepingWeights
 from rollwire_server.engines.base import ChangedWeightsError, EngineError, TornWeightsError
-from rollwire_server.engines.loading.copy_plan import UntraceableLoadError, grouped_copy, trace_load
-from rollwire_server.engines.loading.staging_memory import allocate_on_host
+from rollwire_server.engines.loading import UntraceableLoadError, grouped_copy, trace_load
+from rollwire_server.engines.memory import allocate_on_host
 from rollwire_server.engines.sglang import loader
-from rollwire_server.engines.sglang.checkpoint import describe_checkpoint
-from rollwire_server.engines.sglang.config import SglangConfig
-from rollwire_server.engines.sglang.engine import SglangEngine
-from rollwire_server.engines.sglang.memory_files import MemoryFile
-from rollwire_server.engines.sglang.weights import SglangWeights
+from rollwire_server.engines.sglang.launch import unsupported_sleep
+from rollwire_server.engines.sglang.processes import MemoryFile
+from rollwire_server.engines.sglang.weights import SglangWeights, describe_checkpoint
 from rollwire_transport import TensorSpec
 from support.contract import flags
 from support.engines import staged_update
-from support.sglang_weights import FACTS, Copying, Fragile, weights_of
+from support.sglang_weights import Copying, Fragile, weights_of
 from torch import nn
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
-    from rollwire_server.engines.loading.staging_memory import StagedTensors
+    from rollwire_server.engines.memory import StagedTensors
     from torch import Tensor
 
 
@@ -199,7 +197,7 @@ class TestLoader:
 
     def execute(self, model: nn.Module, do: str, **more: object) -> dict[str, object]:
         with contextlib.closing(MemoryFile()) as note:
-            command = json.dumps({"do": do, "answers": [note.path], **more})
+            command = json.dumps({"do": do, "answers": note.path, **more})
             loader.load(model, [(command, torch.empty(0))])
             answer: dict[str, object] = json.loads(note.read())
         return answer
@@ -290,11 +288,8 @@ class TestRecipe:
 def test_a_host_backup_is_what_sglang_was_started_with(
     releases: bool, keeps: bool, refused: set[SleepingWeights]
 ) -> None:
-    facts = dataclasses.replace(FACTS, can_release_memory=releases, keeps_weights_on_release=keeps)
-    engine = SglangEngine(SglangConfig("a model", "auto", "cpu", 4))
-    engine._sglang = facts
-    described = engine._describe(SglangWeights(None, facts, Path(), torch.device("cpu")))  # type: ignore[arg-type]
-    assert described.unsupported_sleep.keys() == refused
+    args = SimpleNamespace(enable_memory_saver=releases, enable_weights_cpu_backup=keeps)
+    assert unsupported_sleep(args).keys() == refused
 
 
 def test_a_tied_output_is_an_alias(tmp_path: Path) -> None:

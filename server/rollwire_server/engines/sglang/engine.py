@@ -6,39 +6,38 @@ import asyncio
 import contextlib
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rollwire.types import KvPolicy, LogprobBasis, SleepingWeights, WeightTag
+from rollwire.types import KvPolicy, SleepingWeights, WeightTag
 
 from rollwire_server.engines.base import (
     CommitStats,
+    EndReason,
     EngineError,
-    EngineInfo,
     EngineLoad,
+    SamplingParams,
     SequenceSpec,
     Step,
 )
 from rollwire_server.engines.sglang.bridge import Bridge
-from rollwire_server.engines.sglang.checkpoint import check_folder
 from rollwire_server.engines.sglang.sequences import SequenceTable
-from rollwire_server.engines.sglang.warmup import WarmUp
-from rollwire_server.engines.sglang.weights import SglangWeights
+from rollwire_server.engines.sglang.weights import SglangWeights, check_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Coroutine, Mapping, Sequence
 
     from rollwire_transport import Manifest, TensorSpec
     from torch import Tensor
 
-    from rollwire_server.engines.base import Sink, StagedUpdate
-    from rollwire_server.engines.sglang.config import SglangConfig
-    from rollwire_server.engines.sglang.messages import SchedulerOutput, SglangInfo
+    from rollwire_server.engines.base import EngineInfo, SequenceEnd, Sink, StagedUpdate
+    from rollwire_server.engines.sglang.launch import SglangConfig
+    from rollwire_server.engines.sglang.sequences import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
-MAX_TOP_LOGPROBS = 64
 AHEAD = 1.25
 """SGLang gets this many sequences for each that it can run. The others wait here, where a commit
 need not withdraw them.
@@ -49,6 +48,10 @@ LETTING_GO_SECONDS = 5.0
 """For SGLang to close the memory of updates; CUDA would complain of open handles at exit."""
 ENDING_SECONDS = 30.0
 """For SGLang to end withdrawn sequences, before the server goes to sleep."""
+WARM_UP_SECONDS = 1200.0
+WARM_UP_AT_ONCE = 24
+"""SGLang compiles kernels for minutes, separately for one sequence, for few, and for many."""
+WARM_UP_PROMPT, WARM_UP_OUTPUT = 128, 8
 
 
 class SglangEngine:
@@ -63,14 +66,12 @@ class SglangEngine:
 
     def __init__(self, config: SglangConfig) -> None:
         self._config = config
-        self._warm_up = WarmUp()
-        self._bridge = Bridge(config, self._warm_up)
+        self._bridge = Bridge(config, self._on_outputs, self._on_death)
         self._commands = asyncio.Lock()
         self._to_send = asyncio.Event()
         self._ended = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._sink: Sink | None = None
-        self._sglang: SglangInfo | None = None
         self._info: EngineInfo | None = None
         self._tag: WeightTag | None = None
         self._weights: SglangWeights | None = None
@@ -79,32 +80,53 @@ class SglangEngine:
         self._asleep = False
         self._released: list[str] = []
 
-    # Life.
-
     async def start(self, server_id: str, sink: Sink) -> WeightTag:
         folder = Path(self._config.model)
         check_folder(folder)
-        self._sglang = info = await self._bridge.start()
-        await self._warm_up.run(
-            self._bridge,
-            context_length=info.context_length,
-            at_once=self._config.max_running_sequences,
+        info = await self._bridge.start()
+        weights = self._weights = SglangWeights(self._bridge, info, folder, self._config.devices[0])
+        context = info.described.context_length
+        self._sequences = SequenceTable(context)
+        self._run(self._send(), "sending sequences")
+        await self._warm_up(context)
+        self._tag = WeightTag(None, 0, server_id, await weights.read())
+        await self._choose_staging(weights)
+        self._info = replace(
+            info.described,
+            staging="device" if weights.staged_on_devices else "host",
+            staging_bytes=weights.nbytes,
         )
-        self._bridge.receiver = self
-        self._sequences = SequenceTable(info.context_length)
-        self._weights = SglangWeights(self._bridge, info, folder, self._config.devices[0])
-        self._tag = WeightTag(None, 0, server_id, await self._weights.read())
-        await self._choose_staging(self._weights)
-        self._info = self._describe(self._weights)
         self._sink = sink
-        self._tasks = [
-            asyncio.create_task(self._bridge.run_critical(work, what), name=f"sglang {what}")
-            for work, what in (
-                (self._send(), "sending sequences"),
-                (self._listen(), "listening for its heartbeat"),
-            )
-        ]
+        self._run(self._listen(), "listening for its heartbeat")
         return self._tag
+
+    def _run(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        task = self._bridge.run_critical(work, what)
+        self._tasks.append(asyncio.create_task(task, name=f"sglang {what}"))
+
+    async def _warm_up(self, context_length: int) -> None:
+        """Samples one sequence, then some at once, under weights of a revision of their own."""
+        prompt = min(WARM_UP_PROMPT, context_length - WARM_UP_OUTPUT)
+        if prompt <= 0:
+            return
+        self._tag = WeightTag(None, -1, "", 0)
+        warm_up = self._sink = _WarmUp()
+        try:
+            async with asyncio.timeout(WARM_UP_SECONDS):
+                for count in (1, min(WARM_UP_AT_ONCE, self._config.max_running_sequences)):
+                    for i in range(count):
+                        top_p = 0.9 if i % 10 == 1 else 1.0
+                        sampling = SamplingParams(WARM_UP_OUTPUT, top_p=top_p, seed=1)
+                        # Keys of no other sequence; -1 and -2 would have the same hash.
+                        self.submit(SequenceSpec(-2 - i, [0] * max(1, prompt - i), sampling))
+                    for _ in range(count):
+                        await warm_up.next_end()
+        except TimeoutError:
+            raise EngineError(
+                f"SGLang's first sequences took more than {WARM_UP_SECONDS:g} s"
+            ) from None
+        finally:
+            self._sink = None
 
     async def _choose_staging(self, weights: SglangWeights) -> None:
         config = self._config
@@ -148,38 +170,14 @@ class SglangEngine:
             raise EngineError("the engine has not started")
         return self._info
 
-    def _describe(self, weights: SglangWeights) -> EngineInfo:
-        info, config = self._known(), self._config
-        basis = LogprobBasis.TEMPERATURE
-        if info.logprobs_before_temperature:
-            basis = LogprobBasis.MODEL
-        return EngineInfo(
-            engine="sglang",
-            model=config.model,
-            device=config.devices[0],
-            staging="device" if weights.staged_on_devices else "host",
-            staging_bytes=weights.nbytes,
-            vocab_size=info.vocab_size,
-            context_length=info.context_length,
-            eos_token_ids=info.eos_token_ids,
-            logprob_bases=frozenset({basis}),
-            deterministic=info.deterministic,
-            max_running_sequences=config.max_running_sequences,
-            max_top_logprobs=min(MAX_TOP_LOGPROBS, info.vocab_size),
-            routed_experts=info.routed_experts,
-            sampling_parameters=info.sampling_parameters,
-            scaled_prompt_logprobs=False,
-            unsupported_sleep=_unsupported_sleep(info),
-        )
-
     def load(self) -> EngineLoad:
+        if self._info is None:
+            return EngineLoad(0, 0, 0, 0)
         sequences = self._sequences
         count = len(sequences) + len(sequences.ending)
         running = min(count, self._config.max_running_sequences)
-        total = self._sglang.kv_tokens if self._sglang is not None else 0
+        total = self._started().info.kv_tokens
         return EngineLoad(running, count - running, sequences.kv_tokens(), total)
-
-    # Sampling.
 
     def submit(self, spec: SequenceSpec) -> None:
         self._running()
@@ -191,11 +189,10 @@ class SglangEngine:
         self._to_send.set()
 
     async def hold(self) -> None:
-        """Holds sampling; a dead engine samples nothing anyway."""
         async with self._commands:
             if not self._held:
                 self._held = True
-                with contextlib.suppress(EngineError):
+                with contextlib.suppress(EngineError):  # a dead engine samples nothing
                     await self._bridge.pause()
 
     async def release(self) -> None:
@@ -205,8 +202,7 @@ class SglangEngine:
                 self._held = False
                 self._to_send.set()
 
-    def on_outputs(self, outputs: Sequence[SchedulerOutput]) -> None:
-        """Receives the outputs of one step."""
+    def _on_outputs(self, outputs: Sequence[SchedulerOutput]) -> None:
         if self._sink is None or self._tag is None:
             return
         step, to_end = self._sequences.process(outputs, self._tag)
@@ -217,8 +213,7 @@ class SglangEngine:
         if not self._sequences.ending:
             self._ended.set()
 
-    def on_death(self, error: EngineError) -> None:
-        """SGLang is dead."""
+    def _on_death(self, error: EngineError) -> None:
         if (sink := self._sink) is not None:
             self._sink = None
             sink.on_failure(error)
@@ -233,7 +228,7 @@ class SglangEngine:
         while True:
             await self._to_send.wait()
             self._to_send.clear()
-            with contextlib.suppress(EngineError):  # dead: ``on_death`` has reported it
+            with contextlib.suppress(EngineError):  # dead: ``_on_death`` has reported it
                 while await self._send_one():
                     pass
 
@@ -267,8 +262,6 @@ class SglangEngine:
                 except EngineError:
                     return
 
-    # SglangWeights.
-
     def schema(self) -> list[TensorSpec]:
         self._running()
         return list(self._started().specs)
@@ -276,39 +269,33 @@ class SglangEngine:
     async def stage(self, manifest: Manifest) -> Mapping[str, Tensor]:
         sent = [spec for spec in manifest.tensors if spec.alias_of is None]
         async with self._commands:
-            self._awake()
-            return await self._started().stage(sent)
+            return await self._awake().stage(sent)
 
     async def commit(
         self, staged: StagedUpdate, weights: WeightTag, policy: KvPolicy
     ) -> CommitStats:
         async with self._commands:
-            self._awake()
+            own = self._awake()
             if not self._held:
                 raise EngineError("weights are committed only while sampling is held")
             began = time.perf_counter_ns()
-            await self._started().apply(staged)
+            await own.apply(staged)
             self._tag = weights
             to_end, tokens = self._sequences.requeue(started=policy is KvPolicy.RECOMPUTE)
             self._end_there(to_end)
             return CommitStats(time.perf_counter_ns() - began, tokens)
 
     async def digests(self) -> dict[str, int]:
-        """The digests; raises EngineError if the memory is not what was committed."""
         async with self._commands:
-            self._awake()
-            return await self._started().digests()
-
-    # Sleeping.
+            return await self._awake().digests()
 
     async def sleep(self, weights: SleepingWeights) -> int:
-        """Sleeps; without SGLang's memory saver no memory is freed."""
         if len(self._sequences):
             raise EngineError("sequences are live: end them before the engine goes to sleep")
         async with self._commands:
             self._running()
-            info, freed = self._known(), 0
-            if not info.can_release_memory:
+            freed = 0
+            if not self._started().info.can_release_memory:
                 logger.warning(
                     "sleep frees no memory without --engine-arg enable-memory-saver=true"
                 )
@@ -351,13 +338,6 @@ class SglangEngine:
                 await self._bridge.pause()
         await self._bridge.barrier()  # the step under way is over
 
-    # What is known.
-
-    def _known(self) -> SglangInfo:
-        if self._sglang is None:
-            raise EngineError("the engine has not started")
-        return self._sglang
-
     def _started(self) -> SglangWeights:
         if self._weights is None:
             raise EngineError("the engine has not started")
@@ -368,20 +348,34 @@ class SglangEngine:
             raise EngineError("the engine is not running")
         return self._sink
 
-    def _awake(self) -> None:
+    def _awake(self) -> SglangWeights:
         self._running()
         if self._asleep:
             raise EngineError("the weights' memory is freed: wake the engine up first")
+        return self._started()
 
     def _free_device_bytes(self) -> int:
         devices = [] if self._config.on_cpu else self._config.devices
         return sum(int(torch.cuda.mem_get_info(device)[0]) for device in devices)
 
 
-def _unsupported_sleep(info: SglangInfo) -> dict[SleepingWeights, str]:
-    if not info.can_release_memory or info.keeps_weights_on_release:
-        return {}
-    return {
-        SleepingWeights.HOST_BACKUP: "SGLang keeps one with --engine-arg "
-        "enable-weights-cpu-backup=true alone; ask for KEEP or DISCARD"
-    }
+class _WarmUp:
+    """A sink that waits for the ends of the first sequences."""
+
+    def __init__(self) -> None:
+        self._ends: asyncio.Queue[SequenceEnd | BaseException] = asyncio.Queue()
+
+    def on_step(self, step: Step) -> None:
+        for end in step.ends:
+            self._ends.put_nowait(end)
+
+    def on_failure(self, error: BaseException) -> None:
+        self._ends.put_nowait(error)
+
+    async def next_end(self) -> None:
+        """Raises EngineError if the sequence failed."""
+        end = await self._ends.get()
+        if isinstance(end, BaseException):
+            raise end
+        if end.reason is EndReason.STEP_FAILED:
+            raise EngineError(f"SGLang cannot sample: {end.message}")

@@ -1,78 +1,196 @@
-"""Starts SGLang and ends it, from a thread that lives as long as SGLang's processes."""
+"""How SGLang is configured, started and ended."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
-import queue
 import signal
 import threading
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import active_children, resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from rollwire_server.engines.base import EngineError
-from rollwire_server.engines.end_tokens import end_token_ids
+import torch
+from rollwire.types import LogprobBasis, SleepingWeights
+
+from rollwire_server.engines.base import (
+    SAMPLING_PARAMETERS,
+    EngineError,
+    EngineInfo,
+    end_token_ids,
+)
+from rollwire_server.engines.memory import first_line
 from rollwire_server.engines.sglang import processes
-from rollwire_server.engines.sglang.memory_files import MemoryFile
-from rollwire_server.engines.sglang.messages import SglangInfo
-from rollwire_server.engines.sglang.outputs import manager_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from multiprocessing.process import BaseProcess
 
-    from rollwire_server.engines.sglang.config import SglangConfig
-    from rollwire_server.engines.sglang.outputs import ManagerListener
+MAX_TOP_LOGPROBS = 64
 
-T = TypeVar("T")
-
-# Not min_new_tokens, for which SGLang needs a tokenizer.
-SAMPLING_PARAMETERS = frozenset(
-    {
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "max_new_tokens",
-        "stop_token_ids",
-        "ignore_eos",
-        "seed",
-    }
-)
 LOADER = "rollwire_server.engines.sglang.loader.load"
+"""The name by which SGLang's processes call what puts weights in place."""
+
+# Arguments of SGLang that the server sets itself.
+OWN = {
+    "model_path",
+    "dtype",
+    "device",
+    "base_gpu_id",
+    "context_length",
+    "max_running_requests",
+    "skip_tokenizer_init",
+    "custom_weight_loader",
+    "stream_interval",
+    "dp_size",
+    "watchdog_timeout",
+}
+
+# SGLang's own watchdog would take a pause for a hang, and end SGLang.
+NEVER_SECONDS = 1e9
+
+# On a CPU SGLang would choose backends that are not there.
+ON_CPU = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
+    "max_total_tokens": 65536,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SglangConfig:
+    """How to start ``SglangEngine``.
+
+    Attributes:
+        model: A checkpoint directory.
+        dtype: Of the weights, as torch names it; "auto": the checkpoint's.
+        device: "cpu", "cuda", or the first of several devices: "cuda:1".
+        max_running_sequences: How many sequences are sampled at once.
+        context_length: The most tokens of prompt and output together; None: the model's.
+        staging: Where an update waits for its commit: "device", "host", or "auto" (on the devices
+            if they have room).
+        unresponsive_seconds: The scheduler counts as dead after this long without an answer.
+        arguments: Further arguments of SGLang's ``ServerArgs``.
+    """
+
+    model: str
+    dtype: str
+    device: str
+    max_running_sequences: int
+    context_length: int | None = None
+    staging: str = "auto"
+    unresponsive_seconds: float = 20.0
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if refused := sorted(OWN & self.arguments.keys()):
+            raise EngineError(f"--engine-arg: {', '.join(refused)}: the server sets this itself")
+        if self.arguments.get("pp_size", 1) != 1:
+            raise EngineError("--engine-arg: pp-size is not supported: use tp-size")
+        if not isinstance(self.unresponsive_seconds, int | float) or self.unresponsive_seconds <= 0:
+            raise EngineError("--engine-arg: unresponsive-seconds must be a number above 0")
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device == "cpu"
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each scheduler process; one on a CPU."""
+        if self.on_cpu:
+            return [torch.device("cpu")]
+        first, step = torch.device(self.device).index or 0, self.arguments.get("gpu_id_step", 1)
+        ranks = self.arguments.get("tp_size", 1)
+        return [torch.device("cuda", first + i * step) for i in range(ranks)]
+
+    def server_args(self) -> dict[str, Any]:
+        """The fields of SGLang's ``ServerArgs``."""
+        arguments = {
+            "grammar_backend": "none",
+            "log_level": "error",
+            **(ON_CPU if self.on_cpu else {}),
+            **self.arguments,
+            "model_path": self.model,
+            "dtype": self.dtype,
+            "device": self.devices[0].type,
+            "base_gpu_id": self.devices[0].index or 0,
+            "context_length": self.context_length,
+            "max_running_requests": self.max_running_sequences,
+            "skip_tokenizer_init": True,
+            "custom_weight_loader": [LOADER],
+            "stream_interval": 1,
+            "watchdog_timeout": NEVER_SECONDS,
+        }
+        return {name: value for name, value in arguments.items() if value is not None}
+
+
+def parse_arguments(texts: dict[str, str]) -> dict[str, Any]:
+    """Values of ``--engine-arg``: JSON if they parse (numbers, true, lists), else text."""
+    values: dict[str, Any] = {}
+    for name, text in texts.items():
+        try:
+            values[name] = json.loads(text)
+        except ValueError:
+            values[name] = text
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class SglangInfo:
+    """What a started SGLang is."""
+
+    described: EngineInfo  # but for the staging of updates
+    own_end_tokens: frozenset[int]  # where it ends a sequence that does not ignore stops
+    dtype: torch.dtype
+    kv_tokens: int  # the capacity of its KV cache
+    can_release_memory: bool
+    processes: list[int]
+    ranks: int  # its scheduler processes, each with its shard of the weights
 
 
 class Launcher:
     """Starts one SGLang and ends it.
 
     The scheduler's processes die with the thread that started them (PR_SET_PDEATHSIG), so that
-    thread lives on.
+    thread lives on. It is a daemon, unlike an executor's: a start of SGLang that hangs must not
+    keep the server from exiting.
     """
 
-    def __init__(self, config: SglangConfig, listener: ManagerListener) -> None:
+    def __init__(
+        self, config: SglangConfig, manager_class: Callable[[], Callable[..., Any]]
+    ) -> None:
         self._config = config
-        self._listener = listener
-        self._thread = _LauncherThread("rollwire-sglang")
+        self._manager_class = manager_class
+        self._thread = threading.Thread(target=self._run, name="rollwire-sglang", daemon=True)
+        self._stop = threading.Event()
+        self._started: Future[None] = Future()
+        self._ended: Future[None] = Future()
         self._engine: Any = None
         self._other_children: set[BaseProcess] | None = None  # of this process, not SGLang's
-        self._failures: MemoryFile | None = None
+        self._failures: processes.MemoryFile | None = None
 
     async def start(self) -> Any:
-        """Starts SGLang's engine; raises EngineError with one line if that fails."""
-        with _own_logging(), _own_environment():
-            self._engine = await asyncio.wrap_future(self._thread.call(self._launch))
-        return self._engine
+        """Starts SGLang; returns its tokenizer manager. Raises EngineError with one line if that
+        fails.
+        """
+        with _unchanged_process():
+            self._thread.start()
+            await asyncio.wrap_future(self._started)
+        return self._engine.tokenizer_manager
 
     async def stop(self) -> None:
         """Ends its processes. Idempotent, also before ``start`` and after a failed one."""
-        if self._thread.runs:
-            await asyncio.wrap_future(self._thread.call(self._shut_down))
-        self._thread.stop()
+        if self._thread.ident is not None:
+            self._stop.set()
+            await asyncio.wrap_future(self._ended)
+            self._thread.join()
         self._engine = None
         if self._failures is not None:
             self._failures.close()
@@ -84,34 +202,54 @@ class Launcher:
         return next(iter(text.splitlines()), "")
 
     def info(self) -> SglangInfo:
-        engine, manager = self._engine, self._engine.tokenizer_manager
-        args = engine.server_args
+        config, engine, manager = self._config, self._engine, self._engine.tokenizer_manager
+        args, model = engine.server_args, manager.model_config
         scheduler = engine._scheduler_init_result.scheduler_infos[0]
-        model = manager.model_config
-        sampling = SAMPLING_PARAMETERS
+        before_temperature = _is_set("SGLANG_RETURN_ORIGINAL_LOGPROB")
+        sampling = SAMPLING_PARAMETERS  # not min_new_tokens, for which SGLang needs a tokenizer
         if args.enable_deterministic_inference:
             sampling -= {"min_p"}  # its sampler has no min-p with seeds
-        return SglangInfo(
+        described = EngineInfo(
+            engine="sglang",
+            model=config.model,
+            device=config.devices[0],
+            staging="host",
+            staging_bytes=0,
             vocab_size=model.vocab_size,
             # With one more output token SGLang would end the sequence too early.
             context_length=min(manager.context_len, scheduler["max_req_input_len"]),
             eos_token_ids=end_token_ids(
                 model.hf_config, model.hf_generation_config, model.vocab_size
             ),
+            logprob_bases=frozenset(
+                {LogprobBasis.MODEL if before_temperature else LogprobBasis.TEMPERATURE}
+            ),
+            deterministic=bool(args.enable_deterministic_inference) and not config.on_cpu,
+            max_running_sequences=config.max_running_sequences,
+            max_top_logprobs=min(MAX_TOP_LOGPROBS, model.vocab_size),
+            routed_experts=bool(args.enable_return_routed_experts) and not config.on_cpu,
+            sampling_parameters=sampling,
+            scaled_prompt_logprobs=False,
+            unsupported_sleep=unsupported_sleep(args),
+        )
+        return SglangInfo(
+            described,
             own_end_tokens=frozenset(model.hf_eos_token_id or ()),
             dtype=model.dtype,
             kv_tokens=scheduler["max_total_num_tokens"],
-            deterministic=bool(args.enable_deterministic_inference) and not self._config.on_cpu,
-            logprobs_before_temperature=_is_set("SGLANG_RETURN_ORIGINAL_LOGPROB"),
             can_release_memory=bool(args.enable_memory_saver),
-            keeps_weights_on_release=bool(args.enable_weights_cpu_backup),
-            sampling_parameters=sampling,
             processes=list(engine.get_all_child_pids()),
             ranks=args.tp_size,
-            routed_experts=bool(args.enable_return_routed_experts) and not self._config.on_cpu,
         )
 
-    def _launch(self) -> Any:
+    # What follows runs on the launcher's thread.
+
+    def _run(self) -> None:
+        _settle(self._started, self._launch)
+        self._stop.wait()
+        _settle(self._ended, self._shut_down)
+
+    def _launch(self) -> None:
         # SGLang's processes inherit the mask. Ctrl-C reaches them too, but the server answers it.
         # Starting the resource tracker would unblock the signal, so that comes first.
         resource_tracker.ensure_running()
@@ -122,40 +260,36 @@ class Launcher:
             from sglang.srt.entrypoints.engine import Engine, init_tokenizer_manager
         except ModuleNotFoundError as error:
             raise EngineError(f"needs {error.name}: pip install 'rollwire[sglang]'") from error
-        manager = partial(manager_class(), self._listener)
+        manager = self._manager_class()
         self._other_children = set(active_children())
-        failures = self._failures = MemoryFile()
+        path = (failures := processes.MemoryFile()).path
+        self._failures = failures
 
         class OurEngine(Engine):  # type: ignore[misc]  # no types
-            run_scheduler_process_func = staticmethod(
-                partial(processes.run_scheduler, failures.path)
-            )
-            run_detokenizer_process_func = staticmethod(
-                partial(processes.run_detokenizer, failures.path)
-            )
+            run_scheduler_process_func = staticmethod(partial(processes.run_scheduler, path))
+            run_detokenizer_process_func = staticmethod(partial(processes.run_detokenizer, path))
             init_tokenizer_manager_func = staticmethod(
                 lambda *args, **kwargs: init_tokenizer_manager(
                     *args, **{**kwargs, "TokenizerManagerClass": manager}
                 )
             )
 
-        arguments = self._config.server_args(LOADER)
         try:
-            engine = OurEngine(**{k: v for k, v in arguments.items() if v is not None})
+            self._engine = OurEngine(**self._config.server_args())
         except Exception as error:
-            line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            line = self.failure() or line
-            raise EngineError(f"SGLang did not start: {line}") from error
+            why = self.failure() or first_line(error)
+            raise EngineError(f"SGLang did not start: {why}") from error
         # The watchdog would end this process. The bridge notices deaths itself.
-        watchdog = engine.tokenizer_manager._subprocess_watchdog
+        watchdog = self._engine.tokenizer_manager._subprocess_watchdog
         if watchdog is not None:
             watchdog.stop()
-        return engine
 
     def _shut_down(self) -> None:
         if self._engine is not None:
             self._engine.shutdown()
-            _remove_sockets(self._engine.port_args)
+            for address in vars(self._engine.port_args).values():  # its processes' socket files
+                if isinstance(address, str) and address.startswith("ipc://"):
+                    Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
         elif self._other_children is not None:  # a failed start left processes behind
             from sglang.srt.utils import kill_process_tree
 
@@ -163,78 +297,45 @@ class Launcher:
                 kill_process_tree(child.pid)
 
 
-class _LauncherThread:
-    """Runs calls one after the other, and lives until it is stopped.
-
-    A daemon, unlike an executor's thread: a start of SGLang that hangs must not keep the server
-    from exiting.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    @property
-    def runs(self) -> bool:
-        return self._thread.is_alive()
-
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        result: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                result.set_result(function())
-            except BaseException as error:
-                result.set_exception(error)
-
-        if not self.runs:
-            self._thread.start()
-        self._calls.put(run)
-        return result
-
-    def stop(self) -> None:
-        """Ends the thread after the calls under way. Idempotent."""
-        if self.runs:
-            self._calls.put(None)
-            self._thread.join()
-
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
-
-
-def _remove_sockets(port_args: Any) -> None:
-    """Removes the socket files of SGLang's processes."""
-    for address in vars(port_args).values():
-        if isinstance(address, str) and address.startswith("ipc://"):
-            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+def _settle(future: Future[None], function: Callable[[], None]) -> None:
+    future.set_running_or_notify_cancel()  # whoever waits for it cannot cancel it from now on
+    try:
+        function()
+        future.set_result(None)
+    except BaseException as error:
+        future.set_exception(error)
 
 
 @contextlib.contextmanager
-def _own_logging() -> Iterator[None]:
-    """Restores logging, which SGLang sets up for the whole process when it is imported."""
+def _unchanged_process() -> Iterator[None]:
+    """Restores logging and NCCL's variables, which SGLang sets up for the whole process.
+
+    ``NCCL_CUMEM_ENABLE`` must be the same at both ends of a weight transfer.
+    """
+
+    def nccl() -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    handlers, level, variables = root.handlers[:], root.level, nccl()
     try:
         yield
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
-
-
-@contextlib.contextmanager
-def _own_environment() -> Iterator[None]:
-    """Restores NCCL's variables, which SGLang sets for its processes.
-
-    ``NCCL_CUMEM_ENABLE`` must be the same at both ends of a weight transfer.
-    """
-    before = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
-    try:
-        yield
-    finally:
-        for name in [name for name in os.environ if name.startswith("NCCL_")]:
+        for name in nccl():
             del os.environ[name]
-        os.environ.update(before)
+        os.environ.update(variables)
+
+
+def unsupported_sleep(args: Any) -> dict[SleepingWeights, str]:
+    """For ``EngineInfo``, by SGLang's arguments."""
+    if not args.enable_memory_saver or args.enable_weights_cpu_backup:
+        return {}  # without its memory saver nothing is freed
+    return {
+        SleepingWeights.HOST_BACKUP: "SGLang keeps one with --engine-arg "
+        "enable-weights-cpu-backup=true alone; ask for KEEP or DISCARD"
+    }
 
 
 def _is_set(variable: str) -> bool:

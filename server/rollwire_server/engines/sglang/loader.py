@@ -1,7 +1,7 @@
 """Puts weights in place inside SGLang's scheduler processes; SGLang calls ``load`` by its name.
 
-A command is JSON in the place of a tensor's name. Each process answers in JSON, in a memory file
-that the command names. The weights themselves lie in staging memory.
+A command is JSON in the place of a tensor's name. Each process answers with a line of JSON, in a
+memory file that the command names. The weights themselves lie in staging memory.
 """
 
 from __future__ import annotations
@@ -14,20 +14,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rollwire_server.engines.loading.copy_plan import UntraceableLoadError, grouped_copy, trace_load
-from rollwire_server.engines.loading.fingerprint import Fingerprinter
-from rollwire_server.engines.loading.pinned_memory import PinnedMemory, pinner_for
-from rollwire_server.engines.loading.staging_memory import StagingLayout, open_parts, tensor_views
-from rollwire_server.engines.memory import copy_tensors
-from rollwire_server.engines.sglang.checkpoint import read_tensors
-from rollwire_server.engines.sglang.memory_files import append
+from rollwire_server.engines.loading import (
+    Fingerprinter,
+    UntraceableLoadError,
+    grouped_copy,
+    trace_load,
+)
+from rollwire_server.engines.memory import (
+    PinnedMemory,
+    StagingLayout,
+    copy_tensors,
+    open_parts,
+    tensor_views,
+)
+from rollwire_server.engines.sglang.processes import append
+from rollwire_server.engines.sglang.weights import read_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor, nn
 
-    from rollwire_server.engines.loading.copy_plan import CopyPlan
+    from rollwire_server.engines.loading import CopyPlan
 
 WARM_UP_COPIES = 8
 CPU = torch.device("cpu")
@@ -39,7 +47,7 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     if (loader := _loaders.get(model)) is None:
         loader = _loaders[model] = WeightLoader(model)
     loader.touched = False
-    answer: dict[str, Any] = {"error": None}
+    answer: dict[str, Any] = {"rank": _rank(), "error": None}
     try:
         _synchronize()  # running steps still read the weights
         with torch.no_grad():
@@ -48,18 +56,14 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         answer["error"] = f"{type(error).__name__}: {error}"
     answer["touched"] = loader.touched
     with contextlib.suppress(OSError):  # the server no longer waits for the answer
-        append(command["answers"][_rank()], json.dumps(answer))
+        append(command["answers"], f"{json.dumps(answer)}\n")
 
 
 class WeightLoader:
-    """Loads weights into the model of one process.
-
-    Attributes:
-        touched: Whether the command under way has begun to change weights.
-    """
+    """Loads weights into the model of one process."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.touched = False
+        self.touched = False  # whether the command under way has begun to change weights
         self._model = model
         self._plan: CopyPlan | None = None
         self._parts: list[dict[str, Any]] = []
@@ -107,9 +111,7 @@ class WeightLoader:
             self._memories = open_parts(layout.parts, _rank())
             self._parts = layout.parts
             device = next((parameter.device for parameter in self._model.parameters()), CPU)
-            if (pinner := pinner_for(device)) is not None:
-                on_host = [memory for memory in self._memories if not memory.is_cuda]
-                self._pinned = [PinnedMemory(memory, pinner) for memory in on_host]
+            self._pinned = [PinnedMemory(memory, device) for memory in self._memories]
         self._opened = tensor_views(layout, self._memories)
         if self._plan is not None:
             self._copies = grouped_copy(self._plan, self._opened)

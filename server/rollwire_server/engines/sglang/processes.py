@@ -1,8 +1,7 @@
 """Patches of SGLang's own processes, applied as they begin.
 
 They end with the server, report every sampled token before a pause takes effect, and say what
-ended them. SGLang ties a process to its parent only after its imports; a process whose parent is
-killed before that would live on.
+ended them.
 """
 
 from __future__ import annotations
@@ -13,23 +12,43 @@ import logging
 import multiprocessing
 import os
 import signal
-import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from rollwire_server.engines.sglang.memory_files import append
-
 PR_SET_PDEATHSIG = 1
+
+
+class MemoryFile:
+    """Short texts from SGLang's processes to the server, in memory: no disk can be full.
+
+    Processes of the same user find it at ``path``, until it is closed.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("rollwire-text")
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def read(self) -> str:
+        size = os.fstat(self._descriptor).st_size
+        return os.pread(self._descriptor, size, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def append(path: str, text: str) -> None:
+    """Appends to a memory file of another process; raises OSError if that is closed."""
+    with Path(path).open("ab", buffering=0) as file:  # one write: texts do not mix
+        file.write(text.encode())
 
 
 def run_scheduler(failures: str, *args: Any, **kwargs: Any) -> None:
     """Runs a scheduler process; its failure is appended to the memory file ``failures``."""
     _die_with_parent()
-    _record_failures("sglang.srt.managers.scheduler", failures)
+    logging.getLogger("sglang.srt.managers.scheduler").addHandler(FailureHandler(failures))
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
-    from sglang.srt.managers.scheduler_components.output_streamer import (
-        SchedulerOutputStreamer,
-    )
+    from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 
     report_results_at_pause(Scheduler)
     shorten_running_outputs(SchedulerOutputStreamer)
@@ -37,9 +56,9 @@ def run_scheduler(failures: str, *args: Any, **kwargs: Any) -> None:
 
 
 def run_detokenizer(failures: str, *args: Any, **kwargs: Any) -> None:
-    """Runs the detokenizer process, likewise."""
     _die_with_parent()
-    _record_failures("sglang.srt.managers.detokenizer_manager", failures)
+    logger = logging.getLogger("sglang.srt.managers.detokenizer_manager")
+    logger.addHandler(FailureHandler(failures))
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     run_detokenizer_process(*args, **kwargs)
@@ -118,7 +137,7 @@ def _just_runs(req: Any) -> bool:
     )
 
 
-class _FailureHandler(logging.Handler):
+class FailureHandler(logging.Handler):
     """Records what ended a process: SGLang only logs a traceback, and exits with 0."""
 
     def __init__(self, failures: str) -> None:
@@ -140,13 +159,9 @@ def _error_of(traceback: str) -> str:
     return next((line for line in after if not line.startswith(" ")), lines[-1])
 
 
-def _record_failures(logger: str, failures: str) -> None:
-    logging.getLogger(logger).addHandler(_FailureHandler(failures))
-
-
 def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # SGLang does this only after its imports: if its parent is killed before, it would live on.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
         os._exit(1)

@@ -16,7 +16,6 @@ from rollwire_server.engines.base import (
     Step,
     TopLogprobs,
 )
-from rollwire_server.engines.sglang.messages import SchedulerRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -24,67 +23,72 @@ if TYPE_CHECKING:
     from rollwire.types import WeightTag
 
     from rollwire_server.engines.base import RoutedExperts
-    from rollwire_server.engines.sglang.messages import SchedulerOutput
 
 SHARED_TOKENS = 64
 """The samples of a group share a prompt of at least this length; a shorter one is soon computed."""
 
 
+@dataclass(frozen=True, slots=True)
+class SchedulerRequest:
+    """One sequence for SGLang's scheduler."""
+
+    rid: str  # SGLang's id for it; all have the same length
+    spec: SequenceSpec
+    input_ids: list[int]  # prompt and output so far
+    max_new_tokens: int  # from the end of ``input_ids``
+    cache_key: str  # only sequences of the same key share prefixes
+    prompt_logprobs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """What one step reports of one sequence."""
+
+    rid: str
+    token_ids: list[int]  # the new ones
+    logprobs: list[float]
+    top: list[tuple[list[int], list[float]]]  # of each new token, if requested
+    prompt_logprobs: list[float]  # of input tokens 1, 2, …; reported once
+    cached_tokens: int  # input tokens whose keys and values were cached
+    ended: str | None  # why it has ended, if it has; nothing follows
+    routed_experts: RoutedExperts | None = None  # of all input tokens, with the end, if requested
+
+
 @dataclass(slots=True, eq=False)
 class SglangSequence:
-    """A sequence that has not ended.
-
-    Attributes:
-        tokens: Output tokens, including the prefix.
-        prompt_hash: Equal for sequences that should share the keys and values of their prompt.
-        rid: SGLang's id for it; None while it waits to be sent.
-        revision: The revision under which it was sent: the oldest of its keys and values.
-        started: Whether it has a token since it was last sent.
-        prompt_reported: Whether its prompt's extras have been reported.
-        forward_passes: From which input token on which weights computed, since it was last sent.
-    """
+    """A sequence that has not ended."""
 
     spec: SequenceSpec
-    tokens: list[int]
-    prompt_hash: int
-    rid: str | None = None
-    revision: int = 0
-    started: bool = False
+    tokens: list[int]  # output, including the prefix
+    prompt_hash: int  # equal for those that should share the keys and values of their prompt
+    rid: str | None = None  # None while it waits to be sent
+    revision: int = 0  # under which it was sent: the oldest of its keys and values
+    started: bool = False  # whether it has a token since it was last sent
     prompt_reported: bool = False
+    # From which input token on which weights computed, since it was last sent.
     forward_passes: list[tuple[int, WeightTag]] = field(default_factory=list)
 
     @property
     def length(self) -> int:
-        """Tokens, the prompt's among them."""
         return len(self.spec.prompt) + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class EndingSequence:
-    """A sequence that was withdrawn from SGLang, until SGLang ends it.
-
-    Attributes:
-        tokens: How many tokens had keys and values.
-        revision: The revision of the oldest of these.
-    """
+    """A sequence that was withdrawn from SGLang, until SGLang ends it."""
 
     key: int
-    tokens: int
-    revision: int
+    tokens: int  # how many had keys and values
+    revision: int  # of the oldest of these
     forward_passes: list[tuple[int, WeightTag]]
 
 
 class SequenceTable:
-    """All sequences that have not ended, and those that SGLang has yet to end.
-
-    Attributes:
-        context_length: The most tokens of prompt and output together.
-        ending: Withdrawn sequences, by SGLang's id.
-    """
+    """All sequences that have not ended, and those that SGLang has yet to end."""
 
     def __init__(self, context_length: int) -> None:
         self.context_length = context_length
-        self.ending: dict[str, EndingSequence] = {}
+        self.ending: dict[str, EndingSequence] = {}  # by SGLang's id
         self._live: dict[int, SglangSequence] = {}
         self._unsent: dict[int, SglangSequence] = {}
         self._sent: dict[str, SglangSequence] = {}
@@ -102,7 +106,6 @@ class SequenceTable:
 
     @property
     def sent(self) -> int:
-        """How many sequences SGLang has."""
         return len(self._sent)
 
     def next_unsent(self, revision: int) -> SglangSequence | None:
@@ -122,27 +125,18 @@ class SequenceTable:
 
         Only sequences that were sent under the same revision share keys and values.
         """
-        spec, sampling = sequence.spec, sequence.spec.sampling
-        sequence.rid = (
-            f"{next(self._numbers):016x}"  # all of one length, since SGLang matches prefixes
-        )
+        spec = sequence.spec
+        sequence.rid = f"{next(self._numbers):016x}"
         sequence.revision, sequence.started, sequence.forward_passes = revision, False, []
         del self._unsent[spec.key]
         self._sent[sequence.rid] = sequence
         return SchedulerRequest(
             rid=sequence.rid,
+            spec=spec,
             input_ids=[*spec.prompt, *sequence.tokens],
             max_new_tokens=self._limit(spec) - len(sequence.tokens),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            stop_token_ids=sampling.stop_token_ids,
             cache_key=f"revision {revision}",
-            top_logprobs=spec.top_logprobs,
             prompt_logprobs=spec.prompt_logprobs and not sequence.prompt_reported,
-            routed_experts=spec.routed_experts,
         )
 
     def remove(self, keys: Iterable[int]) -> list[str]:
@@ -259,7 +253,11 @@ class SequenceTable:
     def _add_extras(self, step: Step, sequence: SglangSequence, output: SchedulerOutput) -> None:
         spec, extras = sequence.spec, SequenceExtras()
         if spec.top_logprobs:
-            extras.top_logprobs = _top(spec.top_logprobs, output)
+            extras.top_logprobs = TopLogprobs(
+                spec.top_logprobs,
+                [token for token_ids, _ in output.top for token in token_ids[: spec.top_logprobs]],
+                [value for _, values in output.top for value in values[: spec.top_logprobs]],
+            )
         if not sequence.prompt_reported:
             sequence.prompt_reported = True
             extras.cached_prompt_tokens = min(output.cached_tokens, len(spec.prompt))
@@ -290,11 +288,3 @@ def _split_by_weights(
                 weights=weights,
                 oldest_kv_revision=of.revision,
             )
-
-
-def _top(k: int, output: SchedulerOutput) -> TopLogprobs:
-    return TopLogprobs(
-        k,
-        [token for token_ids, _ in output.top for token in token_ids[:k]],
-        [value for _, values in output.top for value in values[:k]],
-    )

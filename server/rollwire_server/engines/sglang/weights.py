@@ -1,4 +1,4 @@
-"""The weights of SGLang: staged, put in place, verified.
+"""The weights of SGLang: read from a checkpoint, staged, put in place, verified.
 
 SGLang fuses and shards what it loads, so its memory cannot be compared with a checkpoint. Each
 process takes a fingerprint of its memory right after a commit, and compares with that.
@@ -13,30 +13,23 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rollwire_transport import sum_digests
+from rollwire_transport import TensorSpec, describe, sum_digests, tensor_digest
 from rollwire_transport._tensors import nbytes
 
 from rollwire_server.engines.base import ChangedWeightsError, EngineError, TornWeightsError
-from rollwire_server.engines.loading.pinned_memory import pinner_for
-from rollwire_server.engines.loading.staging_memory import (
-    StagedTensors,
-    allocate_on_devices,
-    allocate_on_host,
-)
-from rollwire_server.engines.sglang.checkpoint import describe_checkpoint
-from rollwire_server.engines.sglang.memory_files import MemoryFile
+from rollwire_server.engines.memory import StagedTensors, allocate_on_devices, allocate_on_host
+from rollwire_server.engines.sglang.processes import MemoryFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from rollwire_transport import TensorSpec
+    from torch import Tensor
 
     from rollwire_server.engines.base import StagedUpdate
-    from rollwire_server.engines.loading.staging_memory import StagingLayout, StagingMemory
+    from rollwire_server.engines.memory import StagingLayout, StagingMemory
     from rollwire_server.engines.sglang.bridge import Bridge
-    from rollwire_server.engines.sglang.messages import SglangInfo
-
+    from rollwire_server.engines.sglang.launch import SglangInfo
 
 logger = logging.getLogger(__name__)
 
@@ -46,21 +39,17 @@ READING = ("trace", "reload")
 READING_SECONDS = 600.0  # a large checkpoint takes minutes
 SLOWEST_BYTES_A_SECOND = 1 << 29  # of the other commands, which pin, copy, load or compare
 
+INPUT, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
 
 class SglangWeights:
-    """The weights of one started SGLang.
-
-    Attributes:
-        specs: The tensors of a full update.
-        nbytes: The size of a full update.
-        intact: Whether the weights belong to one policy. If not, only a full update helps.
-    """
+    """The weights of one started SGLang."""
 
     def __init__(
         self, bridge: Bridge, info: SglangInfo, folder: Path, device: torch.device
     ) -> None:
         self._bridge = bridge
-        self._info = info
+        self.info = info
         self._folder = folder
         self._device = device
         self._digests: dict[str, int] = {}
@@ -68,8 +57,8 @@ class SglangWeights:
         self._memory: StagingMemory | None = None
         self._opened: StagingLayout | None = None  # by the processes
         self.specs: list[TensorSpec] = []
-        self.nbytes = 0
-        self.intact = True
+        self.nbytes = 0  # of a full update
+        self.intact = True  # all of one policy; if not, only a full update helps
 
     @property
     def staged_on_devices(self) -> bool:
@@ -125,10 +114,9 @@ class SglangWeights:
 
     def _allocate(self) -> StagingMemory:
         if self._on_devices:
-            return allocate_on_devices(self._on_devices, self._sent(), ranks=self._info.ranks)
+            return allocate_on_devices(self._on_devices, self._sent(), ranks=self.info.ranks)
         memory = allocate_on_host(self._sent())
-        if (pinner := pinner_for(self._device)) is not None:
-            memory.pin(pinner)
+        memory.pin(self._device)
         return memory
 
     async def _open(self, layout: StagingLayout) -> list[dict[str, Any]]:
@@ -188,7 +176,7 @@ class SglangWeights:
 
     async def _describe(self) -> tuple[list[TensorSpec], dict[str, int]]:
         return await asyncio.to_thread(
-            describe_checkpoint, self._folder, self._info.dtype, self._device
+            describe_checkpoint, self._folder, self.info.dtype, self._device
         )
 
     async def _replace(self, do: str, **more: Any) -> list[dict[str, Any]]:
@@ -208,15 +196,23 @@ class SglangWeights:
 
         Raises TornWeightsError if it failed after weights may have been changed, else EngineError.
         """
-        ranks, failure = self._info.ranks, ""
+        ranks, failure = self.info.ranks, ""
         seconds = READING_SECONDS if do in READING else self.nbytes / SLOWEST_BYTES_A_SECOND
-        with _answer_files(ranks) as files:
+        try:
+            file = MemoryFile()
+        except OSError as error:
+            raise EngineError(f"no file for the answers of SGLang's processes: {error}") from error
+        with contextlib.closing(file):
+            command = json.dumps({"do": do, "answers": file.path, **more})
             try:
-                asked = {"do": do, "answers": [file.path for file in files], **more}
-                await self._bridge.update(json.dumps(asked), seconds)
+                await self._bridge.update(command, seconds)
             except EngineError as error:
                 failure = str(error)
-            answers = _answers(files)
+            answers = []
+            for line in file.read().splitlines():
+                with contextlib.suppress(ValueError):  # of a process that was killed while it wrote
+                    answers.append(json.loads(line))
+        answers.sort(key=lambda answer: int(answer["rank"]))
         errors = [answer["error"] for answer in answers if answer["error"]]
         if not failure and not errors and len(answers) == ranks:
             return answers
@@ -227,23 +223,55 @@ class SglangWeights:
         raise EngineError(f"SGLang's processes could not execute: {why}")
 
 
-@contextlib.contextmanager
-def _answer_files(count: int) -> Iterator[list[MemoryFile]]:
-    with contextlib.ExitStack() as stack:
-        files = []
-        try:
-            for _ in range(count):
-                files.append(MemoryFile())
-                stack.callback(files[-1].close)
-        except OSError as error:
-            raise EngineError(f"no file for the answers of SGLang's processes: {error}") from error
-        yield files
+def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a checkpoint's safetensors files, one after the other."""
+    from safetensors import safe_open
+
+    for path in _files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  it is no mapping
+                yield name, file.get_tensor(name)
 
 
-def _answers(files: Sequence[MemoryFile]) -> list[dict[str, Any]]:
-    """The complete answers, in the order of ranks."""
-    answers = []
-    for file in files:
-        with contextlib.suppress(ValueError):
-            answers.append(json.loads(file.read()))
-    return answers
+def describe_checkpoint(
+    folder: Path, dtype: torch.dtype, device: torch.device
+) -> tuple[list[TensorSpec], dict[str, int]]:
+    """The tensors of a checkpoint in ``dtype``, and their digests, computed on ``device``.
+
+    Tied embeddings are an alias, whether the files contain them or not. Raises EngineError with
+    one line if the folder cannot be read.
+    """
+    specs: dict[str, TensorSpec] = {}
+    digests: dict[str, int] = {}
+    tied = _is_tied(folder)
+    for name, stored in read_tensors(folder):
+        if name == OUTPUT and tied:
+            continue
+        tensor = stored.to(device, dtype if stored.is_floating_point() else None)
+        specs[name] = describe(name, tensor)
+        digests[name] = tensor_digest(specs[name], tensor)
+    if tied and INPUT in specs:
+        of = specs[INPUT]
+        specs[OUTPUT] = TensorSpec(OUTPUT, of.dtype, of.shape, alias_of=INPUT)
+    return list(specs.values()), digests
+
+
+def check_folder(folder: Path) -> None:
+    """Raises EngineError with one line if this is not a checkpoint that SGLang can load."""
+    if str(folder).startswith("builtin:"):
+        raise EngineError(f"{folder} is a model of the built-in engine: SGLang takes a directory")
+    if not folder.is_dir():
+        raise EngineError(f"no model at {folder}: there is no such directory")
+    if not (folder / "config.json").is_file():
+        raise EngineError(f"no model at {folder}: it has no config.json")
+    if not _files(folder):
+        raise EngineError(f"no model at {folder}: it has no .safetensors files")
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _is_tied(folder: Path) -> bool:
+    config = json.loads((folder / "config.json").read_text())
+    return bool(config.get("tie_word_embeddings", False))
