@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import math
 import struct
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
@@ -22,6 +23,7 @@ from rollwire.types import KvPolicy, LogprobBasis, SleepingWeights, WeightTag
 from rollwire_transport import TensorSpec, tensor_digest
 
 from rollwire_server.engines.base import (
+    SAMPLING_PARAMETERS,
     CommitStats,
     EndReason,
     EngineError,
@@ -45,46 +47,21 @@ if TYPE_CHECKING:
     from rollwire_server.engines.base import Sink, StagedUpdate
 
 MAX_TOP_LOGPROBS = 64
-# It has no distribution to shape: temperature (but 0) and truncation are taken, so that a load test
-# sends what a trainer sends, and change nothing.
-SAMPLING_PARAMETERS = frozenset(
-    {
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "max_new_tokens",
-        "min_new_tokens",
-        "stop_token_ids",
-        "ignore_eos",
-        "seed",
-    }
-)
 IDLE_SECONDS = 0.0005
 """Between two steps that take no time, so that the event loop does other work too."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyntheticConfig:
-    """How to start a ``SyntheticEngine``. All but the first three fields are ``--engine-arg``s.
-
-    Attributes:
-        model: The name that the server reports.
-        max_running_sequences: Sequences sampled at the same time; the rest wait.
-        context_length: Most prompt and output tokens of one sequence.
-        tokens_per_second: Of each sequence; 0: as fast as the machine allows.
-        prefill_tokens_per_second: How fast the prompt of each sequence is computed; 0: at once.
-        vocab_size: Tokens are 0 to ``vocab_size`` - 1.
-        weight_bytes: Of its one tensor "weight" (float32), a multiple of 4.
-    """
+    """How to start a ``SyntheticEngine``. All but the first three fields are ``--engine-arg``s."""
 
     model: str
     max_running_sequences: int = 64
     context_length: int = 4096
-    tokens_per_second: float = 100.0
-    prefill_tokens_per_second: float = 0.0
+    tokens_per_second: float = 100.0  # of each sequence; 0: as fast as the machine allows
+    prefill_tokens_per_second: float = 0.0  # of each sequence; 0: at once
     vocab_size: int = 512
-    weight_bytes: int = 4096
+    weight_bytes: int = 4096  # of its one tensor "weight" (float32), a multiple of 4
 
     def __post_init__(self) -> None:
         rates = (self.tokens_per_second, self.prefill_tokens_per_second)
@@ -98,19 +75,10 @@ class SyntheticConfig:
 
 @dataclass(slots=True)
 class _Sequence:
-    """A running sequence.
-
-    Attributes:
-        length: Output tokens, with the prefix.
-        prefilled_at: When its prompt is computed, in the event loop's time.
-        kv_revision: Of its oldest key or value.
-        prompt_reported: Whether the extras of its prompt have been reported.
-    """
-
     spec: SequenceSpec
-    length: int
-    prefilled_at: float
-    kv_revision: int
+    length: int  # output tokens, with the prefix
+    prefilled_at: float  # when its prompt is computed, in the event loop's time
+    kv_revision: int  # of its oldest key or value
     prompt_reported: bool = False
 
     @property
@@ -120,7 +88,7 @@ class _Sequence:
 
 @dataclass(slots=True)
 class _State:
-    """What a started engine holds; ``consistent`` is False while the weights are discarded."""
+    """What a started engine holds."""
 
     sink: Sink
     tag: WeightTag
@@ -129,7 +97,7 @@ class _State:
     waiting: deque[SequenceSpec] = field(default_factory=deque)
     held: bool = False
     asleep: bool = False
-    consistent: bool = True
+    consistent: bool = True  # False while the weights are discarded
 
 
 class SyntheticEngine:
@@ -172,7 +140,9 @@ class SyntheticEngine:
             max_running_sequences=config.max_running_sequences,
             max_top_logprobs=min(MAX_TOP_LOGPROBS, config.vocab_size),
             routed_experts=False,
-            sampling_parameters=SAMPLING_PARAMETERS,
+            # It has no distribution to shape: temperature (but 0) and truncation are taken, so that
+            # a load test sends what a trainer sends, and change nothing.
+            sampling_parameters=SAMPLING_PARAMETERS | {"min_new_tokens"},
         )
 
     def load(self) -> EngineLoad:
@@ -223,7 +193,7 @@ class SyntheticEngine:
             raise EngineError("weights are committed only while sampling is held")
         if not state.consistent and not staged.tensors:
             raise EngineError("the weights are discarded: send a full update")
-        began = _nanoseconds()
+        began = time.perf_counter_ns()
         if staged.tensors:
             state.weight.copy_(staged.tensors[self._spec.name])
         state.consistent = True
@@ -235,7 +205,7 @@ class SyntheticEngine:
                 sequence.kv_revision = weights.revision
                 sequence.prefilled_at = self._prefilled_at(sequence.tokens)
         self._changed.set()
-        return CommitStats(_nanoseconds() - began, entries)
+        return CommitStats(time.perf_counter_ns() - began, entries)
 
     async def digests(self) -> dict[str, int]:
         return {self._spec.name: tensor_digest(self._spec, self._awake_state().weight)}
@@ -274,8 +244,6 @@ class SyntheticEngine:
             raise EngineError("the weights' memory is freed: wake the engine up first")
         return state
 
-    # Sampling.
-
     async def _run(self, state: _State) -> None:
         """Steps at the configured rate while there is something to sample."""
         rate = self._config.tokens_per_second
@@ -299,9 +267,8 @@ class SyntheticEngine:
     async def _idle(self, state: _State) -> None:
         """Waits until something changes or the next prompt is computed."""
         prefilling = [] if state.held else [s.prefilled_at for s in state.running.values()]
-        loop = asyncio.get_running_loop()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(prefilling) - loop.time() if prefilling else None):
+            async with asyncio.timeout_at(min(prefilling, default=None)):
                 await self._changed.wait()
 
     def _step(self, state: _State) -> Step | None:
@@ -369,7 +336,3 @@ class SyntheticEngine:
     def _prefilled_at(self, tokens: int) -> float:
         rate = self._config.prefill_tokens_per_second
         return asyncio.get_running_loop().time() + (tokens / rate if rate else 0.0)
-
-
-def _nanoseconds() -> int:
-    return int(asyncio.get_running_loop().time() * 1e9)
