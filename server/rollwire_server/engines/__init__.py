@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollwire_server.engines.base import EngineError
 
@@ -39,7 +39,7 @@ def _create_embedded(settings: ServerSettings) -> Engine:
 
 
 def _create_synthetic(settings: ServerSettings) -> Engine:
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     from rollwire_server.engines.synthetic import SyntheticConfig, SyntheticEngine
 
@@ -51,16 +51,14 @@ def _create_synthetic(settings: ServerSettings) -> Engine:
             f"--engine-arg: the synthetic engine has no {', '.join(sorted(unknown))}, only "
             f"{', '.join(names)}"
         )
-    values: dict[str, object] = {**arguments, "model": settings.model}
-    values["max_running_sequences"] = settings.max_running
+    values: dict[str, Any] = {"max_running_sequences": settings.max_running, **arguments}
     if settings.context_length is not None:
         values["context_length"] = settings.context_length
     try:
-        config = TypeAdapter(SyntheticConfig).validate_python(values)
+        return SyntheticEngine(SyntheticConfig(settings.model, **values))
     except ValidationError as error:
         problems = "; ".join(f"{e['loc'][0]}: {e['msg']}" for e in error.errors())
         raise EngineError(f"--engine-arg: {problems}") from error
-    return SyntheticEngine(config)
 
 
 def _create_sglang(settings: ServerSettings) -> Engine:

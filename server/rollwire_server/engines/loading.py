@@ -1,8 +1,5 @@
-"""Putting weights in place inside an engine's own model: a copy plan, traced once from the model's
-own ``load_weights``, and fingerprints that tell whether the memory has changed since.
-
-Models fuse and shard what they load, each in its own way. A commit makes all copies of an update at
-once, in milliseconds. A loader that does more than copy cannot be traced.
+"""Putting weights in place in a model that fuses and shards what it loads: a copy plan, traced once
+from its own ``load_weights``, and fingerprints that tell whether its memory has changed.
 """
 
 from __future__ import annotations
@@ -54,7 +51,7 @@ CopyPlan = dict[str, list[PlannedCopy]]
 def trace_load(model: nn.Module, tensors: Sequence[tuple[str, str, Sequence[int]]]) -> CopyPlan:
     """Traces how ``model`` loads tensors of these names, dtypes and shapes, on meta tensors.
 
-    Raises UntraceableLoadError if the loader does more than copy.
+    A commit then makes all copies of an update at once, in milliseconds.
     """
     sources = {
         name: torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta")
@@ -118,25 +115,22 @@ class Fingerprinter:
 
     def start(self) -> PendingFingerprint:
         """Starts a fingerprint of the memory as it is now; devices compute on a side stream."""
-        return PendingFingerprint([(part.specs, part.sums()) for part in self._parts])
+        return [(part.specs, part.sums()) for part in self._parts]
 
 
-class PendingFingerprint:
-    """The digest of each tensor at one moment, computed in the background."""
+PendingFingerprint = list[tuple[list["TensorSpec"], "Tensor"]]
+"""The sums of tensors at one moment, computed in the background."""
 
-    def __init__(self, pending: list[tuple[list[TensorSpec], Tensor]]) -> None:
-        self._pending = pending
-        self._digests: dict[str, int] = {}
 
-    def result(self) -> dict[str, int]:
-        """The digests by name; waits for the devices."""
-        for specs, sums in self._pending:
-            if sums.is_cuda:
-                torch.cuda.synchronize(sums.device)
-            for spec, total in zip(specs, sums.tolist(), strict=True):
-                self._digests[spec.name] = digest_of_sum(spec, total)
-        self._pending = []
-        return self._digests
+def digests_of(pending: PendingFingerprint) -> dict[str, int]:
+    """The digest of each tensor; waits for the devices."""
+    digests = {}
+    for specs, sums in pending:
+        if sums.is_cuda:
+            torch.cuda.synchronize(sums.device)
+        for spec, total in zip(specs, sums.tolist(), strict=True):
+            digests[spec.name] = digest_of_sum(spec, total)
+    return digests
 
 
 class _DeviceSums:

@@ -1,20 +1,14 @@
-"""Memory of tensors: allocating, copying, pinning, and sharing it with an engine's processes.
-
-Staging memory, where an update waits for its commit, is allocated, pinned and opened once, and used
-for one update after the other: doing so for each update would hold up decoding.
-"""
+"""Memory of tensors: allocating, copying, pinning, and sharing it with an engine's processes."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import dataclasses
 import errno
 import os
 import traceback
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,19 +33,18 @@ _NO_MEMORY_MESSAGES = ("out of memory", "Cannot allocate memory")  # torch's, of
 def allocating(what: str, advice: str) -> Iterator[None]:
     """Turns a failed allocation into an error that says "WHAT (why): ADVICE".
 
-    Raises NoMemoryError when there is no memory, EngineError when it failed in another way. The
-    error does not keep alive what had been allocated before.
+    NoMemoryError when there is no memory, EngineError when it failed in another way.
     """
     try:
         yield
     except (MemoryError, OSError, RuntimeError) as error:
+        # The frames would keep alive what had been allocated before.
         traceback.clear_frames(error.__traceback__)
         kind = NoMemoryError if _is_no_memory(error) else EngineError
         raise kind(f"{what} ({first_line(error)}): {advice}") from error
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or else its type."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
@@ -105,8 +98,7 @@ class PinnedMemory:
                 raise RuntimeError(f"{name}: {cuda.cudaGetErrorString(result)}")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPlacement:
+class TensorPlacement(NamedTuple):
     """Where one tensor lies: the part of the memory, the first byte, the number of bytes."""
 
     name: str
@@ -117,23 +109,15 @@ class TensorPlacement:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class StagingLayout:
-    """Where the tensors of an update lie.
+class StagingLayout(NamedTuple):
+    """Where the tensors of an update lie; JSON has it as lists.
 
-    ``parts`` say how another process of the same user opens each part of the memory, as JSON: the
-    ``path``, ``size`` and ``inode`` of a file, or a CUDA IPC handle for each of ``ranks``.
+    ``parts`` say how another process of the same user opens each part of the memory: the ``path``,
+    ``size`` and ``inode`` of a file, or a CUDA IPC handle for each of ``ranks``.
     """
 
     parts: list[dict[str, Any]]
     places: list[TensorPlacement]
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> StagingLayout:
-        return cls(value["parts"], [TensorPlacement(**place) for place in value["places"]])
 
 
 class StagedTensors(dict[str, "Tensor"]):
@@ -143,18 +127,18 @@ class StagedTensors(dict[str, "Tensor"]):
 
 
 class StagingMemory:
-    """Room for one update at a time, of which other processes get views by its layout.
+    """Room for one update at a time, allocated, pinned and opened once: doing so for each update
+    would hold up decoding.
 
     Whoever still holds tensors of an update, such as a transfer that never ended, keeps the memory
-    from being lent again and from being freed. ``pin_error`` says why it is not pinned although it
-    should be.
+    from being lent again and from being freed.
     """
 
     def __init__(
         self, memories: Sequence[Tensor], parts: list[dict[str, Any]], part_of: dict[str, int]
     ) -> None:
         self.regions = [_Region(memory) for memory in memories]
-        self.pin_error: str | None = None
+        self.pin_error: str | None = None  # why it is not pinned although it should be
         self._parts = parts
         self._part_of = part_of
         self._borrowed: list[weakref.ref[_Borrowed]] = []
@@ -184,7 +168,7 @@ class StagingMemory:
 
 
 def allocate_on_host(specs: Sequence[TensorSpec]) -> StagingMemory:
-    """Host memory in an anonymous file; raises NoMemoryError if there is not enough."""
+    """Host memory in an anonymous file."""
     part_of, (size,) = _divide(specs, parts=1)
     descriptor = os.memfd_create("rollwire-staging")
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
@@ -204,10 +188,7 @@ def allocate_on_host(specs: Sequence[TensorSpec]) -> StagingMemory:
 def allocate_on_devices(
     devices: Sequence[torch.device], specs: Sequence[TensorSpec], *, ranks: int
 ) -> StagingMemory:
-    """Device memory, spread evenly over ``devices``, for ``ranks`` processes to open.
-
-    Raises NoMemoryError if there is not enough.
-    """
+    """Device memory, spread evenly over ``devices``, for ``ranks`` processes to open."""
     part_of, sizes = _divide(specs, parts=len(devices))
     with allocating(
         f"an update of {sum(sizes) >> 20} MiB cannot be staged on {len(devices)} devices",
@@ -224,10 +205,7 @@ def allocate_on_devices(
 
 
 def open_parts(parts: Sequence[dict[str, Any]], rank: int = 0) -> list[Tensor]:
-    """Opens the memory of each part, as uint8, in the process of ``rank``.
-
-    Raises OSError or RuntimeError if the memory is gone.
-    """
+    """The memory of each part, as uint8; raises OSError or RuntimeError if it is gone."""
     return [_open(part, rank) for part in parts]
 
 

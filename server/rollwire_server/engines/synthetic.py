@@ -1,9 +1,4 @@
-"""The synthetic engine: emits tokens at a set rate without a model, for load tests.
-
-It behaves like a model whose logits are all equal: every token has probability 1 / vocabulary, and
-the seed, the position and the weights determine which one is drawn. Truncation and temperature have
-no effect.
-"""
+"""The synthetic engine: emits tokens at a set rate, of a model whose logits are all equal."""
 
 from __future__ import annotations
 
@@ -16,9 +11,11 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import pydantic.dataclasses
 import torch
+from pydantic import Field
 from rollwire.types import KvPolicy, LogprobBasis, SleepingWeights, WeightTag
 from rollwire_transport import TensorSpec, tensor_digest
 
@@ -51,33 +48,23 @@ IDLE_SECONDS = 0.0005
 """Between two steps that take no time, so that the event loop does other work too."""
 
 
-@dataclass(frozen=True, slots=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class SyntheticConfig:
     """How to start a ``SyntheticEngine``. All but the first three fields are ``--engine-arg``s."""
 
     model: str
     max_running_sequences: int = 64
     context_length: int = 4096
-    tokens_per_second: float = 100.0  # of each sequence; 0: as fast as the machine allows
-    prefill_tokens_per_second: float = 0.0  # of each sequence; 0: at once
-    vocab_size: int = 512
-    weight_bytes: int = 4096  # of its one tensor "weight" (float32), a multiple of 4
-
-    def __post_init__(self) -> None:
-        rates = (self.tokens_per_second, self.prefill_tokens_per_second)
-        if not all(0 <= rate < math.inf for rate in rates):
-            raise EngineError("tokens_per_second and prefill_tokens_per_second are 0 or more")
-        if self.vocab_size < 2 or self.weight_bytes < 4 or self.weight_bytes % 4:
-            raise EngineError(
-                "vocab_size is at least 2, weight_bytes a multiple of 4 and at least 4"
-            )
+    # Of each sequence; 0: as fast as the machine allows.
+    tokens_per_second: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 100.0
+    vocab_size: Annotated[int, Field(ge=2)] = 512
+    weight_bytes: Annotated[int, Field(ge=4, multiple_of=4)] = 4096  # of its one float32 tensor
 
 
 @dataclass(slots=True)
 class _Sequence:
     spec: SequenceSpec
     length: int  # output tokens, with the prefix
-    prefilled_at: float  # when its prompt is computed, in the event loop's time
     kv_revision: int  # of its oldest key or value
     prompt_reported: bool = False
 
@@ -101,7 +88,11 @@ class _State:
 
 
 class SyntheticEngine:
-    """Implements ``Engine`` as a task of the server's event loop."""
+    """Implements ``Engine`` as a task of the server's event loop, for load tests.
+
+    The seed, the position and the weights determine the token. Truncation and temperature have no
+    effect.
+    """
 
     def __init__(self, config: SyntheticConfig) -> None:
         self._config = config
@@ -203,7 +194,6 @@ class SyntheticEngine:
             for sequence in state.running.values():
                 entries += sequence.tokens
                 sequence.kv_revision = weights.revision
-                sequence.prefilled_at = self._prefilled_at(sequence.tokens)
         self._changed.set()
         return CommitStats(time.perf_counter_ns() - began, entries)
 
@@ -254,7 +244,7 @@ class SyntheticEngine:
                 self._changed.clear()
                 step = self._step(state)
                 if step is None:
-                    await self._idle(state)
+                    await self._changed.wait()
                     due = now()
                     continue
                 state.sink.on_step(step)
@@ -264,25 +254,14 @@ class SyntheticEngine:
             self._state = None
             state.sink.on_failure(error)
 
-    async def _idle(self, state: _State) -> None:
-        """Waits until something changes or the next prompt is computed."""
-        prefilling = [] if state.held else [s.prefilled_at for s in state.running.values()]
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(min(prefilling, default=None)):
-                await self._changed.wait()
-
     def _step(self, state: _State) -> Step | None:
-        """Samples a token of every sequence whose prompt is computed; None if there is none."""
+        """Samples a token of every sequence; None if there is none."""
         if state.held or state.asleep or not state.consistent:
             return None
         while state.waiting and len(state.running) < self._config.max_running_sequences:
             spec = state.waiting.popleft()
-            prefilled_at = self._prefilled_at(len(spec.prompt) + len(spec.prefix))
-            state.running[spec.key] = _Sequence(
-                spec, len(spec.prefix), prefilled_at, state.tag.revision
-            )
-        now = asyncio.get_running_loop().time()
-        sampled = [s for s in state.running.values() if s.prefilled_at <= now]
+            state.running[spec.key] = _Sequence(spec, len(spec.prefix), state.tag.revision)
+        sampled = list(state.running.values())
         if not sampled:
             return None
         step = Step(
@@ -332,7 +311,3 @@ class SyntheticEngine:
             return EndReason.STOP
         full = sequence.tokens >= self._config.context_length
         return EndReason.LENGTH if full or sequence.length >= sampling.max_new_tokens else None
-
-    def _prefilled_at(self, tokens: int) -> float:
-        rate = self._config.prefill_tokens_per_second
-        return asyncio.get_running_loop().time() + (tokens / rate if rate else 0.0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rollwire.v1 import rollout_pb2
 from rollwire_server.engines.embedded.checkpoint import build
-from rollwire_server.engines.loading import Fingerprinter
+from rollwire_server.engines.loading import Fingerprinter, digests_of
 from rollwire_server.engines.memory import (
     PinnedMemory,
     allocate_on_devices,
@@ -96,9 +96,9 @@ def test_fingerprints_are_digests_of_what_was_there_when_they_began() -> None:
             torch.cuda.synchronize()
             model.weight[3, 4] += 1
         after = fingerprinter.start()
-        assert before.result() == expected
-        assert after.result()["bias"] == expected["bias"]
-        assert after.result()["weight"] != expected["weight"]
+        assert digests_of(before) == expected
+        assert digests_of(after)["bias"] == expected["bias"]
+        assert digests_of(after)["weight"] != expected["weight"]
 
 
 def free_bytes() -> int:

@@ -209,8 +209,7 @@ class TestLoader:
         specs = [TensorSpec("good", "float32", (2, 2))]
         staged = allocate_on_host(specs).lend(specs)
         staged["good"].copy_(torch.arange(4.0).view(2, 2))
-        told = staged.layout.to_json()
-        opened = self.execute(model, "open", staged=told)
+        opened = self.execute(model, "open", staged=staged.layout)
         assert model.fused.eq(0).all()
         put = self.execute(model, "apply")
         assert (opened["touched"], put["touched"], put["error"]) == (False, True, None)
@@ -223,13 +222,12 @@ class TestLoader:
         specs = [TensorSpec(name, "float32", (2, 2)) for name in ("good", "bad")]
         staged = allocate_on_host(specs).lend(specs)
         model = Fragile()
-        self.execute(model, "open", staged=staged.layout.to_json())
+        self.execute(model, "open", staged=staged.layout)
         torn = self.execute(model, "apply")
         assert torn["touched"]
         assert torn["error"] == "KeyError: 'bad'"
-        gone = staged.layout.to_json()
-        gone["parts"][0]["path"] = str(tmp_path / "nothing")
-        intact = self.execute(Fragile(), "open", staged=gone)
+        staged.layout.parts[0]["path"] = str(tmp_path / "nothing")
+        intact = self.execute(Fragile(), "open", staged=staged.layout)
         assert not intact["touched"]
         assert intact["error"]
 

@@ -5,7 +5,6 @@ The built-in models are tiny, with fixed random weights, for demonstrations and 
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,6 @@ from rollwire_server.engines.base import EngineError
 from rollwire_server.engines.memory import first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -75,14 +72,19 @@ def read_model(name: str, dtype_name: str) -> PreTrainedModel:
     Raises EngineError with a one-line message when transformers cannot load it as a causal language
     model.
     """
-    dtype = _dtype(dtype_name)
-    with quiet_transformers():
-        if not name.startswith("builtin:"):
-            return _read(Path(name), dtype)
-        if name not in BUILTIN:
-            raise EngineError(f"unknown built-in model {name!r}; there are {', '.join(BUILTIN)}")
-        model = build(name)
-        return model if dtype == "auto" else model.to(dtype)
+    from transformers.utils import logging
+
+    # Its progress bars and advice are not for the server's output.
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    dtype = getattr(torch, dtype_name, None) if dtype_name != "auto" else None
+    if dtype_name != "auto" and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise EngineError(f"{dtype_name!r} is not a floating-point dtype of torch")
+    if not name.startswith("builtin:"):
+        return _read(Path(name), dtype or "auto")
+    if name not in BUILTIN:
+        raise EngineError(f"unknown built-in model {name!r}; there are {', '.join(BUILTIN)}")
+    return build(name).to(dtype or torch.float32)
 
 
 def checkpoint_tensors(hf: PreTrainedModel) -> dict[str, Tensor]:
@@ -117,33 +119,6 @@ def checkpoint_tensors(hf: PreTrainedModel) -> dict[str, Tensor]:
     if [number for number, _ in tensors] != list(range(len(matrices))):
         return own
     return {name: matrices[number] for number, name in tensors}
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Keeps transformers' progress bars and advice out of the server's output."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    bars = logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-
-
-def _dtype(name: str) -> Any:
-    """A torch.dtype, or "auto", as transformers takes it."""
-    if name == "auto":
-        return name
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise EngineError(f"{name!r} is not a floating-point dtype of torch")
-    return dtype
 
 
 def _read(path: Path, dtype: Any) -> PreTrainedModel:

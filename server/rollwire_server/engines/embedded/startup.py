@@ -13,7 +13,7 @@ from rollwire.types import LogprobBasis
 
 from rollwire_server.engines.base import SAMPLING_PARAMETERS, EngineError, EngineInfo
 from rollwire_server.engines.embedded.batch import KvCache, PrefillChunk, pack
-from rollwire_server.engines.embedded.checkpoint import quiet_transformers, read_model
+from rollwire_server.engines.embedded.checkpoint import read_model
 from rollwire_server.engines.embedded.model import PackedModel, is_batch_invariant
 from rollwire_server.engines.embedded.runner import ModelRunner
 from rollwire_server.engines.embedded.weights import choose_staging
@@ -161,19 +161,18 @@ def _probe(hf: PreTrainedModel) -> tuple[PackedModel, KvCache, int, bool]:
     config = hf.config.get_text_config()
     tokens = np.random.default_rng(0).integers(config.vocab_size, size=(3, 4 * PROBED))
     nothing = np.empty(0, dtype=np.int64)
-    with quiet_transformers():
-        try:
-            ids = torch.from_numpy(tokens[:1, :PROBED]).to(hf.device)
-            expected = hf(input_ids=ids, use_cache=False).logits[0].float()
-            model = PackedModel(hf)
-            cache = KvCache(3, tokens.shape[1], hf.device)
-            chunks = [PrefillChunk(0, 0, PROBED)]
-            batch, *_ = pack(cache, tokens, nothing, nothing, chunks, model.row_step)
-            packed = model.logits(batch, np.arange(PROBED))
-        except (EngineError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # models break in their own ways
-            raise EngineError(f"{kind} cannot be served: {first_line(error)}") from error
+    try:
+        ids = torch.from_numpy(tokens[:1, :PROBED]).to(hf.device)
+        expected = hf(input_ids=ids, use_cache=False).logits[0].float()
+        model = PackedModel(hf)
+        cache = KvCache(3, tokens.shape[1], hf.device)
+        chunks = [PrefillChunk(0, 0, PROBED)]
+        batch, *_ = pack(cache, tokens, nothing, nothing, chunks, model.row_step)
+        packed = model.logits(batch, np.arange(PROBED))
+    except (EngineError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # models break in their own ways
+        raise EngineError(f"{kind} cannot be served: {first_line(error)}") from error
     spread = (expected - expected.mean(-1, keepdim=True)).norm()
     off = float((packed - expected).norm() / spread.clamp(min=1e-30))
     if not off <= (1e-4 if hf.dtype is torch.float32 else 0.05):

@@ -190,13 +190,13 @@ class Bridge:
         """Stops sampling; returns when every sampled token has been reported."""
         manager = self._running()
         asked = self._messages.PauseGenerationReqInput(mode="in_place")
-        await self._within_silence_limit(manager.pause_generation(asked))
+        await self._answer(manager.pause_generation(asked))
         await self.barrier()
 
     async def resume(self) -> None:
         manager = self._running()
         asked = self._messages.ContinueGenerationReqInput()
-        await self._within_silence_limit(manager.continue_generation(asked))
+        await self._answer(manager.continue_generation(asked))
 
     async def barrier(self) -> None:
         """Returns when the scheduler has answered and everything before that has been reported."""
@@ -206,7 +206,7 @@ class Bridge:
         barrier = self._barriers[name] = asyncio.get_running_loop().create_future()
         try:
             manager._dispatch_to_scheduler(self._messages.ConfigureLoggingReq(rid=name))
-            await self._within_silence_limit(barrier)
+            await self._answer(barrier)
         finally:
             del self._barriers[name]
 
@@ -214,21 +214,21 @@ class Bridge:
         """Frees device memory by its tags: "kv_cache", "weights"."""
         manager = self._running()
         asked = self._messages.ReleaseMemoryOccupationReqInput(tags=tags)
-        await self._within_silence_limit(manager.release_memory_occupation(asked))
+        await self._answer(manager.release_memory_occupation(asked))
 
     async def resume_memory(self, tags: list[str]) -> None:
         manager = self._running()
         asked = self._messages.ResumeMemoryOccupationReqInput(tags=tags)
-        await self._within_silence_limit(manager.resume_memory_occupation(asked))
+        await self._answer(manager.resume_memory_occupation(asked))
 
     async def update(self, command: str, seconds: float) -> None:
         """Runs a command of ``loader.load`` in every scheduler process, between two steps.
 
-        SGLang counts as dead if that takes ``seconds`` longer than it may be silent. A cancellation
-        takes effect after the command: one under way would be in the way of the next.
+        It may take ``seconds``. A cancellation takes effect after the command: one under way would
+        be in the way of the next.
         """
-        limit = self._config.unresponsive_seconds + seconds
-        updating = asyncio.create_task(self._within(limit, self._update(self._running(), command)))
+        work = self._update(self._running(), command)
+        updating = asyncio.create_task(self._answer(work, seconds=seconds))
         cancelled: asyncio.CancelledError | None = None
         while not updating.done():
             try:
@@ -263,14 +263,12 @@ class Bridge:
         _succeeded(await manager.end_weight_update(end))
         _succeeded(answer)
 
-    async def _within_silence_limit(self, call: Awaitable[T]) -> T:
-        return await self._within(self._config.unresponsive_seconds, call)
+    async def _answer(self, call: Awaitable[T], *, seconds: float = 0.0) -> T:
+        """Awaits ``call``; raises EngineError if SGLang dies meanwhile.
 
-    async def _within(self, limit: float, call: Awaitable[T]) -> T:
-        """Awaits ``call``; SGLang counts as dead if that takes longer than ``limit`` seconds.
-
-        Raises EngineError if SGLang is dead by then.
+        SGLang counts as dead if that takes ``seconds`` longer than it may be silent.
         """
+        limit = self._config.unresponsive_seconds + seconds
         calling: asyncio.Future[T] = asyncio.ensure_future(call)
         dying = asyncio.ensure_future(self._died.wait())
         both: list[asyncio.Future[Any]] = [calling, dying]

@@ -66,28 +66,16 @@ ON_CPU = {
 
 @dataclass(frozen=True, slots=True)
 class SglangConfig:
-    """How to start ``SglangEngine``.
+    """How to start ``SglangEngine``; see ``ServerSettings``."""
 
-    Attributes:
-        model: A checkpoint directory.
-        dtype: Of the weights, as torch names it; "auto": the checkpoint's.
-        device: "cpu", "cuda", or the first of several devices: "cuda:1".
-        max_running_sequences: How many sequences are sampled at once.
-        context_length: The most tokens of prompt and output together; None: the model's.
-        staging: Where an update waits for its commit: "device", "host", or "auto" (on the devices
-            if they have room).
-        unresponsive_seconds: The scheduler counts as dead after this long without an answer.
-        arguments: Further arguments of SGLang's ``ServerArgs``.
-    """
-
-    model: str
-    dtype: str
-    device: str
+    model: str  # a checkpoint directory
+    dtype: str  # as torch names it; "auto": the checkpoint's
+    device: str  # "cpu", "cuda", or the first of several devices: "cuda:1"
     max_running_sequences: int
-    context_length: int | None = None
-    staging: str = "auto"
-    unresponsive_seconds: float = 20.0
-    arguments: dict[str, Any] = field(default_factory=dict)
+    context_length: int | None = None  # None: the model's
+    staging: str = "auto"  # "device", "host", or "auto": on the devices if they have room
+    unresponsive_seconds: float = 20.0  # without an answer, before the scheduler counts as dead
+    arguments: dict[str, Any] = field(default_factory=dict)  # more of SGLang's ``ServerArgs``
 
     def __post_init__(self) -> None:
         if refused := sorted(OWN & self.arguments.keys()):

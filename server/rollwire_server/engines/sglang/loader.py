@@ -17,12 +17,14 @@ import torch
 from rollwire_server.engines.loading import (
     Fingerprinter,
     UntraceableLoadError,
+    digests_of,
     grouped_copy,
     trace_load,
 )
 from rollwire_server.engines.memory import (
     PinnedMemory,
     StagingLayout,
+    TensorPlacement,
     copy_tensors,
     open_parts,
     tensor_views,
@@ -79,7 +81,7 @@ class WeightLoader:
             case "trace":  # where the tensors of updates go
                 return self._trace(command["tensors"])
             case "open":  # staging memory, and the tensors of an update in it
-                return self._open(command["staged"])
+                return self._open(*command["staged"])
             case "close":
                 self._close()
             case "apply":  # the tensors that are open
@@ -87,7 +89,7 @@ class WeightLoader:
             case "reload":  # the tensors of a checkpoint folder
                 self._change(read_tensors(Path(command["folder"])))
             case "compare":  # the memory with the weights that were applied last
-                now, then = self._fingerprinter.start().result(), self._committed.result()
+                now, then = digests_of(self._fingerprinter.start()), digests_of(self._committed)
                 return {"changed": sorted(n for n in now if now[n] != then.get(n))}
             case unknown:
                 raise ValueError(f"no such command: {unknown}")
@@ -104,8 +106,8 @@ class WeightLoader:
         copy_tensors([torch.empty_like(target) for target in small], small)
         return {"untraceable": None}
 
-    def _open(self, staged: dict[str, Any]) -> dict[str, Any]:
-        layout = StagingLayout.from_json(staged)
+    def _open(self, parts: list[dict[str, Any]], places: list[list[Any]]) -> dict[str, Any]:
+        layout = StagingLayout(parts, [TensorPlacement(*place) for place in places])
         if layout.parts != self._parts:
             self._close()
             self._memories = open_parts(layout.parts, _rank())

@@ -65,9 +65,8 @@ class SglangWeights:
         return bool(self._on_devices)
 
     async def read(self) -> int:
-        """Reads the checkpoint that SGLang has loaded; returns its digest.
-
-        Also prepares the processes for commits.
+        """Reads the checkpoint that SGLang has loaded, and prepares the processes for commits;
+        returns its digest.
         """
         self.specs, self._digests = await self._describe()
         self.nbytes = sum(nbytes(spec) for spec in self._sent())
@@ -78,10 +77,7 @@ class SglangWeights:
         return sum_digests(self._digests.values())
 
     async def allocate_staging(self, devices: Sequence[torch.device] = ()) -> StagingMemory:
-        """Allocates memory for updates, on ``devices`` or else on the host, and keeps it.
-
-        Raises NoMemoryError if there is not enough.
-        """
+        """Allocates memory for updates, on ``devices`` or else on the host, and keeps it."""
         self._on_devices = devices
         await self.release_staging()
         memories: list[StagingMemory] = []  # a thread would keep its return value alive
@@ -100,7 +96,6 @@ class SglangWeights:
         return memory
 
     async def stage(self, specs: Sequence[TensorSpec]) -> StagedTensors:
-        """Memory for an update; the processes have opened it."""
         if self._memory is not None and self._memory.in_use:
             logger.warning(
                 "a transfer that failed may still write to the memory of updates, so new memory "
@@ -123,7 +118,7 @@ class SglangWeights:
         if layout == self._opened:
             return []
         self._opened = None
-        answers = await self._command("open", staged=layout.to_json())
+        answers = await self._command("open", staged=layout)
         self._opened = layout
         return answers
 
@@ -159,7 +154,6 @@ class SglangWeights:
         self._digests = {**self._digests, **update.digests}
 
     async def reload(self) -> None:
-        """Loads the checkpoint again."""
         await self._replace("reload", folder=str(self._folder))
         _, self._digests = await self._describe()
 
@@ -238,12 +232,11 @@ def describe_checkpoint(
 ) -> tuple[list[TensorSpec], dict[str, int]]:
     """The tensors of a checkpoint in ``dtype``, and their digests, computed on ``device``.
 
-    Tied embeddings are an alias, whether the files contain them or not. Raises EngineError with
-    one line if the folder cannot be read.
+    Tied embeddings are an alias, whether the files contain them or not.
     """
     specs: dict[str, TensorSpec] = {}
     digests: dict[str, int] = {}
-    tied = _is_tied(folder)
+    tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", False)
     for name, stored in read_tensors(folder):
         if name == OUTPUT and tied:
             continue
@@ -270,8 +263,3 @@ def check_folder(folder: Path) -> None:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
-
-
-def _is_tied(folder: Path) -> bool:
-    config = json.loads((folder / "config.json").read_text())
-    return bool(config.get("tie_word_embeddings", False))
