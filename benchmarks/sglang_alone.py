@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 def arguments(config: SglangConfig) -> dict[str, Any]:
     """The same that a rollwire-server gives to SGLang, but for what is rollwire's own."""
-    given = config.server_args("")
-    del given["custom_weight_loader"], given["context_length"]
-    return given
+    own = ("custom_weight_loader", "context_length")
+    return {name: value for name, value in config.server_args().items() if name not in own}
 
 
 def parsed(texts: Sequence[str]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from rollwire_transport._digest import compile_sums, digest_of_sum
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from rollwire_transport import TensorSpec
     from torch import Tensor, nn
@@ -104,22 +104,23 @@ def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  torch names it no other way
 
 
-class Fingerprinter:
-    """Takes fingerprints of a model whose parameters and persistent buffers stay in place."""
-
-    def __init__(self, model: nn.Module) -> None:
-        by_device: dict[torch.device, dict[str, Tensor]] = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            by_device.setdefault(tensor.device, {})[name] = tensor.detach()
-        self._parts = [_DeviceSums(device, tensors) for device, tensors in by_device.items()]
-
-    def start(self) -> PendingFingerprint:
-        """Starts a fingerprint of the memory as it is now; devices compute on a side stream."""
-        return [(part.specs, part.sums()) for part in self._parts]
-
-
 PendingFingerprint = list[tuple[list["TensorSpec"], "Tensor"]]
 """The sums of tensors at one moment, computed in the background."""
+
+
+def fingerprinter(model: nn.Module) -> Callable[[], PendingFingerprint]:
+    """What starts a fingerprint of the memory as it is then; devices compute on a side stream.
+
+    The model's parameters and persistent buffers must stay in place.
+    """
+    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        by_device.setdefault(tensor.device, {})[name] = _in_memory_order(tensor.detach())
+    parts = [
+        ([describe(*item) for item in tensors.items()], _sums(device, list(tensors.values())))
+        for device, tensors in by_device.items()
+    ]
+    return lambda: [(specs, sums()) for specs, sums in parts]
 
 
 def digests_of(pending: PendingFingerprint) -> dict[str, int]:
@@ -133,26 +134,20 @@ def digests_of(pending: PendingFingerprint) -> dict[str, int]:
     return digests
 
 
-class _DeviceSums:
-    """The sums of all tensors on one device; of a CUDA device, on a stream of their own."""
+def _sums(device: torch.device, tensors: list[Tensor]) -> Callable[[], Tensor]:
+    compute = compile_sums(tensors)
+    if device.type != "cuda":
+        return compute
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def __init__(self, device: torch.device, tensors: Mapping[str, Tensor]) -> None:
-        in_order = {name: _in_memory_order(tensor) for name, tensor in tensors.items()}
-        self.specs = [describe(name, tensor) for name, tensor in in_order.items()]
-        self._compute = compile_sums(list(in_order.values()))
-        self._device = device
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self.sums()  # compiles the kernels
-            torch.cuda.synchronize(device)
+    def on_side_stream() -> Tensor:
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            return compute()
 
-    def sums(self) -> Tensor:
-        if self._stream is None:
-            return self._compute()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            return self._compute()
+    on_side_stream()  # compiles the kernels
+    torch.cuda.synchronize(device)
+    return on_side_stream
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:

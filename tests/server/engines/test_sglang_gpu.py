@@ -10,7 +10,7 @@ import pytest
 import torch
 from rollwire.v1 import rollout_pb2
 from rollwire_server.engines.embedded.checkpoint import build
-from rollwire_server.engines.loading import Fingerprinter, digests_of
+from rollwire_server.engines.loading import digests_of, fingerprinter
 from rollwire_server.engines.memory import (
     PinnedMemory,
     allocate_on_devices,
@@ -88,14 +88,14 @@ def server(
 
 def test_fingerprints_are_digests_of_what_was_there_when_they_began() -> None:
     model = torch.nn.Linear(33, 7, device="cuda")
-    fingerprinter = Fingerprinter(model)
+    fingerprint = fingerprinter(model)
     for _ in range(2):
-        before = fingerprinter.start()
+        before = fingerprint()
         expected = {n: tensor_digest(describe(n, t), t) for n, t in model.state_dict().items()}
         with torch.no_grad():
             torch.cuda.synchronize()
             model.weight[3, 4] += 1
-        after = fingerprinter.start()
+        after = fingerprint()
         assert digests_of(before) == expected
         assert digests_of(after)["bias"] == expected["bias"]
         assert digests_of(after)["weight"] != expected["weight"]

@@ -203,10 +203,10 @@ class SglangEngine:
                 self._to_send.set()
 
     def _on_outputs(self, outputs: Sequence[SchedulerOutput]) -> None:
-        if self._sink is None or self._tag is None:
+        if self._tag is None:
             return
         step, to_end = self._sequences.process(outputs, self._tag)
-        if step.keys or step.ends or step.extras:
+        if self._sink is not None and (step.keys or step.ends or step.extras):
             self._sink.on_step(step)
             self._to_send.set()
         self._end_there(to_end)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rollwire_server.engines.loading import (
-    Fingerprinter,
     UntraceableLoadError,
     digests_of,
+    fingerprinter,
     grouped_copy,
     trace_load,
 )
@@ -73,8 +73,8 @@ class WeightLoader:
         self._pinned: list[PinnedMemory] = []
         self._opened: dict[str, Tensor] = {}
         self._copies: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._fingerprinter = Fingerprinter(model)
-        self._committed = self._fingerprinter.start()
+        self._fingerprint = fingerprinter(model)
+        self._committed = self._fingerprint()
 
     def execute(self, command: dict[str, Any]) -> dict[str, Any] | None:
         match command["do"]:
@@ -89,7 +89,7 @@ class WeightLoader:
             case "reload":  # the tensors of a checkpoint folder
                 self._change(read_tensors(Path(command["folder"])))
             case "compare":  # the memory with the weights that were applied last
-                now, then = digests_of(self._fingerprinter.start()), digests_of(self._committed)
+                now, then = digests_of(self._fingerprint()), digests_of(self._committed)
                 return {"changed": sorted(n for n in now if now[n] != then.get(n))}
             case unknown:
                 raise ValueError(f"no such command: {unknown}")
@@ -138,14 +138,14 @@ class WeightLoader:
         copy_tensors(*self._copies)
         _synchronize()
         copied = time.perf_counter()
-        self._committed = self._fingerprinter.start()
+        self._committed = self._fingerprint()
         return {"copied_ms": round((copied - began) * 1e3, 1), "fingerprint_ms": _ms(copied)}
 
     def _change(self, tensors: Any) -> None:
         self.touched = True
         self._model.load_weights(tensors)  # type: ignore[operator]  # as SGLang's models have it
         _synchronize()
-        self._committed = self._fingerprinter.start()
+        self._committed = self._fingerprint()
 
 
 def _ms(since: float) -> float:
