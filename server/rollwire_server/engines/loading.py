@@ -29,13 +29,9 @@ class UntraceableLoadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PlannedCopy:
-    """One copy from a checkpoint tensor into ``target``, a part of a parameter.
+    """One copy of a part of a contiguous checkpoint tensor."""
 
-    ``size``, ``stride`` and ``offset`` are the part of the contiguous checkpoint tensor, in
-    elements.
-    """
-
-    target: Tensor
+    target: Tensor  # part of a parameter
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -49,10 +45,7 @@ CopyPlan = dict[str, list[PlannedCopy]]
 
 
 def trace_load(model: nn.Module, tensors: Sequence[tuple[str, str, Sequence[int]]]) -> CopyPlan:
-    """Traces how ``model`` loads tensors of these names, dtypes and shapes, on meta tensors.
-
-    A commit then makes all copies of an update at once, in milliseconds.
-    """
+    """Traces how ``model`` loads tensors of these names, dtypes and shapes."""
     sources = {
         name: torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta")
         for name, dtype, shape in tensors
@@ -109,10 +102,7 @@ PendingFingerprint = list[tuple[list["TensorSpec"], "Tensor"]]
 
 
 def fingerprinter(model: nn.Module) -> Callable[[], PendingFingerprint]:
-    """What starts a fingerprint of the memory as it is then; devices compute on a side stream.
-
-    The model's parameters and persistent buffers must stay in place.
-    """
+    """What starts a fingerprint of a model whose parameters and buffers stay in place."""
     by_device: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         by_device.setdefault(tensor.device, {})[name] = _in_memory_order(tensor.detach())
@@ -135,6 +125,7 @@ def digests_of(pending: PendingFingerprint) -> dict[str, int]:
 
 
 def _sums(device: torch.device, tensors: list[Tensor]) -> Callable[[], Tensor]:
+    """What sums tensors as they are then; devices do on a side stream."""
     compute = compile_sums(tensors)
     if device.type != "cuda":
         return compute

@@ -155,10 +155,7 @@ class StagingMemory:
         return any(borrow() is not None for borrow in self._borrowed)
 
     def lend(self, specs: Sequence[TensorSpec]) -> StagedTensors:
-        """Uninitialized tensors of some or all of the specs that the memory was allocated for.
-
-        The memory must not be in use.
-        """
+        """Uninitialized tensors of specs that it was allocated for; it must not be in use."""
         layout = StagingLayout(self._parts, _arrange(specs, self._part_of))
         borrowed = [_Borrowed(region) for region in self.regions]
         self._borrowed = [weakref.ref(borrow) for borrow in borrowed]

@@ -1,7 +1,4 @@
-"""Reads models from local files or builds them, never from a hub; names tensors as checkpoints do.
-
-The built-in models are tiny, with fixed random weights, for demonstrations and tests.
-"""
+"""Reads models from local files or builds tiny ones, and names tensors as checkpoints do."""
 
 from __future__ import annotations
 
@@ -41,14 +38,11 @@ _EXPERTS = {
 
 
 def build(name: str) -> PreTrainedModel:
-    """A built-in model in fp32 on the CPU with the weights of seed 0.
-
-    Leaves the process's random state as it is.
-    """
+    """A built-in model in fp32 on the CPU with the weights of seed 0."""
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     # The weights are drawn here, not by transformers, so that they are the same with each of its
-    # releases and whatever other threads draw meanwhile.
+    # releases and whatever other threads draw meanwhile. The process's random state stays as it is.
     with torch.random.fork_rng(devices=[]):
         if name == "builtin:tiny":
             model = Qwen2ForCausalLM(Qwen2Config(**_SHAPE, tie_word_embeddings=True))
@@ -67,11 +61,7 @@ def build(name: str) -> PreTrainedModel:
 
 
 def read_model(name: str, dtype_name: str) -> PreTrainedModel:
-    """A model on the CPU, from the directory ``name`` or built in.
-
-    Raises EngineError with a one-line message when transformers cannot load it as a causal language
-    model.
-    """
+    """A model on the CPU, from the directory ``name`` or built in."""
     from transformers.utils import logging
 
     # Its progress bars and advice are not for the server's output.
@@ -88,10 +78,7 @@ def read_model(name: str, dtype_name: str) -> PreTrainedModel:
 
 
 def checkpoint_tensors(hf: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by their names in a checkpoint, aliases included.
-
-    The tensors are views of the model's memory.
-    """
+    """Views of parameters and persistent buffers by their names in a checkpoint, with aliases."""
     # transformers keeps the experts of a layer in two tensors where checkpoints have three matrices
     # an expert. Only transformers knows how one becomes the other, so its own conversion runs on
     # stand-ins: a row of two equal numbers for each matrix. Where the conversion does more than

@@ -155,12 +155,10 @@ def _check_layer_types(hf: PreTrainedModel) -> None:
 
 
 def is_batch_invariant(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a token's result must not depend on its batch; so where that is cheap enough.
-
-    There each query token is a query block of its own, and keys come in multiples of
-    ``WIDTH_STEP``, so that padding adds zeros in whole vectors.
-    """
-    # Several threads would split tensors, and with them sums, differently for other sizes.
+    """Whether a token's result must not depend on its batch; so where that is cheap enough."""
+    # There each query token is a query block of its own, and keys come in multiples of WIDTH_STEP,
+    # so that padding adds zeros in whole vectors. Several threads would split tensors, and with
+    # them sums, differently for other sizes.
     return dtype is torch.float32 and device.type == "cpu" and torch.get_num_threads() == 1
 
 

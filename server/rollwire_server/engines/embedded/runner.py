@@ -59,10 +59,7 @@ _NO_SLOTS = np.empty(0, dtype=np.int64)
 
 
 class ModelRunner:
-    """The model, its weights, its KV cache and its sequences.
-
-    Belongs to the engine's thread, except ``load`` and ``accept``.
-    """
+    """All of the engine that belongs to its thread, except ``load`` and ``accept``."""
 
     def __init__(
         self,

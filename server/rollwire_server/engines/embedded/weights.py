@@ -26,11 +26,9 @@ Staging = Literal["auto", "device", "host"]
 
 
 def choose_staging(staging: Staging, device: torch.device, needed: int, free: int) -> Staging:
-    """What ``staging`` means for ``needed`` bytes on a device that has ``free`` bytes left.
-
-    "auto" stays where the device has room: if that is taken when an update comes, the update goes
-    to host memory.
-    """
+    """What ``staging`` means for ``needed`` bytes on a device that has ``free`` bytes left."""
+    # "auto" stays where the device has room: if that is taken when an update comes, the update goes
+    # to host memory.
     if device.type == "cpu" or (staging == "auto" and free <= needed):
         return "host"
     return staging
@@ -112,10 +110,7 @@ class ModelWeights:
         return freed
 
     def wake(self) -> None:
-        """Takes back the memory that ``sleep`` freed, and the weights if there is a backup.
-
-        Raises what torch raises when there is no memory, with nothing taken.
-        """
+        """Takes back what ``sleep`` freed, or nothing if torch raises since there is no memory."""
         if not self._freed_shapes:
             return
         owned = list(self._owned())

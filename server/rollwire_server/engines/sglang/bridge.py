@@ -264,10 +264,7 @@ class Bridge:
         _succeeded(answer)
 
     async def _answer(self, call: Awaitable[T], *, seconds: float = 0.0) -> T:
-        """Awaits ``call``; raises EngineError if SGLang dies meanwhile.
-
-        SGLang counts as dead if that takes ``seconds`` longer than it may be silent.
-        """
+        """Awaits ``call``, which may take ``seconds`` longer than SGLang may be silent."""
         limit = self._config.unresponsive_seconds + seconds
         calling: asyncio.Future[T] = asyncio.ensure_future(call)
         dying = asyncio.ensure_future(self._died.wait())

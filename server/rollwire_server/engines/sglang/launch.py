@@ -165,9 +165,7 @@ class Launcher:
         self._failures: processes.MemoryFile | None = None
 
     async def start(self) -> Any:
-        """Starts SGLang; returns its tokenizer manager. Raises EngineError with one line if that
-        fails.
-        """
+        """Starts SGLang; returns its tokenizer manager."""
         with _unchanged_process():
             self._thread.start()
             await asyncio.wrap_future(self._started)

@@ -1,8 +1,4 @@
-"""Patches of SGLang's own processes, applied as they begin.
-
-They end with the server, report every sampled token before a pause takes effect, and say what
-ended them.
-"""
+"""Patches of SGLang's own processes, applied as they begin."""
 
 from __future__ import annotations
 

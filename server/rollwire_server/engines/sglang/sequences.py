@@ -121,10 +121,7 @@ class SequenceTable:
         return next((s for s in self._unsent.values() if s.prompt_hash not in computing), None)
 
     def send(self, sequence: SglangSequence, revision: int) -> SchedulerRequest:
-        """Marks a sequence as sent; returns the request for it, under an id never used before.
-
-        Only sequences that were sent under the same revision share keys and values.
-        """
+        """Marks a sequence as sent; returns the request for it, under an id never used before."""
         spec = sequence.spec
         sequence.rid = f"{next(self._numbers):016x}"
         sequence.revision, sequence.started, sequence.forward_passes = revision, False, []
@@ -147,7 +144,7 @@ class SequenceTable:
         return [rid for s in gone if (rid := self._withdraw(s)) is not None]
 
     def requeue(self, *, started: bool) -> tuple[list[str], int]:
-        """Withdraws sequences so that they are sent again: all, or those without a token.
+        """Withdraws sequences to be sent again: all, or those without a token.
 
         Returns the ids that SGLang must end, and how many tokens must be computed again.
         """

@@ -65,9 +65,7 @@ class SglangWeights:
         return bool(self._on_devices)
 
     async def read(self) -> int:
-        """Reads the checkpoint that SGLang has loaded, and prepares the processes for commits;
-        returns its digest.
-        """
+        """Reads the checkpoint, and prepares SGLang's processes for commits; returns its digest."""
         self.specs, self._digests = await self._describe()
         self.nbytes = sum(nbytes(spec) for spec in self._sent())
         tensors = [(s.name, s.dtype, s.shape) for s in self._sent()]
@@ -230,12 +228,10 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 def describe_checkpoint(
     folder: Path, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[TensorSpec], dict[str, int]]:
-    """The tensors of a checkpoint in ``dtype``, and their digests, computed on ``device``.
-
-    Tied embeddings are an alias, whether the files contain them or not.
-    """
+    """The tensors of a checkpoint in ``dtype``, and their digests, computed on ``device``."""
     specs: dict[str, TensorSpec] = {}
     digests: dict[str, int] = {}
+    # Tied embeddings are an alias, whether the files contain them or not.
     tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", False)
     for name, stored in read_tensors(folder):
         if name == OUTPUT and tied:
