@@ -40,7 +40,12 @@ def allocating(what: str, advice: str) -> Iterator[None]:
     except (MemoryError, OSError, RuntimeError) as error:
         # The frames would keep alive what had been allocated before.
         traceback.clear_frames(error.__traceback__)
-        kind = NoMemoryError if _is_no_memory(error) else EngineError
+        no_memory = (
+            isinstance(error, MemoryError | torch.OutOfMemoryError)
+            or getattr(error, "errno", None) in (errno.ENOMEM, errno.ENOSPC)
+            or any(message in str(error) for message in _NO_MEMORY_MESSAGES)
+        )
+        kind = NoMemoryError if no_memory else EngineError
         raise kind(f"{what} ({first_line(error)}): {advice}") from error
 
 
@@ -290,11 +295,3 @@ def _arrange(specs: Sequence[TensorSpec], part_of: dict[str, int]) -> list[Tenso
         )
         ends[part] = ends.get(part, 0) + padded_nbytes(size)
     return places
-
-
-def _is_no_memory(error: Exception) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOMEM, errno.ENOSPC)
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return any(message in str(error) for message in _NO_MEMORY_MESSAGES)
