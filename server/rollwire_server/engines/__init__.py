@@ -63,10 +63,9 @@ def _create_synthetic(settings: ServerSettings) -> Engine:
 
 def _create_sglang(settings: ServerSettings) -> Engine:
     from rollwire_server.engines.sglang import SglangConfig, SglangEngine
-    from rollwire_server.engines.sglang.launch import parse_arguments
+    from rollwire_server.engines.sglang.launch import UNRESPONSIVE_SECONDS, parse_arguments
 
     arguments = parse_arguments(_parse_arguments(settings.engine_arg))
-    own = {name: arguments.pop(name) for name in {"unresponsive_seconds"} & arguments.keys()}
     device = settings.device
     if device == "auto":
         import torch
@@ -80,8 +79,8 @@ def _create_sglang(settings: ServerSettings) -> Engine:
             max_running_sequences=settings.max_running,
             context_length=settings.context_length,
             staging=settings.staging,
+            unresponsive_seconds=arguments.pop("unresponsive_seconds", UNRESPONSIVE_SECONDS),
             arguments=arguments,
-            **own,
         )
     )
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 MAX_TOP_LOGPROBS = 64
+UNRESPONSIVE_SECONDS = 20.0  # without an answer, before the scheduler counts as dead
 
 LOADER = "rollwire_server.engines.sglang.loader.load"
 """The name by which SGLang's processes call what puts weights in place."""
@@ -74,7 +75,7 @@ class SglangConfig:
     max_running_sequences: int
     context_length: int | None = None  # None: the model's
     staging: str = "auto"  # "device", "host", or "auto": on the devices if they have room
-    unresponsive_seconds: float = 20.0  # without an answer, before the scheduler counts as dead
+    unresponsive_seconds: float = UNRESPONSIVE_SECONDS
     arguments: dict[str, Any] = field(default_factory=dict)  # more of SGLang's ``ServerArgs``
 
     def __post_init__(self) -> None:
