@@ -234,7 +234,7 @@ def tell_late(monkeypatch: pytest.MonkeyPatch, kind: type[TransportError]) -> No
         try:
             return form_group(self, timeout)
         except kind:
-            answered.wait(20)
+            answered.wait(60)
             raise
 
     async def joins(self: PublishTarget, request: weights_pb2.JoinTransportRequest) -> None:

@@ -153,7 +153,7 @@ async def test_a_rank_that_raises_ends_it_for_all(
         def waits_for_rank_2() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in sources[0]():
                 if name == "layer.weight":
-                    over.wait(20)
+                    over.wait(60)
                 yield name, tensor
 
         running = asyncio.create_task(on_all(ranks, publisher, [waits_for_rank_2, *sources[1:]]))
@@ -263,7 +263,7 @@ async def test_a_rank_with_no_tensors_ends_it_for_all(
         over = threading.Event()
 
         def waits_for_the_others() -> Iterator[tuple[str, Tensor]]:
-            over.wait(20)
+            over.wait(60)
             yield from Source()()
 
         sources = [waits_for_the_others, Source(), wrong]
@@ -289,7 +289,7 @@ async def test_why_rank_0_did_not_publish_is_told_though_this_rank_fails_too() -
 
     def fails_in_consequence() -> Iterator[tuple[str, Tensor]]:
         begun.set()
-        over.wait(20)
+        over.wait(60)
         raise ConnectionResetError("by rank 0, in the middle of a gather")
         yield
 
@@ -403,7 +403,7 @@ async def test_a_cancelled_publish_stops_reading_on_all_ranks(
             try:
                 for name in NAMES:
                     asked.set()
-                    assert go_on.wait(20)
+                    assert go_on.wait(60)
                     taken.append(name)
                     yield name, policy()[name]
             finally:

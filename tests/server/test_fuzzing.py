@@ -95,9 +95,9 @@ async def call(
 
 async def put_right(api: Api) -> None:
     """Takes back what fuzzed calls may have done: sleeping, pausing, an update under way."""
-    await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=SECONDS)
+    await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=60)
     await api.resume()
-    await api.rollouts.Abort(rollout_pb2.AbortRequest(all=True), timeout=SECONDS)
+    await api.rollouts.Abort(rollout_pb2.AbortRequest(all=True), timeout=60)
     if (await api.info()).state == common_pb2.SERVER_STATE_AWAITING_WEIGHTS:
         await publish(api, await random_weights(api, 1))  # it had slept and discarded them
 
@@ -268,7 +268,7 @@ async def test_what_is_no_message_is_refused_by_name(server: ServerProcess, name
     method = METHODS[name]
     async with grpc.aio.insecure_channel(server.address) as channel:
         path = f"/{method.containing_service.full_name}/{name}"
-        stream = channel.stream_stream(path)(iter([b"\xff\xff\xff"]), timeout=SECONDS)
+        stream = channel.stream_stream(path)(iter([b"\xff\xff\xff"]), timeout=60)
         with pytest.raises(grpc.aio.AioRpcError, match=f"it is not a request of {name}") as caught:
             await stream.read()
         assert reason_of(caught.value) == "BAD_REQUEST"

@@ -48,7 +48,7 @@ class Lingering(MemoryLink):
         self.may_close = threading.Event()
 
     def close(self) -> bool:
-        return self.may_close.wait(20)
+        return self.may_close.wait(60)
 
 
 class Memory:
@@ -215,7 +215,7 @@ class LastMoment(MemoryLink):
         self.left = threading.Event()
 
     def finish(self, timeout: float) -> None:
-        assert self.left.wait(20)
+        assert self.left.wait(60)
 
     def abort(self) -> None:
         self.left.set()

@@ -133,7 +133,7 @@ def test_a_receiver_that_dies_is_named_and_the_sender_goes_on(
             send(link, timeout, hit)
         assert caught.value.peer == "rank 1"
         assert isinstance(caught.value, TransportTimeout) == (blow is signal.SIGSTOP)
-        assert time.monotonic() - hit_at < 5
+        assert time.monotonic() - hit_at < TIMEOUT / 2
     transfer("second")
 
 
@@ -161,7 +161,7 @@ def test_a_sender_that_dies_is_named_and_the_receiver_goes_on(blow: signal.Signa
                     with pytest.raises(TransportError) as caught:
                         receiver.receive(link, first_bucket=0, bucket_timeout=1)
                     assert caught.value.peer == "rank 0"
-                    assert time.monotonic() - hit_at < 5
+                    assert time.monotonic() - hit_at < TIMEOUT / 2
                 else:
                     receiver.receive(link, first_bucket=0, bucket_timeout=TIMEOUT)
             finally:
@@ -178,7 +178,7 @@ def test_an_abort_from_another_thread_ends_both_ends() -> None:
 
         with pytest.raises(TransportError, match="aborted"):
             send(link, progress=abort)
-        assert process.wait(5) != 0
+        assert process.wait(TIMEOUT) != 0
     transfer("next")
 
 
@@ -201,7 +201,7 @@ def test_a_member_that_never_joins_is_named_in_bounded_time() -> None:
     with pytest.raises(TransportTimeout, match="rank 1 did not join"):
         rendezvous.form_group(0.3)
     rendezvous.close()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < TIMEOUT / 2
 
 
 def test_the_streams_and_their_memory_are_used_again() -> None:

@@ -350,11 +350,11 @@ async def test_a_source_may_take_long_for_all_of_them(tmp_path: Path) -> None:
 
     def slow() -> Iterator[Prompt]:
         for prompt in prompts():
-            time.sleep(0.5)
+            time.sleep(0.15)
             yield prompt
 
-    async with batching(callback_timeout=3) as batcher:
-        assert len((await batcher.collect(slow(), 8)).groups) == 8
+    async with batching(callback_timeout=2) as batcher:
+        assert len((await batcher.collect(slow(), 16)).groups) == 16
 
 
 async def test_what_is_called_sees_the_callers_context() -> None:
