@@ -13,6 +13,7 @@ import grpc
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from rollwire.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
+from support.waiting import until as until
 
 if TYPE_CHECKING:
     from rollwire_client import Fleet, WeightTag
@@ -291,10 +292,3 @@ def was_published(fleet: Fleet, weights: WeightTag, *, rollback: bool = False) -
     """A publish ended with these weights, at a server that is none of the fleet's."""
     with fleet._pool.policy.committing(weights.version, weights.digest, rollback=rollback):
         fleet._pool.committed("127.0.0.1:1", weights)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Lets the event loop go on until it is so."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - of things that have no event to wait for
-            await asyncio.sleep(0.001)

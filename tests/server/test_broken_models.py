@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import resource
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -17,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from support.calls import Generation, connected, generate, reason_of, request
 from support.checkpoints import dense
 from support.publishing import Update
+from support.servers import memory_limit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from pathlib import Path
 
     from support.servers import ServerProcess, StartServer
 
@@ -137,17 +135,3 @@ async def test_a_server_whose_every_step_fails_ends(
 def _events(server: ServerProcess, event: str) -> list[dict[str, Any]]:
     lines = [line for line in server.log.read_text().splitlines() if line.startswith("{")]
     return [told for line in lines if (told := json.loads(line))["event"] == event]
-
-
-@contextlib.contextmanager
-def memory_limit(pid: int, *, spare: int) -> Iterator[None]:
-    """Lets a process have so many bytes more than it has, and no more."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-    unlimited = resource.prlimit(pid, resource.RLIMIT_AS)
-    most = pages * resource.getpagesize() + spare
-    resource.prlimit(pid, resource.RLIMIT_AS, (most, unlimited[1]))
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            resource.prlimit(pid, resource.RLIMIT_AS, unlimited)

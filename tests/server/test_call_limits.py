@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -229,7 +228,7 @@ async def test_calls_that_are_given_up_at_once_take_nothing(
 ) -> None:
     """Each would be some twelve kilobytes, for as long as the server is behind with them."""
     server = start_server(*SYNTHETIC, "--health-listen", "127.0.0.1:0")
-    address = json.loads(server.ready_file.read_text())[port]
+    address = server.listens(port)
     before = resident_bytes(server.process.pid)
     await give_up(address, "/grpc.health.v1.Health/Check", 40_000)
     assert resident_bytes(server.process.pid) - before < 120 << 20
@@ -237,16 +236,11 @@ async def test_calls_that_are_given_up_at_once_take_nothing(
         assert (await generate(api, request((1,), 3))).reason == "LENGTH"
 
 
-def health_of(server: ServerProcess) -> str:
-    address: str = json.loads(server.ready_file.read_text())["health_listen"]
-    return address
-
-
 async def test_health_takes_names_of_services(start_server: StartServer) -> None:
     """Whoever watches a service, without any token, has its name kept."""
     server = start_server(*SYNTHETIC, "--health-listen", "127.0.0.1:0")
     name = health_pb2.HealthCheckRequest(service="n" * (1 << 20))
-    for address in (server.address, health_of(server)):
+    for address in (server.address, server.listens("health_listen")):
         async with grpc.aio.insecure_channel(address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             for call in (health.Check(name, timeout=60), health.Watch(name, timeout=60).read()):
@@ -263,8 +257,8 @@ async def test_watchers_of_health_are_counted(start_server: StartServer) -> None
     every = health_pb2.HealthCheckRequest()
     own = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
     async with (
-        grpc.aio.insecure_channel(health_of(server), options=own) as many,
-        grpc.aio.insecure_channel(health_of(server), options=own) as channel,
+        grpc.aio.insecure_channel(server.listens("health_listen"), options=own) as many,
+        grpc.aio.insecure_channel(server.listens("health_listen"), options=own) as channel,
     ):
         watched = health_pb2_grpc.HealthStub(many).Watch
         watching = [watched(every, timeout=60) for _ in range(MAX_HEALTH_CALLS)]

@@ -12,6 +12,7 @@ from rollwire_server.counters import ServerCounters
 from rollwire_server.rpc.rollout_stream import RolloutStream
 from support.calls import request
 from support.engine_room import serving
+from support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -70,12 +71,6 @@ async def streaming(
         client.close()
         async with asyncio.timeout(60):
             await running
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110  nobody tells
-            await asyncio.sleep(0.001)
 
 
 async def test_refusals_wait_for_their_reader_in_messages_of_the_usual_size() -> None:

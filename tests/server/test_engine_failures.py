@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import resource
 import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -27,11 +24,13 @@ from support.checkpoints import dense
 from support.engine_room import Room, updating
 from support.memory_link import MemoryLink
 from support.publishing import Update, status
+from support.servers import memory_limit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+    from pathlib import Path
 
-    from support.servers import ServerProcess, StartServer
+    from support.servers import StartServer
 
 PUBLISHER = PublisherId("trainer", 1)
 MEMBERSHIP = GroupMembership("e", "gloo", 1, 2, "127.0.0.1:1", 0)
@@ -184,26 +183,12 @@ async def test_a_server_whose_engine_does_not_fall_asleep_serves_on(
 # Memory that is not there, and checkpoints that are not.
 
 
-@contextlib.contextmanager
-def no_more_memory(server: ServerProcess, beside: int) -> Iterator[None]:
-    """The server gets no more than ``beside`` bytes."""
-    pid = server.process.pid
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-    now = pages * resource.getpagesize()
-    before = resource.prlimit(pid, resource.RLIMIT_AS)
-    resource.prlimit(pid, resource.RLIMIT_AS, (now + beside, before[1]))
-    try:
-        yield
-    finally:
-        resource.prlimit(pid, resource.RLIMIT_AS, before)
-
-
 async def test_an_update_without_memory_for_it(start_server: StartServer) -> None:
     size = 1 << 28
     server = start_server("--engine", "synthetic", "--engine-arg", f"weight_bytes={size}")
     async with connected(server.address) as api:
         tensors = {"weight": torch.empty(size // 4)}
-        with no_more_memory(server, size // 2):
+        with memory_limit(server.process.pid, spare=size // 2):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await Update(api, tensors, 1).announce()
             assert reason_of(caught.value) == "STAGING_FAILED"
@@ -221,7 +206,7 @@ async def test_a_server_without_memory_to_wake_up_sleeps_on(start_server: StartS
         before = await generate(api, request((4, 5), 30, seed=1))
         kept = rollout_pb2.SleepRequest(weights=rollout_pb2.SLEEPING_WEIGHTS_KEEP)
         assert (await api.rollouts.Sleep(kept, timeout=60)).freed_bytes >= 1 << 27
-        with no_more_memory(server, 80 << 20):
+        with memory_limit(server.process.pid, spare=80 << 20):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=60)
             assert reason_of(caught.value) == "NO_MEMORY"

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import re
 import shutil
 import subprocess
 import time
 import urllib.request
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -25,6 +23,7 @@ from rollwire_server.counters import ServerCounters, UpdateOutcome
 from rollwire_server.metrics import MAX_CONNECTIONS, Metrics, MetricsServer
 from support.calls import Generation, connected, generate, request
 from support.engine_room import updating
+from support.footprint import Footprint
 from support.publishing import Update, random_weights
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def page_of(address: str) -> str:
 
 async def scrape(server: ServerProcess) -> Samples:
     """Every sample by its name and the values of its labels."""
-    address = json.loads(server.ready_file.read_text())["metrics_listen"]
+    address = server.listens("metrics_listen")
     text = await asyncio.to_thread(page_of, address)
     return {
         (sample.name, tuple(sample.labels.values())): sample.value
@@ -172,7 +171,7 @@ async def test_names_and_types_are_as_prometheus_has_them(start_server: StartSer
     server = start_server("--metrics-listen", "127.0.0.1:0", "--engine", "synthetic")
     async with connected(server.address) as api:
         await Update(api, await random_weights(api, 1), 3).publish()
-    address = json.loads(server.ready_file.read_text())["metrics_listen"]
+    address = server.listens("metrics_listen")
     text = await asyncio.to_thread(page_of, address)
     if promtool := shutil.which("promtool"):
         checked = await asyncio.to_thread(
@@ -269,14 +268,10 @@ async def test_who_is_silent_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> N
         assert await said(address, b"GET /metrics HTTP/1.1\r\nX: ") == b""
 
 
-def threads_of(pid: int) -> int:
-    return len(list(Path(f"/proc/{pid}/task").iterdir()))
-
-
 async def test_a_scrape_comes_through_among_many_who_are_silent(start_server: StartServer) -> None:
     server = start_server("--metrics-listen", "127.0.0.1:0", "--engine", "synthetic")
-    host, _, port = json.loads(server.ready_file.read_text())["metrics_listen"].rpartition(":")
-    before = threads_of(server.process.pid)
+    host, _, port = server.listens("metrics_listen").rpartition(":")
+    before = Footprint.of(server.process.pid)
     writers = []
     try:
         for _ in range(5 * MAX_CONNECTIONS):
@@ -284,7 +279,8 @@ async def test_a_scrape_comes_through_among_many_who_are_silent(start_server: St
             writers.append(writer)
             writer.write(b"GET /metrics HTTP/1.1\r\nX: ")
         assert (await scrape(server))["rollwire_state", ("serving",)] == 1
-        assert threads_of(server.process.pid) < before + MAX_CONNECTIONS  # none for each
+        now = Footprint.of(server.process.pid)
+        assert now.threads < before.threads + MAX_CONNECTIONS  # none for each
     finally:
         for writer in writers:
             writer.close()
@@ -292,6 +288,6 @@ async def test_a_scrape_comes_through_among_many_who_are_silent(start_server: St
 
 def test_a_metrics_port_in_use(start_server: StartServer) -> None:
     server = start_server("--engine", "synthetic", "--metrics-listen", "127.0.0.1:0")
-    address = json.loads(server.ready_file.read_text())["metrics_listen"]
+    address = server.listens("metrics_listen")
     with pytest.raises(pytest.fail.Exception, match=f"cannot listen on {address}"):
         start_server("--engine", "synthetic", "--metrics-listen", address)

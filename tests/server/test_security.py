@@ -193,7 +193,7 @@ async def test_tls_with_a_certificate_that_changes(
     assert await served(secure(server.address, new))
     assert not await served(secure(server.address, old))
     # Probes need neither.
-    assert await ready(json.loads(server.ready_file.read_text())["health_listen"])
+    assert await ready(server.listens("health_listen"))
 
 
 async def test_mutual_tls(start_server: StartServer, tmp_path: Path) -> None:
@@ -206,12 +206,12 @@ async def test_mutual_tls(start_server: StartServer, tmp_path: Path) -> None:
     assert await served(secure(server.address, authority, authority.sign("trainer")))
     assert not await served(secure(server.address, authority))
     assert not await served(secure(server.address, authority, strangers.sign("stranger")))
-    assert await ready(json.loads(server.ready_file.read_text())["health_listen"])
+    assert await ready(server.listens("health_listen"))
 
 
 async def test_the_health_port_serves_nothing_else(start_server: StartServer) -> None:
     server = start_server(*SYNTHETIC, "--health-listen", "127.0.0.1:0")
-    address = json.loads(server.ready_file.read_text())["health_listen"]
+    address = server.listens("health_listen")
     async with grpc.aio.insecure_channel(address) as channel:
         for stub, method in (
             (rollout_pb2_grpc.RolloutServiceStub(channel), "GetServerInfo"),

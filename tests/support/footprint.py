@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from support.calls import connected, until
 from support.publishing import no_update
@@ -18,8 +17,7 @@ POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
 OTHER_FILES = 4  # connections of tests and of probes, which come and go
 
 
-@dataclass(frozen=True)
-class Footprint:
+class Footprint(NamedTuple):
     """Threads and open files of a process."""
 
     threads: int

@@ -43,6 +43,11 @@ class ServerProcess:
     ready_file: Path
     breaks: bool = False
 
+    def listens(self, which: str) -> str:
+        """One of its addresses by its name in the ready file, such as "metrics_listen"."""
+        address: str = json.loads(self.ready_file.read_text())[which]
+        return address
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait(STOP_SECONDS)
@@ -117,6 +122,20 @@ def resident_bytes(pid: int) -> int:
     """The memory that a process really has."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * resource.getpagesize()
+
+
+@contextlib.contextmanager
+def memory_limit(pid: int, *, spare: int) -> Iterator[None]:
+    """Lets a process have so many bytes more than it has, and no more."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    unlimited = resource.prlimit(pid, resource.RLIMIT_AS)
+    most = pages * resource.getpagesize() + spare
+    resource.prlimit(pid, resource.RLIMIT_AS, (most, unlimited[1]))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            resource.prlimit(pid, resource.RLIMIT_AS, unlimited)
 
 
 @contextlib.contextmanager

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from rollwire_client import RolloutClient, Sampling
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from support.waiting import until as until
 
+if TYPE_CHECKING:
     from rollwire_client import Fleet, Trajectory
 
     from support.servers import ServerProcess, StartServer
@@ -67,10 +67,3 @@ async def each_sampled(fleet: Fleet, tokens: int) -> None:
     await asyncio.sleep(0)
     left = {member: member.outstanding_tokens - tokens for member in fleet._pool.servers}
     await until(lambda: all(member.outstanding_tokens <= n for member, n in left.items()))
-
-
-async def until(condition: Callable[[], bool], *, seconds: float = 120) -> None:
-    """Lets everything go on until it is so."""
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - of things that have no event to wait for
-            await asyncio.sleep(0.005)

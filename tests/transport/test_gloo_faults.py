@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import random
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from rollwire_transport import (
     open_rendezvous,
     plan,
 )
+from support.footprint import Footprint
 from support.gloo import (
     MANIFEST,
     TIMEOUT,
@@ -241,11 +243,6 @@ def test_when_a_member_dies_the_others_go_on_without_it(
     assert [r.digest for r in survivors] == [sender.digest] * 2
 
 
-def threads_and_descriptors() -> tuple[int, int]:
-    threads, descriptors = Path("/proc/self/task"), Path("/proc/self/fd")
-    return sum(1 for _ in threads.iterdir()), sum(1 for _ in descriptors.iterdir())
-
-
 def await_worker_threads() -> None:
     """Returns once gloo has let go of all messages."""
     until = time.monotonic() + 2 * TIMEOUT
@@ -279,10 +276,10 @@ def test_nothing_is_left_behind() -> None:
             rendezvous.form_group(0.05)
         rendezvous.close()
 
-    def left() -> tuple[int, int]:
+    def left() -> Footprint:
         await_worker_threads()
         gc.collect()
-        return threads_and_descriptors()
+        return Footprint.of(os.getpid())
 
     for action in (succeed, fail, never_form):
         action()  # what is made once and kept
