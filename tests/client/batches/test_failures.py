@@ -345,6 +345,18 @@ async def test_a_refusal_that_is_not_the_prompt_s_fault_keeps_its_group() -> Non
     assert [len(request.output_token_ids) for request in server.requests] == [0, 2]
 
 
+async def test_a_batcher_that_is_closed_starts_nothing_again() -> None:
+    refused = fails(grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
+    async with one(refused) as (server, batcher):
+        with pytest.raises(RefusedError):
+            await batcher.collect(prompts(), 1)
+        await batcher.close()
+        with pytest.raises(ClosedError):
+            await batcher.collect(prompts(), 1)
+        await asyncio.sleep(0.1)
+        assert len(server.requests) == 1
+
+
 async def test_a_sample_that_was_cut_ends_its_group_at_once() -> None:
     timed_out = fails(grpc.StatusCode.DEADLINE_EXCEEDED, "TIMED_OUT")
 

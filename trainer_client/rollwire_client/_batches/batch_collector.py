@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 import time
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,49 +32,39 @@ _TURN = 0.05  # seconds of reading at once, unless one prompt takes longer
 _END: Any = object()
 
 
+@dataclass(slots=True)
 class BatchCollector:
     """Collects one batch: its groups come from ``buffer``, and what is left stays there."""
 
-    def __init__(
-        self,
-        plan: BatchPlan,
-        buffer: GroupBuffer,
-        prompts: PromptSource,
-        hooks: CallbackRunner,
-        decide: Callable[[Group], Decision] | None,
-        stop: Callable[[Progress], bool] | None,
-        show: Callable[[int, str], None],
-        started: float,
-    ) -> None:
-        self._plan = plan
-        self._buffer = buffer
-        self._prompts = prompts
-        self._hooks = hooks
-        self._decide = decide
-        self._stop = stop
-        self._show = show
-        self._clock = asyncio.get_running_loop().time
-        self._started = started
-        self._group_errors: list[Exception] = []  # since the last group that was complete
-        self._decide_errors: list[Exception] = []  # since ``decide`` last decided
+    plan: BatchPlan
+    buffer: GroupBuffer
+    prompts: PromptSource
+    hooks: CallbackRunner
+    decide: Callable[[Group], Decision] | None
+    stop: Callable[[Progress], bool] | None
+    show: Callable[[int, str], None]  # how many groups it has, and a note
+    clock: Callable[[], float]
+    started: float
+    group_errors: list[Exception] = field(default_factory=list)  # since a group was complete
+    decide_errors: list[Exception] = field(default_factory=list)  # since ``decide`` decided
 
     async def collect(self) -> Batch:
         """The batch. Left by an exception, it hands out nothing and loses nothing."""
         try:
             await self._fill()
         finally:
-            await self._prompts.stop()
-        seconds = self._clock() - self._started
-        finished = tuple(group.snapshot() for group in self._buffer.close_batch())
-        carried = tuple(group.snapshot() for group in self._buffer.groups.values())
-        dropped = self._buffer.take_dropped()
-        return Batch(self._plan.version, Part(finished), Part(carried), Part(dropped), seconds)
+            await self.prompts.stop()
+        seconds = self.clock() - self.started
+        finished = tuple(group.snapshot() for group in self.buffer.close_batch())
+        carried = tuple(group.snapshot() for group in self.buffer.groups.values())
+        dropped = self.buffer.take_dropped()
+        return Batch(self.plan.version, Part(finished), Part(carried), Part(dropped), seconds)
 
     async def _fill(self) -> None:
-        buffer = self._buffer
-        buffer.open(self._plan, self._clock())
+        buffer = self.buffer
+        buffer.open(self.plan, self.clock())
         for group in buffer.groups.values():
-            group.lower_oldest_version(self._plan.oldest_version)
+            group.lower_oldest_version(self.plan.oldest_version)
         self._record_ended(raising=False)
         while True:
             buffer.changed.clear()
@@ -83,13 +74,13 @@ class BatchCollector:
             self._start_groups()
             stopped = await self._decide_on_ready()
             progress = self._progress()
-            self._show(progress.chosen, f"{progress.sampling} sampling, {progress.ready} ready")
-            if stopped or buffer.is_over(self._clock()):
+            self.show(progress.chosen, f"{progress.sampling} sampling, {progress.ready} ready")
+            if stopped or buffer.is_over(self.clock()):
                 return
-            if buffer.prompts or (self._may_start() and not self._prompts.busy):
+            if buffer.prompts or (self._may_start() and not self.prompts.busy):
                 continue
-            if not (buffer.samples_candidates() or self._prompts.busy):
-                self._raise_if_all_fail(self._group_errors, nothing_left=True)
+            if not (buffer.samples_candidates() or self.prompts.busy):
+                self._raise_if_all_fail(self.group_errors, nothing_left=True)
                 return  # there are no more prompts
             deadline = buffer.deadline()
             with contextlib.suppress(TimeoutError):
@@ -101,9 +92,9 @@ class BatchCollector:
         that met it start again: at once if it was in the time before this batch.
         """
         shared: Exception | None = None
-        for group, error in self._buffer.take_ended():
+        for group, error in self.buffer.take_ended():
             if error is not None and not ends_group(error):
-                self._buffer.unstarted.append(group)
+                self.buffer.unstarted.append(group)
                 shared = shared or (error if raising else None)
                 continue
             try:
@@ -115,11 +106,11 @@ class BatchCollector:
 
     def _record(self, group: LiveGroup, error: Exception | None) -> None:
         if error is None:
-            self._group_errors.clear()
-            self._buffer.complete(group)
+            self.group_errors.clear()
+            self.buffer.complete(group)
         else:
-            self._buffer.drop(group, drop_reason(error), error)
-            self._record_failure(group.prompt, drop_reason(error), error, self._group_errors)
+            self.buffer.drop(group, drop_reason(error), error)
+            self._record_failure(group.prompt, drop_reason(error), error, self.group_errors)
 
     def _record_failure(
         self, prompt: Prompt, reason: DropReason, error: Exception, errors: list[Exception]
@@ -143,66 +134,66 @@ class BatchCollector:
             return
         last, count = errors[-1], len(errors)
         many = count >= _FAILURES_IN_A_ROW and (nothing_left or isinstance(last, CallbackError))
-        if many or (nothing_left and not self._buffer.completed):
+        if many or (nothing_left and not self.buffer.completed):
             last.add_note(f"Groups dropped in a row, with none that was complete: {count}.")
             raise last
 
     def _may_start(self) -> bool:
         return (
-            not self._prompts.ended
-            and len(self._group_errors) < _FAILURES_IN_A_ROW
-            and self._buffer.room() > 0
+            not self.prompts.ended
+            and len(self.group_errors) < _FAILURES_IN_A_ROW
+            and self.buffer.room() > 0
         )
 
     def _start_groups(self) -> None:
         """Starts groups of the prompts that came, and asks for more where there is room."""
         try:
-            while self._buffer.prompts:
-                self._add_group(self._buffer.prompts.popleft())
+            while self.buffer.prompts:
+                self._add_group(self.buffer.prompts.popleft())
         finally:
-            self._buffer.start_all(self._plan.oldest_version)
-        if (error := self._prompts.error) is not None:
+            self.buffer.start_all(self.plan.oldest_version)
+        if (error := self.prompts.error) is not None:
             error.add_note("So failed `prompts`, which collect takes its prompts from.")
             raise error
         if self._may_start():
-            self._prompts.request(self._buffer.room())
+            self.prompts.request(self.buffer.room())
 
     def _add_group(self, prompt: Prompt) -> None:
         try:
-            self._buffer.add(prompt)
+            self.buffer.add(prompt)
         except Exception as error:
-            self._buffer.refuse(prompt, error)
+            self.buffer.refuse(prompt, error)
             if not isinstance(error, InvalidRequestError):
                 raise
-            self._record_failure(prompt, DropReason.FAILED, error, self._group_errors)
+            self._record_failure(prompt, DropReason.FAILED, error, self.group_errors)
 
     async def _decide_on_ready(self) -> bool:
         """Decides on the groups that are complete; True: ``stop`` ends the batch."""
-        while (group := self._buffer.next_ready()) is not None:
+        while (group := self.buffer.next_ready()) is not None:
             try:
                 decision = await self._decision(group.snapshot())
             except CallbackError as error:
-                self._buffer.drop(group, DropReason.FAILED, error)
-                self._record_failure(group.prompt, DropReason.FAILED, error, self._decide_errors)
+                self.buffer.drop(group, DropReason.FAILED, error)
+                self._record_failure(group.prompt, DropReason.FAILED, error, self.decide_errors)
                 continue
-            self._decide_errors.clear()
+            self.decide_errors.clear()
             if decision is Decision.TAKE:
-                self._buffer.choose(group, self._clock())
+                self.buffer.choose(group, self.clock())
             elif decision is Decision.POSTPONE:
-                self._buffer.postpone(group)
+                self.buffer.postpone(group)
             else:
-                self._buffer.drop(group, DropReason.FILTERED)
+                self.buffer.drop(group, DropReason.FILTERED)
             if await self._stops():
                 return True
         return False
 
     async def _decision(self, group: Group) -> Decision:
         """What ``decide`` says; CallbackError if it raised, took too long, or said nothing."""
-        if self._decide is None:
+        if self.decide is None:
             return Decision.TAKE
         subject = f"the group of prompt {group.prompt.id!r}"
         try:
-            decision = await self._hooks.call("decide", self._decide, group, subject=subject)
+            decision = await self.hooks.call("decide", self.decide, group, subject=subject)
         except CallbackError:
             raise
         except Exception as error:
@@ -217,12 +208,10 @@ class BatchCollector:
         return decision
 
     async def _stops(self) -> bool:
-        if self._stop is None:
+        if self.stop is None:
             return False
         try:
-            stops = await self._hooks.call(
-                "stop", self._stop, self._progress(), subject="the batch"
-            )
+            stops = await self.hooks.call("stop", self.stop, self._progress(), subject="the batch")
         except Exception as error:
             error.add_note("So failed `stop`, which collect was given.")
             raise
@@ -231,17 +220,18 @@ class BatchCollector:
         return stops
 
     def _progress(self) -> Progress:
-        buffer = self._buffer
+        buffer = self.buffer
         return Progress(
-            version=self._plan.version,
-            target=self._plan.target,
+            version=self.plan.version,
+            target=self.plan.target,
             chosen=len(buffer.chosen),
             sampling=len(buffer.sampling),
             ready=len(buffer.ready) + len(buffer.postponed),
-            seconds=self._clock() - self._started,
+            seconds=self.clock() - self.started,
         )
 
 
+@dataclass(slots=True)
 class PromptSource:
     """Reads the caller's prompts into ``taken``, in the runner's thread.
 
@@ -250,62 +240,55 @@ class PromptSource:
         error: What the iterator raised.
     """
 
-    def __init__(
-        self,
-        prompts: Iterator[Prompt],
-        runner: CallbackRunner,
-        taken: deque[Prompt],
-        changed: asyncio.Event,
-    ) -> None:
-        self.ended = False
-        self.error: Exception | None = None
-        self._prompts = prompts
-        self._runner = runner
-        self._taken = taken
-        self._changed = changed
-        self._stopped = False
-        self._reading: asyncio.Task[None] | None = None
+    prompts: Iterator[Prompt]
+    runner: CallbackRunner
+    taken: deque[Prompt]
+    changed: asyncio.Event
+    ended: bool = False
+    error: Exception | None = None
+    stopped: bool = False
+    reading: asyncio.Task[None] | None = None
 
     @property
     def busy(self) -> bool:
         """Whether some that were asked for are still to come."""
-        return self._reading is not None and not self._reading.done()
+        return self.reading is not None and not self.reading.done()
 
     def request(self, count: int) -> None:
         """Has that many read, unless it is busy."""
         if not self.busy and not self.ended:
-            self._reading = asyncio.create_task(self._read(count), name="rollwire prompts")
+            self.reading = asyncio.create_task(self._read(count), name="rollwire prompts")
 
     async def stop(self) -> None:
         """Reads no more. One that the iterator is about to return is taken later."""
-        self._stopped = True
-        if self._reading is not None and self.busy:
-            await asyncio.wait([self._reading], timeout=_STOP_TIMEOUT)
+        self.stopped = True
+        if self.reading is not None and self.busy:
+            await asyncio.wait([self.reading], timeout=_STOP_TIMEOUT)
 
     async def read(self, count: float) -> None:
         """Takes that many; of an endless iterator the reading can be cancelled."""
         loop = asyncio.get_running_loop()
-        while count > 0 and not (self.ended or self._stopped):
+        while count > 0 and not (self.ended or self.stopped):
             turn = partial(self._read_turn, count, loop)
-            count -= await self._runner.call_in_thread("prompts", turn, subject="its next prompt")
+            count -= await self.runner.call_in_thread("prompts", turn, subject="its next prompt")
 
     async def _read(self, count: int) -> None:
         try:
             await self.read(count)
         except Exception as error:
             self.error, self.ended = error, True
-            if self._stopped:
+            if self.stopped:
                 logger.warning("prompts failed after the batch had ended: %r", error)
         finally:
-            self._changed.set()
+            self.changed.set()
 
     def _read_turn(self, most: float, loop: asyncio.AbstractEventLoop) -> int:
-        count, until = 0, time.monotonic() + min(_TURN, self._runner.timeout / 2)
-        while count < most and time.monotonic() < until and not self._stopped:
-            if (prompt := next(self._prompts, _END)) is _END:
+        count, until = 0, time.monotonic() + min(_TURN, self.runner.timeout / 2)
+        while count < most and time.monotonic() < until and not self.stopped:
+            if (prompt := next(self.prompts, _END)) is _END:
                 self.ended = True
                 break
             count += 1
-            self._taken.append(prompt)
-            loop.call_soon_threadsafe(self._changed.set)
+            self.taken.append(prompt)
+            loop.call_soon_threadsafe(self.changed.set)
         return count

@@ -9,6 +9,7 @@ import math
 import sys
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -18,7 +19,7 @@ from rollwire_client._arguments import checked_version, integer, seconds
 from rollwire_client._batches import checkpoint
 from rollwire_client._batches.batch import Drop, Tail
 from rollwire_client._batches.batch_collector import BatchCollector, PromptSource
-from rollwire_client._batches.callbacks import CallbackRunner, RewardCaller
+from rollwire_client._batches.callbacks import CallbackRunner, score
 from rollwire_client._batches.group import GroupSampler, evaluate
 from rollwire_client._batches.group_buffer import BatchPlan, GroupBuffer
 from rollwire_client._batches.trainer_steps import TrainerSteps
@@ -103,13 +104,14 @@ class Batcher:
         self.handed_out = 0
         self.dropped = 0
         self._pool = fleet._pool  # noqa: SLF001 - the library's own
-        self._reward = None if reward is None else RewardCaller(reward, callback_timeout, refills)
-        self._sampler = GroupSampler(
-            self._pool, seed, group_size, sampling, options, self._reward, refills
-        )
-        self._buffer = GroupBuffer(self._sampler)
+        self._rewards = CallbackRunner("rollwire-reward", callback_timeout)
         self._reader = CallbackRunner("rollwire-prompts", callback_timeout)
         self._hooks = CallbackRunner("rollwire-hooks", callback_timeout)
+        scored = None if reward is None else partial(score, self._rewards, reward, refills)
+        self._sampler = GroupSampler(
+            self._pool, seed, group_size, sampling, options, scored, refills
+        )
+        self._buffer = GroupBuffer(self._sampler)
         self._max_lag = max_lag
         self._bar = bar
         self._collecting = False
@@ -126,9 +128,8 @@ class Batcher:
         if self._pool.affinity.forked:  # what is under way is the parent's
             return
         await self._buffer.close()
-        for callbacks in (self._reader, self._hooks, self._reward):
-            if callbacks is not None:
-                callbacks.close()
+        for runner in (self._rewards, self._reader, self._hooks):
+            runner.close()
 
     @property
     def taken(self) -> int:
@@ -190,7 +191,8 @@ class Batcher:
             CallbackError: ``prompts`` or ``stop`` took too long.
             Exception: What ``prompts`` or ``stop`` raised.
         """
-        started = asyncio.get_running_loop().time()
+        clock = asyncio.get_running_loop().time
+        started = clock()
         target = integer("target", target, minimum=1)
         prefetch = integer("prefetch", prefetch)
         version = self._trainer_version(version)
@@ -208,7 +210,7 @@ class Batcher:
             title = "batch" if plan.version is None else f"batch of version {plan.version}"
             with _progress_bar(title, target, enabled=self._bar) as show:
                 collector = BatchCollector(
-                    plan, self._buffer, source, self._hooks, decide, stop, show, started
+                    plan, buffer, source, self._hooks, decide, stop, show, clock, started
                 )
                 batch = await collector.collect()
         finally:

@@ -112,44 +112,32 @@ class CallbackRunner:
         self._thread.close()
 
 
-class RewardCaller:
-    """Calls the caller's ``reward``, again if it raised."""
+async def score(
+    runner: CallbackRunner, reward: Reward, retries: int, prompt: Prompt, trajectory: Trajectory
+) -> float:
+    """The reward of a sample; it is called again if it raised.
 
-    def __init__(self, reward: Reward, timeout: float | None, retries: int) -> None:
-        self._reward = reward
-        self._retries = retries
-        self._runner = CallbackRunner("rollwire-reward", timeout)
-
-    async def score(self, prompt: Prompt, trajectory: Trajectory) -> float:
-        """The reward of a sample.
-
-        Raises:
-            CallbackError: It raised each time, took too long, or returned no finite number.
-        """
-        subject, failures = f"prompt {prompt.id!r}", 0
-        while True:
-            try:
-                reward = await self._runner.call(
-                    "reward", self._reward, prompt, trajectory, subject=subject
-                )
-                return _finite_number(reward, prompt)
-            except CallbackError:
-                raise
-            except Exception as error:
-                failures += 1
-                if failures > self._retries:
-                    raise CallbackError(
-                        f"the reward of {subject} could not be computed: {error!r}",
-                        callback="reward",
-                    ) from error
-                logger.warning(
-                    "the reward of %s raised %r: it is called again (%d of %d)",
-                    subject, error, failures, self._retries,
-                )  # fmt: skip
-                await asyncio.sleep(_REWARD_DELAY * 4 ** (failures - 1))
-
-    def close(self) -> None:
-        self._runner.close()
+    Raises:
+        CallbackError: It raised each time, took too long, or returned no finite number.
+    """
+    subject, failures = f"prompt {prompt.id!r}", 0
+    while True:
+        try:
+            value = await runner.call("reward", reward, prompt, trajectory, subject=subject)
+            return _finite_number(value, prompt)
+        except CallbackError:
+            raise
+        except Exception as error:
+            failures += 1
+            if failures > retries:
+                raise CallbackError(
+                    f"the reward of {subject} could not be computed: {error!r}", callback="reward"
+                ) from error
+            logger.warning(
+                "the reward of %s raised %r: it is called again (%d of %d)",
+                subject, error, failures, retries,
+            )  # fmt: skip
+            await asyncio.sleep(_REWARD_DELAY * 4 ** (failures - 1))
 
 
 async def _without_exits(result: Awaitable[Any]) -> Any:

@@ -7,7 +7,7 @@ import json
 import os
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from google.protobuf.message import DecodeError
 from rollwire.conversion import (
@@ -16,7 +16,14 @@ from rollwire.conversion import (
     weight_tag_from_proto,
     weight_tag_to_proto,
 )
-from rollwire.v1 import buffer_pb2
+from rollwire.v1.buffer_pb2 import (
+    SavedBuffer,
+    SavedGroup,
+    SavedRouting,
+    SavedSample,
+    SavedSegment,
+    SavedStep,
+)
 
 from rollwire_client._arguments import checked_version
 from rollwire_client._batches.batch import Prompt
@@ -24,15 +31,18 @@ from rollwire_client._batches.group import LiveGroup, LiveSample, checked_prompt
 from rollwire_client._batches.trainer_steps import TrainerStep
 from rollwire_client._errors import BufferFileError, RollwireError
 from rollwire_client._routing_replay import Routing, RoutingReplay, RoutingSegment
-from rollwire_client._rpc import conversion
-from rollwire_client._rpc.conversion import sampling_to_proto
+from rollwire_client._rpc.conversion import sampling_from_proto, sampling_to_proto
 from rollwire_client._trajectory import Segment, Trajectory, TrajectoryBuilder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from rollwire.types import WeightTag
+
     from rollwire_client._batches.group import GroupSampler
+
+T = TypeVar("T")
 
 _NAME, _FORMAT = b"rollwire buffer ", b"1"
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -50,17 +60,14 @@ class BufferContents:
 
 
 def write(path: Path, sampler: GroupSampler, contents: BufferContents) -> None:
-    message = buffer_pb2.SavedBuffer(
+    message = SavedBuffer(
         seed=sampler.run_seed,
         group_size=sampler.group_size,
         version=contents.version,
         handed_out=contents.handed_out,
         dropped=contents.dropped,
         groups=[_group_message(group) for group in contents.groups],
-        steps=[
-            buffer_pb2.SavedStep(number=step.number, version=step.version, digest=step.digest)
-            for step in contents.steps
-        ],
+        steps=[SavedStep(**step._asdict()) for step in contents.steps],
     )
     content = message.SerializeToString()
     digest = hashlib.sha256(content).digest()
@@ -78,7 +85,7 @@ def write(path: Path, sampler: GroupSampler, contents: BufferContents) -> None:
 def read(path: Path, sampler: GroupSampler) -> BufferContents:
     content = _content(path)
     try:
-        message = buffer_pb2.SavedBuffer.FromString(content)
+        message = SavedBuffer.FromString(content)
     except DecodeError as error:
         raise BufferFileError(f"{path}: no buffer, though its digest is right: {error}") from error
     seed, size = sampler.run_seed, sampler.group_size
@@ -119,13 +126,13 @@ def _content(path: Path) -> bytes:
     return content
 
 
-def _group_message(group: LiveGroup) -> buffer_pb2.SavedGroup:
+def _group_message(group: LiveGroup) -> SavedGroup:
     prompt = group.prompt
     try:
         info = json.dumps(prompt.info)
     except (TypeError, ValueError) as error:
         raise TypeError(f"the info of prompt {prompt.id!r} cannot be JSON: {error}") from error
-    return buffer_pb2.SavedGroup(
+    return SavedGroup(
         prompt_id=prompt.id,
         prompt_token_ids=prompt.token_ids,
         epoch=prompt.epoch,
@@ -135,7 +142,7 @@ def _group_message(group: LiveGroup) -> buffer_pb2.SavedGroup:
     )
 
 
-def _step(message: buffer_pb2.SavedStep) -> TrainerStep:
+def _step(message: SavedStep) -> TrainerStep:
     return TrainerStep(
         message.number,
         checked_version("a step", message.version if message.HasField("version") else None),
@@ -148,28 +155,27 @@ def _check(holds: bool, otherwise: str) -> None:  # noqa: FBT001 - as an asserti
         raise ValueError(otherwise)
 
 
-def _group(message: buffer_pb2.SavedGroup, size: int) -> LiveGroup:
+def _group(message: SavedGroup, size: int) -> LiveGroup:
     _check(bool(message.prompt_token_ids), "a prompt has no tokens")
     _check(len(message.samples) == size, f"{len(message.samples)} samples in a group of {size}")
-    prompt = Prompt(
-        id=message.prompt_id,
-        token_ids=tuple(message.prompt_token_ids),
-        epoch=message.epoch,
-        info=json.loads(message.info),
-        sampling=conversion.sampling_from_proto(message.sampling)
-        if message.HasField("sampling")
-        else None,
+    prompt = checked_prompt(
+        Prompt(
+            id=message.prompt_id,
+            token_ids=tuple(message.prompt_token_ids),
+            epoch=message.epoch,
+            info=json.loads(message.info),
+            sampling=sampling_from_proto(message.sampling)
+            if message.HasField("sampling")
+            else None,
+        )
     )
-    prompt = checked_prompt(prompt)
-    samples = [
-        _sample(index, prompt.token_ids, sample) for index, sample in enumerate(message.samples)
-    ]
-    return LiveGroup(prompt, samples)
+    samples = enumerate(message.samples)
+    return LiveGroup(prompt, [_sample(index, prompt.token_ids, s) for index, s in samples])
 
 
-def _sample_message(sample: LiveSample) -> buffer_pb2.SavedSample:
+def _sample_message(sample: LiveSample) -> SavedSample:
     trajectory = sample.output.trajectory()
-    return buffer_pb2.SavedSample(
+    return SavedSample(
         request_id=trajectory.request_id,
         token_ids=trajectory.token_ids,
         logprobs=trajectory.logprobs,
@@ -182,16 +188,16 @@ def _sample_message(sample: LiveSample) -> buffer_pb2.SavedSample:
     )
 
 
-def _segment_message(segment: Segment | RoutingSegment) -> buffer_pb2.SavedSegment:
-    return buffer_pb2.SavedSegment(
+def _segment_message(segment: Segment | RoutingSegment) -> SavedSegment:
+    return SavedSegment(
         end=segment.end,
         weights=weight_tag_to_proto(segment.weights),
         oldest_kv_revision=segment.oldest_kv_revision,
     )
 
 
-def _routing_message(routing: Routing) -> buffer_pb2.SavedRouting:
-    return buffer_pb2.SavedRouting(
+def _routing_message(routing: Routing) -> SavedRouting:
+    return SavedRouting(
         replay=routing.replay.value,
         num_rows=routing.num_rows,
         num_layers=routing.num_layers,
@@ -202,11 +208,13 @@ def _routing_message(routing: Routing) -> buffer_pb2.SavedRouting:
     )
 
 
-def _sample(index: int, prompt_ids: Sequence[int], message: buffer_pb2.SavedSample) -> LiveSample:
+def _sample(index: int, prompt_ids: Sequence[int], message: SavedSample) -> LiveSample:
     tokens = len(message.token_ids)
     _check(len(message.logprobs) == tokens, "not as many log-probabilities as tokens")
-    finish = finish_from_proto(message.finish) if message.HasField("finish") else None
-    _check(finish is not None or not message.HasField("finish"), "an end for no known reason")
+    finish = None
+    if message.HasField("finish"):
+        finish = finish_from_proto(message.finish)
+        _check(finish is not None, "an end for no known reason")
     routing = _routing(message.routing) if message.HasField("routing") else None
     _check(
         routing is None or routing.num_rows <= max(len(prompt_ids) + tokens - 1, 0),
@@ -217,10 +225,7 @@ def _sample(index: int, prompt_ids: Sequence[int], message: buffer_pb2.SavedSamp
         prompt_ids=tuple(prompt_ids),
         token_ids=tuple(message.token_ids),
         logprobs=tuple(message.logprobs),
-        segments=tuple(
-            Segment(start, s.end, weight_tag_from_proto(s.weights), s.oldest_kv_revision)
-            for start, s in _with_starts(message.segments, tokens)
-        ),
+        segments=_segments(Segment, message.segments, tokens),
         finish=finish,
         servers=tuple(message.servers),
         routing=routing,
@@ -229,7 +234,7 @@ def _sample(index: int, prompt_ids: Sequence[int], message: buffer_pb2.SavedSamp
     return LiveSample(index, TrajectoryBuilder.of(trajectory), reward, message.refills)
 
 
-def _routing(message: buffer_pb2.SavedRouting) -> Routing:
+def _routing(message: SavedRouting) -> Routing:
     width = message.bytes_per_expert
     size = message.num_rows * message.num_layers * message.top_k * width
     _check(width in {1, 2} and len(message.experts) == size > 0, "routing of another size")
@@ -241,18 +246,18 @@ def _routing(message: buffer_pb2.SavedRouting) -> Routing:
         top_k=message.top_k,
         bytes_per_expert=width,
         experts=message.experts,
-        segments=tuple(
-            RoutingSegment(start, s.end, weight_tag_from_proto(s.weights), s.oldest_kv_revision)
-            for start, s in _with_starts(message.segments, message.num_rows)
-        ),
+        segments=_segments(RoutingSegment, message.segments, message.num_rows),
     )
 
 
-def _with_starts(
-    segments: Sequence[buffer_pb2.SavedSegment], last: int
-) -> list[tuple[int, buffer_pb2.SavedSegment]]:
-    """Each with where it starts; they must cover all before ``last``."""
-    bounds = [0, *(segment.end for segment in segments)]
+def _segments(
+    kind: Callable[[int, int, WeightTag, int], T], messages: Sequence[SavedSegment], last: int
+) -> tuple[T, ...]:
+    """They must cover all before ``last``."""
+    bounds = [0, *(message.end for message in messages)]
     _check(bounds[-1] == last, "segments that do not cover the tokens")
     _check(all(a < b for a, b in pairwise(bounds)), "segments out of order")
-    return list(zip(bounds, segments, strict=False))
+    return tuple(
+        kind(start, s.end, weight_tag_from_proto(s.weights), s.oldest_kv_revision)
+        for start, s in zip(bounds, messages, strict=False)
+    )

@@ -31,11 +31,10 @@ from rollwire_client._rpc.conversion import checked_token_ids
 from rollwire_client._trajectory import TrajectoryBuilder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from rollwire.types import WeightTag
 
-    from rollwire_client._batches.callbacks import RewardCaller
     from rollwire_client._data import Sampling
     from rollwire_client._fleet.rollout import Rollout
     from rollwire_client._fleet.server_pool import ServerPool
@@ -90,9 +89,7 @@ class LiveGroup:
 
     def lower_oldest_version(self, version: int | None) -> None:
         """Lets older weights sample its next tokens, as after a rollback."""
-        if self.oldest_version is None or self.oldest_version == version:
-            return
-        if version is None or version < self.oldest_version:
+        if self.oldest_version is not None and (version is None or version < self.oldest_version):
             self.oldest_version = version
             for sample in self.samples:
                 if sample.rollout is not None:
@@ -108,7 +105,7 @@ class GroupSampler:
     group_size: int
     sampling: Sampling
     options: RolloutOptions
-    reward: RewardCaller | None
+    score: Callable[[Prompt, Trajectory], Awaitable[float]] | None
     refills: int
 
     def new_group(self, prompt: Prompt) -> LiveGroup:
@@ -163,8 +160,8 @@ class GroupSampler:
                     failures += 1
                     if failures > self.refills:
                         raise _ended_by_others(sample.output.trajectory())
-        if sample.reward is None and self.reward is not None:
-            sample.reward = await self.reward.score(group.prompt, trajectory)
+        if sample.reward is None and self.score is not None:
+            sample.reward = await self.score(group.prompt, trajectory)
 
     async def _run_rollout(self, group: LiveGroup, sample: LiveSample) -> None:
         prompt = group.prompt

@@ -80,14 +80,8 @@ class BatchPlan:
 class GroupBuffer:
     """All groups that are neither handed out nor dropped, and the batch that is open, if one is.
 
-    Attributes:
-        groups: By number: the oldest first.
-        sampling, ready, postponed, chosen: Each group is in one of these too, in the order in which
-            they came there, so that no question about a batch has to look at all groups.
-        prompts: Were read from the caller's iterator, and have no group yet.
-        dropped: By number; not yet reported.
-        unstarted: To be started by the next batch, if they were not dropped.
-        changed: Set when a group's task has ended, when a prompt has come, and by ``close``.
+    Each group is in ``groups``, the oldest first, and in the table of its state, in the order in
+    which they came to it, so that no question about a batch has to look at all groups.
     """
 
     def __init__(self, sampler: GroupSampler) -> None:
@@ -97,11 +91,11 @@ class GroupBuffer:
         self.ready: dict[int, LiveGroup] = {}  # complete
         self.postponed: dict[int, LiveGroup] = {}  # complete, for the next batch to decide on
         self.chosen: dict[int, LiveGroup] = {}  # part of the open batch
-        self.unstarted: list[LiveGroup] = []
+        self.unstarted: list[LiveGroup] = []  # of those that are sampled
         self.steps = TrainerSteps()
-        self.prompts: deque[Prompt] = deque()
-        self.dropped: dict[int, Group] = {}
-        self.changed = asyncio.Event()
+        self.prompts: deque[Prompt] = deque()  # of which no groups are made yet
+        self.dropped: dict[int, Group] = {}  # and not reported yet
+        self.changed = asyncio.Event()  # a group has ended, a prompt has come, or ``close``
         self.closed = False
         self.completed = 0  # groups so far
         self._numbers = 0  # given so far
