@@ -85,9 +85,10 @@ def demo(
             history, check = asyncio.run(_until_terminated(running))
         except asyncio.CancelledError:
             return TERMINATED
+    seconds = time.monotonic() - began
     plot = output / "reward.png"
     plot_reward(history, plot)
-    rows = goals(history, check, time.monotonic() - began)
+    rows = goals(history, check, seconds)
     display.result(rows, check.problems, plot)
     return 1 if any(row.reached is False for row in rows) else 0
 
