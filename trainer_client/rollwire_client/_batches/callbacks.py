@@ -74,15 +74,15 @@ class CallbackRunner:
         return await asyncio.shield(self._running)
 
     async def _run_in_thread(self, name: str, work: Callable[[], Any], subject: str) -> Any:
-        call = self._thread.submit(work)
+        result = self._thread.submit(work)
         try:
-            await self._wait(call.result, name, subject)
-        except CallbackError as error:
-            self._thread.abandon(call, error)
+            await self._wait(result, name, subject)
+        except CallbackError:
+            self._thread.close()  # and leave it to this call
             raise
         finally:
             self._turn.release()
-        return call.result.result()
+        return result.result()
 
     async def _wait(self, result: asyncio.Future[Any], name: str, subject: str) -> None:
         """Logs that a call takes long, and raises when it takes too long."""
