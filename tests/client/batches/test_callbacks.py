@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from client.batches.support import HeldServer, batcher_of, fleet_of, prompts
+from client.batches.support import HeldServer, batcher_of, fleet_of, ids, prompts
 from client.scripted import until
 from rollwire_client import (
     Batcher,
@@ -45,10 +45,6 @@ async def batching(**options: object) -> AsyncIterator[Batcher]:
         batcher_of(fleet, **{**SHORT, **options}) as batcher,
     ):
         yield batcher
-
-
-def ids(groups) -> list[str]:
-    return [group.prompt.id for group in groups]
 
 
 @pytest.fixture
@@ -155,7 +151,7 @@ async def test_a_reward_that_never_returns_drops_its_group(
             named = {**SHORT, "group_size": 2, "reward": function, "callback_timeout": QUICK}
             async with batcher_of(fleet, **named) as batcher:
                 batch = await batcher.collect(prompts(), 3)
-            assert ids(batch.groups) == ["1", "3", "4"]
+            assert ids(batch.finished) == ["1", "3", "4"]
             (dropped,) = batch.dropped.of(DropReason.UNSCORED).groups
             assert str(dropped.error) == (
                 "reward took longer than 0.2 s for prompt '2': it was given up"
@@ -181,7 +177,7 @@ async def test_a_reward_that_exits_drops_its_group_and_not_the_trainer(
 
     async with batching(reward=async_reward if of_loop else reward, refills=0) as batcher:
         batch = await batcher.collect(prompts(), 3)
-    assert ids(batch.groups) == ["1", "3", "4"]
+    assert ids(batch.finished) == ["1", "3", "4"]
     (dropped,) = batch.dropped.of(DropReason.UNSCORED).groups
     assert f"{error.__name__}('done')" in str(dropped.error)
 
@@ -209,12 +205,12 @@ async def test_hooks_and_prompts_that_exit_do_not_end_the_trainer(
     async with batching() as batcher:
         source = prompts()
         batch = await batcher.collect(source, 1, decide=given)
-        assert ids(batch.groups) == ["2"]
+        assert ids(batch.finished) == ["2"]
         (dropped,) = batch.dropped.of(DropReason.FAILED).groups
         assert f"{error.__name__}('done')" in str(dropped.error)
         with pytest.raises(RuntimeError, match=told):
             await batcher.collect(source, 1, stop=given)
-        assert ids((await batcher.collect(source, 1)).groups) == ["3"]
+        assert ids((await batcher.collect(source, 1)).finished) == ["3"]
         with pytest.raises(RuntimeError, match=told):
             await batcher.collect(exits(), 1)
 
@@ -263,10 +259,10 @@ async def test_a_hook_that_never_returns_is_given_up(name: str, for_ever: thread
         if name == "stop":  # it would never end any batch: the groups are kept
             with pytest.raises(CallbackError, match=r"stop took longer than 0\.2 s for the ba"):
                 await batcher.collect(source, 1, stop=hook)
-            assert ids((await batcher.collect(source, 1)).groups) == ["1"]
+            assert ids((await batcher.collect(source, 1)).finished) == ["1"]
             return
         batch = await batcher.collect(source, 1, decide=hook)
-    assert ids(batch.groups) == ["2"]
+    assert ids(batch.finished) == ["2"]
     (dropped,) = batch.dropped.of(DropReason.FAILED).groups
     assert "decide took longer than 0.2 s for the group of prompt '1'" in str(dropped.error)
 
@@ -283,7 +279,7 @@ async def test_hooks_may_be_coroutine_functions() -> None:
     async with batching() as batcher:
         batch = await batcher.collect(prompts(), 3, decide=decide, stop=stop)
     assert len(batch.groups) == 2
-    assert ids(batch.dropped.of(DropReason.FILTERED).groups) == ["1"]
+    assert ids(batch.dropped.of(DropReason.FILTERED)) == ["1"]
 
 
 async def test_what_a_reward_raises_as_it_is_cancelled_is_of_no_interest() -> None:
@@ -325,22 +321,22 @@ async def test_a_source_that_blocks_holds_no_batch_that_has_enough(tmp_path: Pat
         async with batcher_of(fleet, group_size=1) as batcher:
             source = slow_source(gate)
             batch = await batcher.collect(source, 1, prefetch=1)
-            assert (ids(batch.groups), ids(batch.carried.groups)) == (["1"], [])
+            assert (ids(batch.finished), ids(batch.carried)) == (["1"], [])
             assert batcher.taken == 1
             gate.set()  # what it was asked for comes between two batches, and is not lost
             await until(lambda: batcher.taken == 2)
             batcher.save(tmp_path / "buffer")
-            assert ids((await batcher.collect(source, 1)).groups) == ["2"]
+            assert ids((await batcher.collect(source, 1)).finished) == ["2"]
         async with batcher_of(fleet, group_size=1) as batcher:
             batcher.load(tmp_path / "buffer")
-            assert ids((await batcher.collect([], 1)).groups) == ["2"]
+            assert ids((await batcher.collect([], 1)).finished) == ["2"]
 
 
 async def test_a_source_that_never_goes_on_is_told(for_ever: threading.Event) -> None:
     async with batching(callback_timeout=QUICK) as batcher:
         with pytest.raises(CallbackError, match=r"prompts took longer than 0\.2 s for its next"):
             await batcher.collect(slow_source(for_ever), 2)
-        assert ids((await batcher.collect([], 1)).groups) == ["1"]  # which it had given
+        assert ids((await batcher.collect([], 1)).finished) == ["1"]  # which it had given
         with pytest.raises(CallbackError, match="prompts took longer"):
             await batcher.evaluate(slow_source(for_ever))
 

@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
-from client.batches.support import HeldServer, batcher_of, begun, fleet_of, prompts
+from client.batches.support import HeldServer, batcher_of, begun, fleet_of, ids, prompts
 from client.scripted import until
 from rollwire.v1 import buffer_pb2, rollout_pb2
 from rollwire_client import (
@@ -126,7 +126,7 @@ async def test_a_batch_goes_on_while_it_is_saved(tmp_path: Path) -> None:
         async with batcher_of(fleet) as batcher:
             batcher.load(tmp_path / "buffer")
             batch = await batcher.collect(prompts(3), 2)
-    assert [group.prompt.id for group in batch.groups] == ["1", "2"]
+    assert ids(batch.finished) == ["1", "2"]
 
 
 async def test_what_is_complete_is_not_sampled_again(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ async def test_what_is_complete_is_not_sampled_again(tmp_path: Path) -> None:
         async with fleet_of(server) as fleet, batcher_of(fleet, reward=lambda p, t: 2.0) as batcher:
             batcher.load(tmp_path / "buffer")
             batch = await batcher.collect(prompts(4), 2)
-    assert [group.prompt.id for group in batch.groups] == ["2", "3"]
+    assert ids(batch.finished) == ["2", "3"]
     assert batch.finished.rewards == (1.0,) * 4
     assert len(server.requests) == sampled
 
@@ -372,5 +372,5 @@ async def test_a_buffer_of_an_older_release_goes_on(saved: Path) -> None:
     ):
         batcher.load(saved)
         batch = await batcher.collect(prompts(3), 1, version=10)
-        assert [group.prompt.id for group in batch.groups] == ["1"]
+        assert ids(batch.finished) == ["1"]
         assert batch.groups[0].versions == {3, 10}

@@ -7,7 +7,7 @@ import itertools
 
 import grpc
 import pytest
-from client.batches.support import HeldServer, batcher_of, fleet_of, prompts
+from client.batches.support import HeldServer, batcher_of, fleet_of, ids, prompts
 from client.scripted import Sequence, scripted, until
 from rollwire_client import (
     Batcher,
@@ -35,7 +35,7 @@ async def test_every_prompt_is_sampled_to_its_end_under_one_version() -> None:
             sampling=Sampling(max_new_tokens=3),
             version=4,
         )
-    assert [group.prompt.id for group in told.samples.groups] == ["1", "2", "3"]
+    assert ids(told.samples) == ["1", "2", "3"]
     assert told.samples.lengths == (3,) * 6
     assert told.samples.rewards == (1.0, 1.0, 2.0, 2.0, 3.0, 3.0)
     assert (told.version, told.digest) == (4, 0)
@@ -97,7 +97,7 @@ async def test_a_prompt_that_cannot_be_sampled_is_named_and_costs_nothing_else(
         named = {"group_size": 1, "sampling": Sampling(max_new_tokens=4), "reward": reward}
         async with batcher_of(fleet, refills=0, **named) as batcher:
             told = await batcher.evaluate(asked)
-            assert [group.prompt.id for group in told.samples.groups] == ["a", "b", "c"]
+            assert ids(told.samples) == ["a", "b", "c"]
             assert told.samples.rewards == (1.0, 1.0, 1.0)
             assert [(group.prompt.id, group.dropped) for group in told.failed.groups] == [
                 ("too long", DropReason.FAILED),
@@ -156,10 +156,10 @@ async def test_batches_go_on_beside_it() -> None:
         collecting = asyncio.create_task(batcher.collect(source, 1))
         await until(lambda: server.running == 2)
         told = await batcher.evaluate(itertools.islice(source, 2))
-        assert [group.prompt.id for group in told.samples.groups] == ["2", "3"]
+        assert ids(told.samples) == ["2", "3"]
         assert not collecting.done()
         server.let_go.add(1)
-        assert [group.prompt.id for group in (await collecting).groups] == ["1"]
+        assert ids((await collecting).finished) == ["1"]
 
 
 async def test_one_that_is_left_ends_its_sequences() -> None:

@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from client.batches.support import QUICK, batcher_of, fleet_of, prompts
+from client.batches.support import QUICK, batcher_of, fleet_of, ids, prompts
 from client.scripted import Sequence, expected_token, scripted, until
 from rollwire.v1 import common_pb2
 from rollwire_client import (
@@ -98,7 +98,7 @@ async def test_a_sample_that_a_server_failed_at_is_drawn_anew_and_alone() -> Non
 async def test_a_group_that_servers_fail_at_again_and_again_is_dropped_and_replaced() -> None:
     async with one(*[fails(*NOT_FINITE)] * 3, refills=2) as (_, batcher):
         batch = await batcher.collect(prompts(), 1)
-        assert [group.prompt.id for group in batch.groups] == ["2"]
+        assert ids(batch.finished) == ["2"]
         (dropped,) = batch.dropped.groups
         assert (dropped.prompt.id, dropped.dropped) == ("1", DropReason.FAILED)
         assert isinstance(dropped.error, NotFiniteError)
@@ -116,7 +116,7 @@ async def test_what_servers_fail_at_again_and_again_is_dropped_too() -> None:
     async with one(refills=1) as (server, batcher):
         server.default = internal
         batch = await batcher.collect(prompts(), 1)
-    assert [group.prompt.id for group in batch.groups] == ["2"]
+    assert ids(batch.finished) == ["2"]
     (dropped,) = batch.dropped.groups
     assert repr(batch.dropped).startswith("Part(groups=1, 1 failed")
     assert (dropped.prompt.id, dropped.dropped) == ("1", DropReason.FAILED)
@@ -153,7 +153,7 @@ async def test_a_step_that_fails_at_a_prompt_everywhere_drops_its_group(
             again.load(tmp_path / "buffer")
             counted = again.taken, again.handed_out, again.dropped
             rest = await again.collect(prompts(5), 1)
-    assert [group.prompt.id for group in batch.groups] == ["1", "3", "4"]
+    assert ids(batch.finished) == ["1", "3", "4"]
     (dropped,) = batch.dropped.groups
     assert (dropped.prompt.id, dropped.dropped) == ("2", DropReason.FAILED)
     assert isinstance(dropped.error, StepFailedError)
@@ -162,7 +162,7 @@ async def test_a_step_that_fails_at_a_prompt_everywhere_drops_its_group(
     assert "prompt '2' (epoch 0) is dropped as failed" in told
     assert "the engine's step failed (STEP_FAILED)" in told
     assert counted == (4, 3, 1)
-    assert [group.prompt.id for group in rest.groups] == ["5"]
+    assert ids(rest.finished) == ["5"]
     assert not rest.dropped.groups
 
 
@@ -178,7 +178,7 @@ async def test_a_prompt_that_every_server_gives_up_is_dropped_in_the_end() -> No
     async with one(refills=1) as (server, batcher):
         server.default = poisoned
         batch = await batcher.collect(prompts(), 1)
-    assert [group.prompt.id for group in batch.groups] == ["2"]
+    assert ids(batch.finished) == ["2"]
     (dropped,) = batch.dropped.groups
     assert (dropped.prompt.id, dropped.dropped) == ("1", DropReason.FAILED)
     assert "the engine's step raised" in str(dropped.error)
@@ -280,7 +280,7 @@ async def test_a_prompt_that_is_refused_is_dropped_and_the_run_goes_on() -> None
     async with one(refused) as (server, batcher):
         batch = await batcher.collect(prompts(), 1)
         assert len(server.requests) == 2
-    assert [group.prompt.id for group in batch.groups] == ["2"]
+    assert ids(batch.finished) == ["2"]
     (dropped,) = batch.dropped.of(DropReason.FAILED).groups
     assert isinstance(dropped.error, InvalidRequestError)
     assert "It is of prompt '1'" in dropped.error.__notes__[0]
@@ -328,7 +328,7 @@ async def test_a_sample_whose_time_is_up_is_cut_and_never_refilled() -> None:
     timed_out = fails(grpc.StatusCode.DEADLINE_EXCEEDED, "TIMED_OUT")
     async with one(timed_out, options={"timeout": 60.0}) as (server, batcher):
         batch = await batcher.collect(prompts(), 1)
-    assert [group.prompt.id for group in batch.groups] == ["2"]
+    assert ids(batch.finished) == ["2"]
     (cut,) = batch.dropped.groups
     assert (cut.dropped, batch.dropped.lengths) == (DropReason.CUT, (2,))
     assert len(server.requests) == 2
@@ -341,7 +341,7 @@ async def test_a_refusal_that_is_not_the_prompt_s_fault_keeps_its_group() -> Non
         with pytest.raises(RefusedError):
             await batcher.collect(source, 1)
         batch = await batcher.collect(source, 1)
-    assert [group.prompt.id for group in batch.groups] == ["1"]
+    assert ids(batch.finished) == ["1"]
     assert [len(request.output_token_ids) for request in server.requests] == [0, 2]
 
 
@@ -367,7 +367,7 @@ async def test_a_sample_that_was_cut_ends_its_group_at_once() -> None:
 
     async with one(timed_out, group_size=2, reward=reward) as (_, batcher):
         batch = await batcher.collect(prompts(), 1)
-    assert [group.prompt.id for group in batch.groups] == ["2"]
+    assert ids(batch.finished) == ["2"]
     assert [group.dropped for group in batch.dropped.groups] == [DropReason.CUT]
 
 
@@ -473,7 +473,7 @@ async def test_prompts_that_raise_lose_nothing() -> None:
         with pytest.raises(OSError, match="the disk is gone"):
             await batcher.collect(broken(), 2)
         batch = await batcher.collect(prompts(2), 2)
-    assert [group.prompt.id for group in batch.groups] == ["1", "2"]
+    assert ids(batch.finished) == ["1", "2"]
     assert len(server.requests) == 2
 
 
