@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING
@@ -23,7 +22,7 @@ from rollwire_server import __version__
 from rollwire_server.counters import UpdateOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from prometheus_client import Metric
 
@@ -80,53 +79,32 @@ class Metrics(Collector):
         self._counters.on_commit.append(observe)
 
     def collect(self) -> Iterator[Metric]:
-        counters, state = self._counters, self._state.current
-        yield _metric(
-            Gauge,
-            "state",
-            "1 for the server's current state.",
-            {s.value: int(s is state) for s in SERVER_STATE_TO_PROTO},
-            "state",
-        )
-        yield _metric(Counter, "sampled_tokens", "Tokens sampled.", counters.sampled_tokens)
-        yield _metric(
+        counters, state = self._counters, self._state
+        yield from _metrics(
             Counter,
-            "ended_sequences",
-            "Ended sequences by reason.",
-            dict.fromkeys(ENDS, 0) | counters.ended_sequences,
-            "reason",
+            ("sampled_tokens", "Tokens sampled.", counters.sampled_tokens),
+            ("update_received_bytes", "Bytes of updates received.", counters.received_bytes),
+            (
+                "update_forwarded_bytes",
+                "Bytes of updates forwarded to other servers.",
+                counters.forwarded_bytes,
+            ),
+            ("pauses", "Pauses that clients began.", state.pauses_started),
+            (
+                "held_seconds",
+                "Time for which pauses and commits held sampling.",
+                state.held_seconds,
+            ),
         )
-        yield _metric(
-            Counter,
-            "refusals",
-            "Refused calls and sequences.",
-            dict.fromkeys(REFUSALS, 0) | counters.refusals,
-            "reason",
-        )
-        yield _metric(
-            Counter,
-            "updates",
-            "Weight updates by outcome.",
-            {outcome.value: counters.updates[outcome] for outcome in UpdateOutcome},
-            "outcome",
-        )
-        yield _metric(
-            Counter, "update_received_bytes", "Bytes of updates received.", counters.received_bytes
-        )
-        yield _metric(
-            Counter,
-            "update_forwarded_bytes",
-            "Bytes of updates forwarded to other servers.",
-            counters.forwarded_bytes,
-        )
-        yield _metric(Counter, "pauses", "Pauses that clients began.", self._state.pauses_started)
-        yield _metric(
-            Counter,
-            "held_seconds",
-            "Time for which pauses and commits held sampling.",
-            self._state.held_seconds,
-        )
-        if state is not ServerState.STARTING:
+        ends = dict.fromkeys(ENDS, 0) | counters.ended_sequences
+        refusals = dict.fromkeys(REFUSALS, 0) | counters.refusals
+        outcomes = {outcome.value: counters.updates[outcome] for outcome in UpdateOutcome}
+        states = {s.value: int(s is state.current) for s in SERVER_STATE_TO_PROTO}
+        yield _labelled(Counter, "ended_sequences", "Ended sequences by reason.", "reason", ends)
+        yield _labelled(Counter, "refusals", "Refused calls and sequences.", "reason", refusals)
+        yield _labelled(Counter, "updates", "Weight updates by outcome.", "outcome", outcomes)
+        yield _labelled(Gauge, "state", "1 for the server's current state.", "state", states)
+        if state.current is not ServerState.STARTING:
             yield from self._engine_metrics()
             yield from self._weight_metrics()
 
@@ -137,57 +115,53 @@ class Metrics(Collector):
             "Version, engine and model of the server.",
             {"version": __version__, "engine": engine.engine, "model": engine.model},
         )
-        yield _metric(
-            Gauge, "sequences", "Live sequences by state.", self._sequences.by_activity(), "state"
+        live = self._sequences.by_activity()
+        yield _labelled(Gauge, "sequences", "Live sequences by state.", "state", live)
+        yield from _metrics(
+            Gauge,
+            ("kv_used_tokens", "KV-cache entries in use.", load.kv_tokens_used),
+            ("kv_capacity_tokens", "All KV-cache entries.", load.kv_tokens_total),
         )
-        yield _metric(Gauge, "kv_used_tokens", "KV-cache entries in use.", load.kv_tokens_used)
-        yield _metric(Gauge, "kv_capacity_tokens", "All KV-cache entries.", load.kv_tokens_total)
 
     def _weight_metrics(self) -> Iterator[Metric]:
-        update, announced = self._updates.current, self._updates.announced_version
-        weights, committed_at = self._updates.weights.current, self._updates.weights.committed_at
-        yield _metric(
+        updates, weights = self._updates, self._updates.weights
+        phase = updates.current.phase if updates.current is not None else None
+        phases = {p.value: int(p is phase) for p in UPDATE_PHASE_TO_PROTO}
+        what = "1 for the phase of the update under way, if there is one."
+        yield _labelled(Gauge, "update_phase", what, "phase", phases)
+        yield from _metrics(
             Gauge,
-            "update_phase",
-            "1 for the phase of the update under way, if there is one.",
-            {p.value: int(update is not None and update.phase is p) for p in UPDATE_PHASE_TO_PROTO},
-            "phase",
-        )
-        if weights.version is not None:
-            yield _metric(
-                Gauge, "weights_version", "Version of the serving weights.", weights.version
-            )
-        if announced is not None:
-            yield _metric(
-                Gauge,
+            ("weights_version", "Version of the serving weights.", weights.current.version),
+            (
                 "weights_announced_version",
                 "Version that was announced last: above weights_version until it is committed.",
-                announced,
-            )
-        yield _metric(
-            Gauge, "weights_revision", "Number of commits of this process.", weights.revision
-        )
-        if committed_at is not None:
-            yield _metric(
-                Gauge,
+                updates.announced_version,
+            ),
+            ("weights_revision", "Number of commits of this process.", weights.current.revision),
+            (
                 "weights_committed_timestamp_seconds",
                 "When the serving weights were committed.",
-                committed_at,
-            )
+                weights.committed_at,
+            ),
+        )
 
 
-Values = float | Mapping[str, float]  # one, or one for each value of a label
+Family = type[Gauge] | type[Counter]
 
 
-def _metric(
-    family: type[Gauge] | type[Counter], name: str, what: str, values: Values, label: str = ""
+def _metrics(family: Family, *metrics: tuple[str, str, float | None]) -> Iterator[Metric]:
+    """Those that have a value, by name and description."""
+    for name, what, value in metrics:
+        if value is not None:
+            yield family(f"rollwire_{name}", what, value=value)
+
+
+def _labelled(
+    family: Family, name: str, what: str, label: str, values: Mapping[str, float]
 ) -> Metric:
-    metric = family(f"rollwire_{name}", what, labels=[label] if label else None)
-    if isinstance(values, Mapping):
-        for key, value in values.items():
-            metric.add_metric([key], value)
-    else:
-        metric.add_metric([], values)
+    metric = family(f"rollwire_{name}", what, labels=[label])
+    for key, value in values.items():
+        metric.add_metric([key], value)
     return metric
 
 
