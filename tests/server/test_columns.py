@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-import grpc
 from rollwire.v1 import rollout_pb2
 from rollwire_server.counters import ServerCounters
 from rollwire_server.rpc.rollout_stream import RolloutStream
@@ -37,12 +36,12 @@ class Client:
         self._said.put_nowait(rollout_pb2.StreamRolloutsRequest(handle=handle, **command))
 
     def close(self) -> None:
-        self._said.put_nowait(grpc.aio.EOF)
+        self._said.put_nowait(None)
 
-    async def read(self) -> Any:
-        said = await self._said.get()
-        self.taken += 1
-        return said
+    async def commands(self) -> AsyncIterator[rollout_pb2.StreamRolloutsRequest]:
+        while (said := await self._said.get()) is not None:
+            self.taken += 1
+            yield said
 
     async def write(self, message: rollout_pb2.StreamRolloutsResponse) -> None:
         await self.reading.wait()
@@ -62,7 +61,9 @@ async def streaming(
     engine: Engine, state: StateMachine, sequences: Sequences
 ) -> AsyncIterator[Client]:
     client = Client()
-    stream = RolloutStream(engine, state, sequences, ServerCounters(), client)  # type: ignore[arg-type]
+    context: Any = client
+    commands = client.commands()
+    stream = RolloutStream(engine, state, sequences, ServerCounters(), commands, context)
     running = asyncio.create_task(stream.run())
     try:
         yield client

@@ -103,7 +103,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             client = client_of(context)
             admission.enter_context(self._counted(client, service, name))
             if handler.request_streaming:
-                await respond(_raise_errors(stream), context)
+                await respond(self._parsed(stream, parser), context)
                 return
             if one_response:
                 await admission.enter_async_context(self._turn(f"{client} {method}"))
@@ -131,7 +131,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         make: Callable[..., Handler] = grpc.stream_stream_rpc_method_handler
         return make(
             serve_or_abort,
-            request_deserializer=parser.parse_or_error if handler.request_streaming else None,
             response_serializer=handler.response_serializer,
         )
 
@@ -156,6 +155,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def _turn(self, name: str) -> asyncio.Semaphore:
         """Lets a few of that name through at once, and the rest one after the other."""
         return self._turns.setdefault(name, asyncio.Semaphore(CONCURRENT_MESSAGES))
+
+    async def _parsed(
+        self, stream: AsyncIterable[bytes], parser: MessageParser
+    ) -> AsyncIterator[Any]:
+        async for data in stream:
+            yield await parser.parse(data, self._counting_fields)
 
     async def _read_message(
         self, client: str, name: str, parser: MessageParser, context: Context
@@ -198,14 +203,6 @@ def _responder(handler: Handler) -> Respond:
     return behavior if handler.response_streaming else write_one
 
 
-async def _raise_errors(stream: AsyncIterable[Any]) -> AsyncIterator[Any]:
-    """The messages of a stream; raises the ServiceError in place of one that cannot be read."""
-    async for message in stream:
-        if isinstance(message, ServiceError):
-            raise message
-        yield message
-
-
 def _logged_fields(request: Message) -> dict[str, Any]:
     descriptor = getattr(request, "DESCRIPTOR", None)
     known = {} if descriptor is None else descriptor.fields_by_name
@@ -217,7 +214,9 @@ def _logged_fields(request: Message) -> dict[str, Any]:
 
 
 class MessageParser:
-    """Parses the messages of one method, and refuses what is too large or no message."""
+    """Parses the messages of one method, and refuses what is too large or no message. (What gRPC's
+    own deserializers raise ends a call without a reason.)
+    """
 
     def __init__(self, service: str, method: str, deserialize: Callable[[bytes], Any]) -> None:
         self._method = method
@@ -233,7 +232,12 @@ class MessageParser:
 
     async def parse(self, data: bytes, counting: asyncio.Lock) -> Any:
         """``counting`` is held while fields are counted, which takes a thread."""
-        self._check_length(data)
+        if len(data) > self._max_bytes:
+            raise ServiceError(
+                Reason.BAD_REQUEST,
+                f"the message has {len(data)} bytes, the limit of {self._method} is "
+                f"{self._max_bytes}",
+            )
         if self._fields and len(data) > UNCOUNTED_BYTES:
             async with counting:
                 few = await asyncio.to_thread(has_at_most, self._max_fields, data, self._fields)
@@ -243,25 +247,6 @@ class MessageParser:
                     f"the message has more than {self._max_fields} parts, the limit of "
                     f"{self._method}, or it cannot be parsed",
                 )
-        return self._parse(data)
-
-    def parse_or_error(self, data: bytes) -> Any:
-        """For messages of a stream: what a deserializer raises ends the call without a reason."""
-        try:
-            self._check_length(data)
-            return self._parse(data)
-        except ServiceError as error:
-            return error
-
-    def _check_length(self, data: bytes) -> None:
-        if len(data) > self._max_bytes:
-            raise ServiceError(
-                Reason.BAD_REQUEST,
-                f"the message has {len(data)} bytes, the limit of {self._method} is "
-                f"{self._max_bytes}",
-            )
-
-    def _parse(self, data: bytes) -> Any:
         try:
             return self._deserialize(data)
         except DecodeError as error:

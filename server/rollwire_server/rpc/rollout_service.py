@@ -34,6 +34,8 @@ from rollwire_server.sequences.sequence import ReadyQueue
 from rollwire_server.state import Rpc
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterable
+
     import grpc
     from rollwire.types import WeightTag
 
@@ -96,8 +98,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             if error is not None:
                 raise error
 
-    async def StreamRollouts(  # type: ignore[override]  # noqa: N802  reads and writes by itself
-        self, _: Any, context: Context
+    async def StreamRollouts(  # type: ignore[override]  # noqa: N802  writes by itself
+        self, requests: AsyncIterable[rollout_pb2.StreamRolloutsRequest], context: Context
     ) -> None:
         client = client_of(context)
         if self._streams[client] >= self._max_streams:
@@ -109,7 +111,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self._streams[client] += 1
         try:
             await RolloutStream(
-                self._engine, self._state, self._sequences, self._counters, context
+                self._engine, self._state, self._sequences, self._counters, requests, context
             ).run()
         finally:
             self._streams[client] -= 1

@@ -10,7 +10,6 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import grpc
 import structlog
 from rollwire.conversion import duration_to_proto, finish_to_proto, weight_tag_to_proto
 from rollwire.v1 import rollout_pb2
@@ -23,8 +22,9 @@ from rollwire_server.sequences.sequence import ReadyQueue
 from rollwire_server.state import Rpc
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import AsyncIterable, Iterable, Iterator
 
+    import grpc
     from rollwire.types import WeightTag
 
     from rollwire_server.counters import ServerCounters
@@ -108,6 +108,7 @@ class RolloutStream:
     _state: StateMachine
     _sequences: Sequences
     _counters: ServerCounters
+    _commands: AsyncIterable[rollout_pb2.StreamRolloutsRequest]
     _context: grpc.aio.ServicerContext[Any, Any]
     _queue: ReadyQueue = field(default_factory=ReadyQueue)
     _cursors: dict[int, Cursor] = field(default_factory=dict)  # by handle; have not ended
@@ -135,15 +136,13 @@ class RolloutStream:
     # Commands of the client.
 
     async def _read_commands(self) -> None:
-        while (command := await self._context.read()) is not grpc.aio.EOF:
+        async for command in self._commands:
             self._handle(command)
             while len(self._refusals) >= MAX_PENDING_REFUSALS:  # until the client reads
                 self._refusals_sent.clear()
                 await self._refusals_sent.wait()
 
-    def _handle(self, command: rollout_pb2.StreamRolloutsRequest | ServiceError) -> None:
-        if isinstance(command, ServiceError):  # in place of what cannot be read
-            raise command
+    def _handle(self, command: rollout_pb2.StreamRolloutsRequest) -> None:
         handle = command.handle
         match command.WhichOneof("command"):
             case "start":
