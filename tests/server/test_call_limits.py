@@ -28,19 +28,26 @@ from support.calls import connected, generate, reason_of, request, until
 from support.examples import examples
 from support.fuzzing import messages
 from support.raw_calls import RawCalls, give_up
-from support.servers import resident_bytes
+from support.servers import resident_bytes, servers
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
     from google.protobuf.message import Message
     from support.servers import ServerProcess, StartServer
 
-SYNTHETIC = ("--engine", "synthetic")
+SYNTHETIC = ("--engine", "synthetic", "--health-listen", "127.0.0.1:0")
 ROLLOUTS = "/rollwire.v1.RolloutService/"
 ELSEWHERE = "127.0.0.2"
 LARGE = bytes(LARGE_BYTES - 100)
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server without a model, with a port for health."""
+    with servers(tmp_path_factory.mktemp("limits")) as start:
+        yield start(*SYNTHETIC)
 
 
 @contextlib.asynccontextmanager
@@ -76,16 +83,15 @@ async def test_who_has_no_token_sends_nothing(
 
 
 async def test_messages_that_do_not_come_whole_take_little_and_hinder_nobody_else(
-    start_server: StartServer,
+    quick: ServerProcess,
 ) -> None:
-    server = start_server(*SYNTHETIC)
-    before = resident_bytes(server.process.pid)
+    before = resident_bytes(quick.process.pid)
     calls = RawCalls(ROLLOUTS + "GetServerInfo", CONCURRENT_MESSAGES * 2, LARGE)
-    async with under_way(server, calls, ELSEWHERE, least=len(LARGE)):
+    async with under_way(quick, calls, ELSEWHERE, least=len(LARGE)):
         assert calls.sent < 1.2 * CONCURRENT_MESSAGES * len(LARGE)
-        grown = resident_bytes(server.process.pid) - before
+        grown = resident_bytes(quick.process.pid) - before
         assert grown < 1.5 * CONCURRENT_MESSAGES * LARGE_BYTES
-        async with connected(server.address) as api:
+        async with connected(quick.address) as api:
             assert (await generate(api, request((1,), 3))).reason == "LENGTH"
 
 
@@ -116,14 +122,13 @@ async def receiving(most_calls: int) -> AsyncIterator[grpc.aio.Channel]:
         await server.stop(None)
 
 
-async def test_answers_that_nobody_takes_take_little(start_server: StartServer) -> None:
-    server = start_server(*SYNTHETIC)
+async def test_answers_that_nobody_takes_take_little(quick: ServerProcess) -> None:
     keys = [rollout_pb2.SequenceKey(request_id="n" * 250)] * 10_000
     abort = rollout_pb2.AbortRequest(sequences=keys).SerializeToString()
     calls = RawCalls(ROLLOUTS + "Abort", 100, abort, whole=True, takes=0)
-    async with under_way(server, calls, ELSEWHERE, least=len(abort)):
+    async with under_way(quick, calls, ELSEWHERE, least=len(abort)):
         assert calls.sent < 2 * CONCURRENT_MESSAGES * len(abort)  # the others wait their turn
-        async with connected(server.address) as api:
+        async with connected(quick.address) as api:
             assert (await generate(api, request((1,), 3))).reason == "LENGTH"
             assert await api.abort("unknown") == (0, ["unknown"])
 
@@ -227,7 +232,7 @@ async def test_calls_that_are_given_up_at_once_take_nothing(
     start_server: StartServer, port: str
 ) -> None:
     """Each would be some twelve kilobytes, for as long as the server is behind with them."""
-    server = start_server(*SYNTHETIC, "--health-listen", "127.0.0.1:0")
+    server = start_server(*SYNTHETIC)
     address = server.listens(port)
     before = resident_bytes(server.process.pid)
     await give_up(address, "/grpc.health.v1.Health/Check", 40_000)
@@ -236,11 +241,10 @@ async def test_calls_that_are_given_up_at_once_take_nothing(
         assert (await generate(api, request((1,), 3))).reason == "LENGTH"
 
 
-async def test_health_takes_names_of_services(start_server: StartServer) -> None:
+async def test_health_takes_names_of_services(quick: ServerProcess) -> None:
     """Whoever watches a service, without any token, has its name kept."""
-    server = start_server(*SYNTHETIC, "--health-listen", "127.0.0.1:0")
     name = health_pb2.HealthCheckRequest(service="n" * (1 << 20))
-    for address in (server.address, server.listens("health_listen")):
+    for address in (quick.address, quick.listens("health_listen")):
         async with grpc.aio.insecure_channel(address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             for call in (health.Check(name, timeout=60), health.Watch(name, timeout=60).read()):
@@ -252,13 +256,12 @@ async def test_health_takes_names_of_services(start_server: StartServer) -> None
             await health.Check(health_pb2.HealthCheckRequest(), timeout=60)
 
 
-async def test_watchers_of_health_are_counted(start_server: StartServer) -> None:
-    server = start_server(*SYNTHETIC, "--health-listen", "127.0.0.1:0")
+async def test_watchers_of_health_are_counted(quick: ServerProcess) -> None:
     every = health_pb2.HealthCheckRequest()
     own = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
     async with (
-        grpc.aio.insecure_channel(server.listens("health_listen"), options=own) as many,
-        grpc.aio.insecure_channel(server.listens("health_listen"), options=own) as channel,
+        grpc.aio.insecure_channel(quick.listens("health_listen"), options=own) as many,
+        grpc.aio.insecure_channel(quick.listens("health_listen"), options=own) as channel,
     ):
         watched = health_pb2_grpc.HealthStub(many).Watch
         watching = [watched(every, timeout=60) for _ in range(MAX_HEALTH_CALLS)]

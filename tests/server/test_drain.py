@@ -201,7 +201,7 @@ STATES: dict[str, tuple[Callable[[Api], Awaitable[list[Awaitable[object]]]], set
 }
 
 
-FAST = {"paused", "with an update announced", "in a commit"}
+FAST = {"paused", "in a commit"}
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,9 @@ def secure(address: str, authority: Authority, own: Certificate | None = None) -
         private_key=own.key.read_bytes() if own else None,
         certificate_chain=own.certificate.read_bytes() if own else None,
     )
-    return grpc.aio.secure_channel(address, credentials)
+    # How long a handshake may take, on a machine that is busy with other things.
+    options = [("grpc.min_reconnect_backoff_ms", 120_000)]
+    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 async def served(channel: grpc.aio.Channel) -> bool:
