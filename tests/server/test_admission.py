@@ -69,6 +69,7 @@ async def test_the_oldest_comes_first(start_server: StartServer) -> None:
         assert ended == sorted(ended)
 
 
+@pytest.mark.slow
 async def test_a_full_cache_costs_time_and_no_sequence(start_server: StartServer) -> None:
     """Twelve sequences that fill the context each, where the cache holds three."""
     context = 256

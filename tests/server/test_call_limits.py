@@ -281,7 +281,11 @@ async def test_watchers_of_health_are_counted(quick: ServerProcess) -> None:
     ("method", "part"),
     [
         (ROLLOUTS + "Abort", b"\x0a\x00"),
-        ("/rollwire.v1.WeightService/UpdateWeights", b"\x2a\x02\x0a\x00"),
+        pytest.param(
+            "/rollwire.v1.WeightService/UpdateWeights",
+            b"\x2a\x02\x0a\x00",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 async def test_what_is_nothing_but_parts_is_not_parsed(

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 from rollwire.v1 import common_pb2, rollout_pb2, weights_pb2
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def test_what_the_page_explains_is_in_the_api() -> None:
     assert named - {"rollwire", "list", "describe", "grpc_health_probe"} <= fields()
 
 
+@pytest.mark.slow
 def test_every_command_says_what_the_page_says(start_server: StartServer) -> None:
     server = start_server()
     for command, expected in examples():

@@ -39,7 +39,7 @@ async def streamed(api: Api, message: rollout_pb2.GenerateRequest) -> AsyncItera
             yield answer.weights, event
 
 
-@pytest.mark.parametrize("way", [generated, streamed])
+@pytest.mark.parametrize("way", [pytest.param(generated, marks=pytest.mark.slow), streamed])
 async def test_a_prompt_that_spans_a_commit_that_keeps(
     start_server: StartServer,
     way: Callable[[Api, rollout_pb2.GenerateRequest], AsyncIterator[Part]],

@@ -119,6 +119,7 @@ def test_generate_says_at_once_what_it_waits_for(
     assert "a second" not in summary
 
 
+@pytest.mark.slow
 def test_generate_as_json_says_nothing_of_what_it_waits_for(start_server: StartServer) -> None:
     server = start_server("--await-weights")
     done = rollwire(*generate(server, "--timeout", "3", "--json"))

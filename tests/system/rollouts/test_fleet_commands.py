@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from rollwire_client._cli.app import run
 from rollwire_client.sync import SyncFleet, SyncPublisher
 from safetensors.torch import save_file
 from support.programs import ROLLWIRE, SECONDS, rollwire
@@ -67,13 +68,16 @@ def read(terminal: int) -> str:
         return ""
 
 
-def test_publish_makes_a_checkpoint_the_policy(two: list[ServerProcess], checkpoint: Path) -> None:
+def test_publish_makes_a_checkpoint_the_policy(
+    two: list[ServerProcess], checkpoint: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     addresses = [server.address for server in two]
     with SyncFleet(addresses) as fleet:
         version = (fleet.newest_version() or 0) + 1
-    done = rollwire(*publish(checkpoint, *addresses), "--version", str(version))
-    assert (done.returncode, done.stderr) == (0, "")
-    title, _, *lines = done.stdout.splitlines()
+    assert run([*publish(checkpoint, *addresses), "--version", str(version)]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    title, _, *lines = out.splitlines()
     assert title.startswith(f"version {version}, digest ")
     for server, line in zip(two, lines, strict=True):
         assert line.startswith(server.address)

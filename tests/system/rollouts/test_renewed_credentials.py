@@ -117,6 +117,7 @@ async def test_a_renewal_that_is_half_done_is_passed_over(
         await reached(client)
 
 
+@pytest.mark.slow
 async def test_streams_on_a_connection_that_is_replaced_go_on(
     start_server: StartServer, secret: Secret
 ) -> None:

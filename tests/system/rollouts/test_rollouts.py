@@ -217,6 +217,7 @@ async def test_a_newer_trainer_takes_over(both: list[ServerProcess]) -> None:
             await old.publish(None, await policy(old, 9))
 
 
+@pytest.mark.slow
 async def test_a_killed_server_costs_no_token(
     both: list[ServerProcess], start_server: StartServer
 ) -> None:

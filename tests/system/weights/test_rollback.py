@@ -55,6 +55,7 @@ async def sampled_versions(fleet: Fleet) -> set[int | None]:
     return {version for trajectory in trajectories for version in trajectory.versions}
 
 
+@pytest.mark.slow
 async def test_a_server_that_missed_a_rollback_serves_again_once_it_has_it(
     start_server: StartServer,
 ) -> None:

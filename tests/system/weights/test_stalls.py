@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 LEASE = 2.0
 
 
-@pytest.mark.parametrize("when", ["announced", "released", "all the time"])
+@pytest.mark.parametrize(
+    "when", ["announced", "released", pytest.param("all the time", marks=pytest.mark.slow)]
+)
 async def test_a_trainer_that_computes_does_not_blame_its_servers(
     three: Servers, when: str
 ) -> None:
