@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -88,6 +90,17 @@ async def test_a_publish_follows_another() -> None:
             assert {s.weights.version for s in report.servers} == {version}
             assert all(holds(server, version or 9) for server in servers)
         assert [server.weights.revision for server in servers] == [3, 3]
+
+
+async def test_a_publish_that_has_ended_keeps_no_tensor() -> None:
+    async with publishing(1) as (_, _, publisher):
+        tensors = policy()
+        tensor = weakref.ref(tensors["layer.weight"])
+        handle = await publisher.publish(1, tensors)
+        del tensors
+        await handle.committed
+        await until(lambda: gc.collect() >= 0 and tensor() is None)
+        assert handle.done
 
 
 async def test_a_callable_gives_tensors_one_by_one() -> None:

@@ -59,7 +59,6 @@ class Publish:
     timeouts: PublishTimeouts
     version: int | None
     manifest: transport.Manifest
-    source: TensorSource  # of the tensors, aliases left out
     device: torch.device | None  # where they lie; None is the CPU
     allow_version_rollback: bool
     expected_digest: int | None  # other content is not committed
@@ -78,8 +77,11 @@ class Publish:
             for server in self.servers
         ]
 
-    async def run(self) -> PublishReport:
-        """Publishes; servers that have not committed when this ends have discarded the update."""
+    async def run(self, source: TensorSource) -> PublishReport:
+        """Publishes what ``source`` gives, aliases left out. Servers that have not committed when
+        this ends have discarded the update.
+        """
+        # ``source`` is no field: the handle keeps this object, and must not keep the tensors.
         began = asyncio.get_running_loop().time()
         request = weights_pb2.UpdateWeightsRequest(
             publisher=self.publisher,
@@ -96,7 +98,7 @@ class Publish:
             with self.detector:
                 await self._wait_until_announced()
                 self.announced.set()
-                digest = await self._transfer()
+                digest = await self._transfer(source)
                 await self._check_content(digest)
                 self.released.set()
             await self._commit(digest)
@@ -114,11 +116,11 @@ class Publish:
                 raise target.error
         await self._require_a_server("no server takes the update")
 
-    async def _transfer(self) -> int:
+    async def _transfer(self, source: TensorSource) -> int:
         """Moves the tensors; returns the digest of what was sent."""
         transfer = WeightTransfer(
             self.manifest,
-            self.source,
+            source,
             device=self.device,
             backends=[self.backend] if self.backend else self._common_backends(),
             host=self.host or await self._find_host(),

@@ -394,14 +394,13 @@ class Publisher:
             timeouts=self._timeouts,
             version=version,
             manifest=manifest,
-            source=source,
             device=device_of(tensors),
             allow_version_rollback=allow_version_rollback,
             expected_digest=expected_digest,
             detector=detector,
             coordinator=coordinator,
         )
-        work = publish.run()
+        work = publish.run(source)
         if coordinator is not None:
             work = coordinator.run(work, publish.released)
         self._handle = PublishHandle(publish, self._pool.create_task(work))
