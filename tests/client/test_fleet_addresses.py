@@ -251,8 +251,8 @@ async def test_what_a_name_resolves_to(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("address", ["[fe80::1%br-lan]:5", "[::1]:5", "name.svc:5"])
-async def test_what_is_an_address_is_taken_as_it_is(address: str) -> None:
-    assert await AddressSource([address]).resolve(1) == (address,)
+async def test_what_is_an_address_is_taken_as_it_is_and_at_once(address: str) -> None:
+    assert await AddressSource([address]).resolve(0) == (address,)
 
 
 @pytest.mark.parametrize("wrong", ["dns:///name", "dns:///:5", "dns://name:5/", "name:5"])

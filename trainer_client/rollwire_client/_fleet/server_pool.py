@@ -66,8 +66,12 @@ class AddressSource:
             listed = _checked_addresses(addresses)
             if not listed:
                 raise ValueError("a fleet needs at least one server address")
+
+            async def lookup() -> tuple[str, ...]:
+                return listed
+
             self.fixed = True
-            self._lookup = lambda: listed
+            self._lookup = lookup
             self._description = ", ".join(listed)
         elif addresses.startswith(_DNS):
             host, _, port = server_address(addresses.removeprefix(_DNS)).rpartition(":")
