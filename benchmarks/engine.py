@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING
 
 from common import add_shape, checkpoint, machine, parse, print_table, servers
 from rollwire_client import RolloutClient, Sampling
+from rollwire_server.engines import parse_arguments
 from rollwire_server.engines.sglang import SglangConfig
-from sglang_alone import alone, answer, arguments, parsed
+from sglang_alone import alone, answer, arguments
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -89,7 +90,7 @@ def _config(name: str, folder: Path, options: argparse.Namespace) -> SglangConfi
         dtype=options.dtype,
         device=options.device,
         max_running_sequences=max(options.streams),
-        arguments=parsed([*options.engine_arg, *VARIANTS[name][1]]),
+        arguments=parse_arguments([*options.engine_arg, *VARIANTS[name][1]]),
     )
 
 

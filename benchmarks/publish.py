@@ -197,8 +197,9 @@ async def one_publish(
 def _own_rows(
     folder: Path, specs: list[tuple[str, str, list[int]]], size: int, options: argparse.Namespace
 ) -> list[list[str]]:
+    from rollwire_server.engines import parse_arguments
     from rollwire_server.engines.sglang import SglangConfig
-    from sglang_alone import arguments, parsed
+    from sglang_alone import arguments
     from sglang_own_path import own_path
 
     config = SglangConfig(
@@ -206,7 +207,7 @@ def _own_rows(
         dtype=options.dtype,
         device=options.servers[0],
         max_running_sequences=options.streams,
-        arguments=parsed(options.engine_arg),
+        arguments=parse_arguments(options.engine_arg),
     )
     measured = own_path(arguments(config), specs, len(config.devices), options)
     return [

@@ -10,10 +10,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from common import START_SECONDS
-from rollwire_server.engines.sglang.launch import parse_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from multiprocessing.connection import Connection
 
     from rollwire_server.engines.sglang import SglangConfig
@@ -23,12 +22,6 @@ def arguments(config: SglangConfig) -> dict[str, Any]:
     """The same that a rollwire-server gives to SGLang, but for what is rollwire's own."""
     own = ("custom_weight_loader", "context_length")
     return {name: value for name, value in config.server_args().items() if name not in own}
-
-
-def parsed(texts: Sequence[str]) -> dict[str, Any]:
-    """``--engine-arg`` values, as the server reads them."""
-    pairs = (text.partition("=") for text in texts)
-    return parse_arguments({name.replace("-", "_"): value for name, _, value in pairs})
 
 
 @contextlib.contextmanager

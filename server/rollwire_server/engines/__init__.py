@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import TYPE_CHECKING, Any
 
 from rollwire_server.engines.base import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rollwire_server.engines.base import Engine
     from rollwire_server.settings import ServerSettings
@@ -43,7 +44,7 @@ def _create_synthetic(settings: ServerSettings) -> Engine:
 
     from rollwire_server.engines.synthetic import SyntheticConfig, SyntheticEngine
 
-    arguments = _parse_arguments(settings.engine_arg)
+    arguments = parse_arguments(settings.engine_arg)
     flags = {"model", "max_running_sequences", "context_length"}  # not by --engine-arg
     names = [f.name for f in dataclasses.fields(SyntheticConfig) if f.name not in flags]
     if unknown := arguments.keys() - names:
@@ -63,9 +64,9 @@ def _create_synthetic(settings: ServerSettings) -> Engine:
 
 def _create_sglang(settings: ServerSettings) -> Engine:
     from rollwire_server.engines.sglang import SglangConfig, SglangEngine
-    from rollwire_server.engines.sglang.launch import UNRESPONSIVE_SECONDS, parse_arguments
+    from rollwire_server.engines.sglang.launch import UNRESPONSIVE_SECONDS
 
-    arguments = parse_arguments(_parse_arguments(settings.engine_arg))
+    arguments = parse_arguments(settings.engine_arg)
     device = settings.device
     if device == "auto":
         import torch
@@ -92,12 +93,18 @@ _ENGINES: dict[str, Callable[[ServerSettings], Engine]] = {
 }
 
 
-def _parse_arguments(texts: list[str]) -> dict[str, str]:
-    """Parses "name=value"s; dashes in names count as underscores."""
-    arguments = {}
+def parse_arguments(texts: Sequence[str]) -> dict[str, Any]:
+    """Parses "name=value"s of ``--engine-arg``; dashes in names count as underscores.
+
+    A value is JSON if it parses (numbers, true, lists), else text.
+    """
+    arguments: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise EngineError(f"--engine-arg: {text!r} is not name=value")
-        arguments[name.replace("-", "_")] = value
+        try:
+            arguments[name.replace("-", "_")] = json.loads(value)
+        except ValueError:
+            arguments[name.replace("-", "_")] = value
     return arguments

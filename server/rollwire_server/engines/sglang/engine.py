@@ -129,41 +129,37 @@ class SglangEngine:
             self._sink = None
 
     async def _choose_staging(self, weights: SglangWeights) -> None:
-        config = self._config
-        if config.on_cpu or config.staging == "host":
-            await weights.allocate_staging()
-            return
-        torch.cuda.empty_cache()  # what the checkpoint's digests took
-        share = weights.nbytes // len(config.devices)
-        free = min(torch.cuda.mem_get_info(device)[0] for device in config.devices)
-        if config.staging == "device" or free > share + BESIDE_STAGING:
-            await weights.allocate_staging(config.devices)
-            return
-        logger.warning(
-            "updates are staged in host memory, which commits copy at the speed of PCIe: SGLang "
-            "leaves %d MiB of a device free, and an update takes %d MiB; leave it that with "
-            "--engine-arg mem-fraction-static=…",
-            *(free >> 20, (share + BESIDE_STAGING) >> 20),
-        )
-        await weights.allocate_staging()
+        devices = self._config.devices
+        if self._config.on_cpu or self._config.staging == "host":
+            devices = []
+        else:
+            torch.cuda.empty_cache()  # what the checkpoint's digests took
+            needed = weights.nbytes // len(devices) + BESIDE_STAGING
+            free = min(torch.cuda.mem_get_info(device)[0] for device in devices)
+            if self._config.staging == "auto" and free <= needed:
+                logger.warning(
+                    "updates are staged in host memory, which commits copy at the speed of PCIe: "
+                    "SGLang leaves %d MiB of a device free, and an update takes %d MiB; leave it "
+                    "that with --engine-arg mem-fraction-static=…",
+                    *(free >> 20, needed >> 20),
+                )
+                devices = []
+        await weights.allocate_staging(devices)
 
     async def stop(self) -> None:
         self._sink = None
         for task in self._tasks:
             task.cancel()
-        letting_go = asyncio.create_task(self._release_staging())
-        ending = [*self._tasks, letting_go]
+        ending = self._tasks
+        if self._weights is not None:
+            ending.append(asyncio.create_task(self._weights.release_staging()))
         try:
-            await asyncio.wait(ending, timeout=LETTING_GO_SECONDS)
+            if ending:
+                await asyncio.wait(ending, timeout=LETTING_GO_SECONDS)
         finally:
             await self._bridge.stop()  # whoever still waits for it learns that
             await asyncio.gather(*ending, return_exceptions=True)
         self._tasks = []
-
-    async def _release_staging(self) -> None:
-        if self._weights is not None:
-            with contextlib.suppress(EngineError):  # its processes end all the same
-                await self._weights.release_staging()
 
     def describe(self) -> EngineInfo:
         if self._info is None:

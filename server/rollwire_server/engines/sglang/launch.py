@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -118,17 +117,6 @@ class SglangConfig:
             "watchdog_timeout": NEVER_SECONDS,
         }
         return {name: value for name, value in arguments.items() if value is not None}
-
-
-def parse_arguments(texts: dict[str, str]) -> dict[str, Any]:
-    """Values of ``--engine-arg``: JSON if they parse (numbers, true, lists), else text."""
-    values: dict[str, Any] = {}
-    for name, text in texts.items():
-        try:
-            values[name] = json.loads(text)
-        except ValueError:
-            values[name] = text
-    return values
 
 
 @dataclass(frozen=True, slots=True)
