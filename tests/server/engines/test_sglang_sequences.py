@@ -33,8 +33,8 @@ def sequences_of(*specs: SequenceSpec) -> SequenceTable:
 def send_all(sequences: SequenceTable, revision: int = 3) -> list[SchedulerRequest]:
     """What goes to SGLang now."""
     sent = []
-    while (sequence := sequences.next_unsent(revision)) is not None:
-        sent.append(sequences.send(sequence, revision))
+    while (request := sequences.send_next(revision)) is not None:
+        sent.append(request)
     return sent
 
 

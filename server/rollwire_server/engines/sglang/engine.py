@@ -230,16 +230,12 @@ class SglangEngine:
 
     async def _send_one(self) -> bool:
         async with self._commands:
-            if self._held or self._asleep or not self._started().intact:
+            tag, sink = self._tag, self._running()
+            full = self._sequences.sent >= AHEAD * self._config.max_running_sequences
+            if tag is None or full or self._held or self._asleep or not self._started().intact:
                 return False
-            if self._sequences.sent >= AHEAD * self._config.max_running_sequences:
+            if (request := self._sequences.send_next(tag.revision)) is None:
                 return False
-            if (tag := self._tag) is None:
-                return False
-            if (sequence := self._sequences.next_unsent(tag.revision)) is None:
-                return False
-            sink = self._running()
-            request = self._sequences.send(sequence, tag.revision)
             try:
                 await self._bridge.send(request)
             except EngineError as error:

@@ -108,8 +108,8 @@ class SequenceTable:
     def sent(self) -> int:
         return len(self._sent)
 
-    def next_unsent(self, revision: int) -> SglangSequence | None:
-        """The oldest sequence that may be sent now, under ``revision``.
+    def send_next(self, revision: int) -> SchedulerRequest | None:
+        """Marks the oldest sequence that may be sent now as sent, under an id never used before.
 
         Of a group, the first sequence is sent alone until its prompt is computed. Otherwise SGLang
         would compute the prompt in each of them.
@@ -118,10 +118,9 @@ class SequenceTable:
             return None
         sent = [s for s in self._sent.values() if s.revision == revision]
         computing = {s.prompt_hash for s in sent} - {s.prompt_hash for s in sent if s.started}
-        return next((s for s in self._unsent.values() if s.prompt_hash not in computing), None)
-
-    def send(self, sequence: SglangSequence, revision: int) -> SchedulerRequest:
-        """Marks a sequence as sent; returns the request for it, under an id never used before."""
+        ready = (s for s in self._unsent.values() if s.prompt_hash not in computing)
+        if (sequence := next(ready, None)) is None:
+            return None
         spec = sequence.spec
         sequence.rid = f"{next(self._numbers):016x}"
         sequence.revision, sequence.started, sequence.forward_passes = revision, False, []
