@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
@@ -22,7 +22,7 @@ from rollwire_client._errors import ClosedError, NotOpenHereError
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable
 
-    Calls = queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None]
+    Calls = queue.SimpleQueue["Call[Any] | None"]
 
 T = TypeVar("T")
 
@@ -143,28 +143,76 @@ def _cancelled() -> NoReturn:
 os.register_at_fork(after_in_child=_keep_untouched)
 
 
+class Call(Generic[T]):
+    """A call in another thread. Cancelling its ``result`` abandons it: its end does not matter."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self.result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        # So that asyncio does not log an exception that nobody awaits.
+        self.result.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self.begun = False
+        self._work = work
+
+    def run(self) -> None:
+        self.begun = True
+        try:
+            value = self._work()
+        except BaseException as error:
+            set_outcome = functools.partial(self.result.set_exception, as_exception(error))
+        else:
+            set_outcome = functools.partial(self.result.set_result, value)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self.result.get_loop().call_soon_threadsafe(
+                lambda: None if self.result.done() else set_outcome()
+            )
+
+
 def run_in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     """Runs ``work`` in a thread of its own; cancelling the future abandons it.
 
     A thread cannot be killed. One that hangs is left to itself; as a daemon it does not keep the
     interpreter from exiting, as those of a ``ThreadPoolExecutor`` do.
     """
-    result: asyncio.Future[T] = _new_result()
-    threading.Thread(
-        target=_run, args=(work, result), name="rollwire-blocking", daemon=True
-    ).start()
-    return result
+    call = Call(work)
+    threading.Thread(target=call.run, name="rollwire-blocking", daemon=True).start()
+    return call.result
 
 
 class WorkerThread:
-    """A thread that makes one call after the other; used from one event loop."""
+    """A thread that makes one call after the other, without waiting for the event loop in between;
+    used from one event loop.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._calls: Calls | None = None
 
-    def submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Has ``work`` called, within the context of now."""
+    def submit(self, work: Callable[[], T]) -> Call[T]:
+        """Has ``work`` called, within the context of now. Cancelling its ``result`` before it has
+        begun takes it back.
+        """
+        call = Call(functools.partial(contextvars.copy_context().run, work))
+        self._put(call)
+        return call
+
+    def abandon(self, call: Call[T], error: Exception) -> None:
+        """Leaves the thread to a call that has begun, whose result is now ``error``; a new thread
+        goes on with the rest.
+        """
+        waiting = self._stop()
+        if not call.result.done():
+            call.result.set_exception(error)
+        for other in waiting:
+            self._put(other)
+
+    def close(self) -> None:
+        """Ends the thread after its call, and cancels the others. The next call starts another.
+        Idempotent.
+        """
+        for call in self._stop():
+            call.result.cancel()
+
+    def _put(self, call: Call[Any]) -> None:
         if self._calls is None:
             self._calls = queue.SimpleQueue()
             # The thread holds the queue, not this object: it ends when nobody can submit any more.
@@ -172,41 +220,25 @@ class WorkerThread:
             threading.Thread(
                 target=_make_calls, args=(self._calls,), name=self._name, daemon=True
             ).start()
-        result: asyncio.Future[T] = _new_result()
-        self._calls.put((functools.partial(contextvars.copy_context().run, work), result))
-        return result
+        self._calls.put(call)
 
-    def close(self) -> None:
-        """Ends the thread after its calls; one that hangs is left to itself. The next call starts
-        another. Idempotent.
-        """
+    def _stop(self) -> list[Call[Any]]:
+        """Lets the thread end; returns the calls that it has not begun."""
         calls, self._calls = self._calls, None
+        waiting = []
         if calls is not None:
+            with contextlib.suppress(queue.Empty):
+                while (call := calls.get_nowait()) is not None:
+                    waiting.append(call)
             calls.put(None)
+        return waiting
 
 
 def _make_calls(calls: Calls) -> None:
     while (call := calls.get()) is not None:
-        _run(*call)
+        if not call.result.done():
+            call.run()
         del call  # and what it holds, before the next one comes
-
-
-def _new_result() -> asyncio.Future[Any]:
-    result = asyncio.get_running_loop().create_future()
-    # So that asyncio does not log an exception that nobody awaits.
-    result.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return result
-
-
-def _run(work: Callable[[], T], result: asyncio.Future[T]) -> None:
-    try:
-        value = work()
-    except BaseException as error:
-        set_outcome = functools.partial(result.set_exception, as_exception(error))
-    else:
-        set_outcome = functools.partial(result.set_result, value)
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-        result.get_loop().call_soon_threadsafe(lambda: None if result.done() else set_outcome())
 
 
 def as_exception(error: BaseException) -> Exception:

@@ -79,6 +79,18 @@ async def test_a_plain_reward_does_not_block_the_event_loop() -> None:
     assert asked == [("rollwire-reward", 1)] * 4  # one at a time
 
 
+async def test_plain_functions_do_not_wait_for_a_busy_event_loop() -> None:
+    runner = CallbackRunner("test", None)
+    made = [threading.Event() for _ in range(3)]
+    calls = [
+        asyncio.create_task(runner.call("reward", event.set, subject="a sample")) for event in made
+    ]
+    await asyncio.sleep(0)
+    assert made[-1].wait(20)  # the event loop does nothing meanwhile
+    await asyncio.gather(*calls)
+    runner.close()
+
+
 async def test_a_coroutine_function_runs_in_the_event_loop_and_many_at_once() -> None:
     inside = asyncio.Semaphore(0)
     everybody = asyncio.Event()

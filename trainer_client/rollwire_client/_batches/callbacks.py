@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from rollwire_client._batches.batch import Prompt
+    from rollwire_client._concurrency import Call
     from rollwire_client._trajectory import Trajectory
 
     Reward = Callable[[Prompt, Trajectory], float | Awaitable[float]]
@@ -36,8 +37,8 @@ class CallbackRunner:
     def __init__(self, thread: str, timeout: float | None) -> None:
         self.timeout = math.inf if timeout is None else timeout
         self._thread = WorkerThread(thread)
-        self._turn = asyncio.Lock()
-        self._running: asyncio.Task[Any] | None = None
+        self._calls: dict[Call[Any], tuple[str, str]] = {}  # the oldest is under way
+        self._watching: asyncio.Task[None] | None = None
 
     async def call(self, name: str, function: Callable[..., Any], *args: Any, subject: str) -> Any:
         """Returns or raises what the function does; an awaitable result is awaited.
@@ -66,23 +67,28 @@ class CallbackRunner:
             raise as_exception(error) from error
 
     async def call_in_thread(self, name: str, work: Callable[[], Any], *, subject: str) -> Any:
-        await self._turn.acquire()
-        # A call that has begun goes on without its waiter, until its time is up: it cannot block
-        # those that wait for their turn for ever.
-        self._running = asyncio.create_task(self._run_in_thread(name, work, subject))
-        _ignore_error(self._running)
-        return await asyncio.shield(self._running)
-
-    async def _run_in_thread(self, name: str, work: Callable[[], Any], subject: str) -> Any:
-        result = self._thread.submit(work)
+        call = self._thread.submit(work)
+        self._calls[call] = name, subject
+        call.result.add_done_callback(lambda _: self._calls.pop(call))
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._watch(), name="rollwire calls")
         try:
-            await self._wait(result, name, subject)
-        except CallbackError:
-            self._thread.close()  # and leave it to this call
-            raise
+            await asyncio.wait([call.result])
         finally:
-            self._turn.release()
-        return result.result()
+            if not call.begun:
+                call.result.cancel()
+        return call.result.result()
+
+    async def _watch(self) -> None:
+        """Gives up a call whose time is up, also one that goes on without its waiter: it must not
+        block those behind it for ever.
+        """
+        while self._calls:
+            call, (name, subject) = next(iter(self._calls.items()))
+            try:
+                await self._wait(call.result, name, subject)
+            except CallbackError as error:
+                self._thread.abandon(call, error)
 
     async def _wait(self, result: asyncio.Future[Any], name: str, subject: str) -> None:
         """Logs that a call takes long, and raises when it takes too long."""
