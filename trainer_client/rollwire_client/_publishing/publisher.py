@@ -122,6 +122,10 @@ class PublishHandle:
 class Publisher:
     """Publishes one trainer's policies to a fleet, one at a time.
 
+    A server that fails or falls silent is left out after a bounded time; the others go on and
+    commit. Serving weights are not touched before the commit, so a publish that fails leaves the
+    servers as they were.
+
     Args:
         fleet: An open fleet; closing it ends a publish that is under way.
         id: Name of the trainer. Default: host name and process id.
