@@ -28,8 +28,7 @@ from rollwire_transport import (
     Receiver,
     Sender,
     describe_all,
-    join_group,
-    open_rendezvous,
+    open_link,
     plan,
 )
 from rollwire_transport._links import ucx
@@ -110,17 +109,26 @@ def publish(names: list[str], manifest: Manifest, weights: dict[str, torch.Tenso
         process.start()
     trainer, *receivers = [ours for ours, _ in pipes]
     try:
-        (rendezvous,) = answers([trainer], TIMEOUT)
+        (epoch,) = answers([trainer], TIMEOUT)
         for pipe in receivers:
-            pipe.send(rendezvous)
-        (told,) = answers([trainer], TIMEOUT)
-        seconds, digest = told  # type: ignore[misc]
-        assert answers(receivers, TIMEOUT) == [digest] * len(receivers)
+            pipe.send(epoch)
+        trainer.send(dict(enumerate(answers(receivers, TIMEOUT), start=1)))
+        (offers,) = answers([trainer], TIMEOUT)
+        for rank, pipe in enumerate(receivers, start=1):
+            pipe.send(offers[rank])  # type: ignore[index]
+        answers(receivers, TIMEOUT)
+        start = time.perf_counter()
+        trainer.send("go")
+        digests = answers(receivers, TIMEOUT)
+        seconds = time.perf_counter() - start
+        assert digests == answers([trainer], TIMEOUT) * len(receivers)
+        for pipe in pipes:
+            pipe[0].send("close")
     finally:
         for process in processes:
             process.join(10)
             process.kill()
-    return float(seconds)
+    return seconds
 
 
 def member(
@@ -134,29 +142,25 @@ def member(
     """One member, in a process and a namespace of its own."""
     enter(name)
     if rank == 0:
-        epoch = secrets.token_hex()
-        rendezvous = open_rendezvous("ucx", epoch=epoch, world_size=world_size, host="10.77.0.1")
-        pipe.send((epoch, rendezvous.address))
-        link = rendezvous.form_group(TIMEOUT)
-        sender = Sender(manifest)
-        start = time.perf_counter()
-        sender.send(link, weights.items, bucket_timeout=TIMEOUT)
-        pipe.send((time.perf_counter() - start, sender.digest))
-        rendezvous.close()
+        pipe.send(epoch := secrets.token_hex())
     else:
-        epoch, rendezvous = pipe.recv()
-        destination = staged(manifest, torch.device("cpu"))
-        link = join_group(
-            "ucx",
-            epoch=epoch,
-            rank=rank,
-            world_size=world_size,
-            rendezvous=rendezvous,
-            timeout=TIMEOUT,
-        )
-        receiver = Receiver(manifest, destination)
+        epoch = pipe.recv()
+    link = open_link("ucx", epoch=epoch, rank=rank, world_size=world_size, host="10.77.0.1")
+    if rank == 0:
+        pipe.send(link.offers(pipe.recv()))
+        link.connect(TIMEOUT)
+        sender = Sender(manifest)
+        pipe.recv()
+        sender.send(link, weights.items, bucket_timeout=TIMEOUT)
+        pipe.send(sender.digest)
+    else:
+        receiver = Receiver(manifest, staged(manifest, torch.device("cpu")))
+        pipe.send(link.answer)
+        link.connect(TIMEOUT, pipe.recv())
+        pipe.send("connected")
         receiver.receive(link, first_bucket=0, bucket_timeout=TIMEOUT)
         pipe.send(receiver.digest)
+    pipe.recv()
     link.close()
 
 

@@ -31,8 +31,7 @@ from rollwire_transport import (
     Sender,
     available_backends,
     describe_all,
-    join_group,
-    open_rendezvous,
+    open_link,
     plan,
 )
 from rollwire_transport._digest import compile_sums
@@ -205,18 +204,23 @@ def send_weights(
     """Sends the weights in a group of their own, and compares the digests."""
     epoch, world_size = secrets.token_hex(), len(pipes) + 1
     device = next(iter(weights.values())).device
-    rendezvous = open_rendezvous(backend, epoch=epoch, world_size=world_size, device=device)
+    link = open_link(backend, epoch=epoch, rank=0, world_size=world_size, device=device)
     for pipe in pipes:
-        pipe.send((backend, manifest, epoch, world_size, rendezvous.address))
-    link = rendezvous.form_group(TIMEOUT)
+        pipe.send((backend, manifest, epoch, world_size))
+    offers = link.offers(dict(enumerate(answers(pipes), start=1)))  # type: ignore[arg-type]
+    for rank, pipe in enumerate(pipes, start=1):
+        pipe.send(offers[rank])
+    link.connect(TIMEOUT)
     answers(pipes)
     sender = Sender(manifest)
     start = time.perf_counter()
     sender.send(link, weights.items, bucket_timeout=TIMEOUT)
+    digests = answers(pipes)
     elapsed = time.perf_counter() - start
-    assert answers(pipes) == [sender.digest] * len(pipes)
+    assert digests == [sender.digest] * len(pipes)
     link.close()
-    rendezvous.close()
+    for pipe in pipes:
+        pipe.send("close")
     return elapsed
 
 
@@ -226,23 +230,18 @@ def receive_weights(pipe: Connection, rank: int, device: torch.device, *, busy: 
         threading.Thread(target=compute, daemon=True).start()
     destination: dict[str, Tensor] = {}
     while (order := pipe.recv()) is not None:
-        backend, manifest, epoch, world_size, rendezvous = order
+        backend, manifest, epoch, world_size = order
         if not destination:
             destination = staged(manifest, device)
         receiver = Receiver(manifest, destination)
-        link = join_group(
-            backend,
-            epoch=epoch,
-            rank=rank,
-            world_size=world_size,
-            rendezvous=rendezvous,
-            timeout=TIMEOUT,
-            device=device,
-        )
+        link = open_link(backend, epoch=epoch, rank=rank, world_size=world_size, device=device)
+        pipe.send(link.answer)
+        link.connect(TIMEOUT, pipe.recv())
         pipe.send("ready")
         receiver.receive(link, first_bucket=0, bucket_timeout=TIMEOUT)
         pipe.send(receiver.digest)
-        link.close()  # which may wait for the sender to end the group
+        pipe.recv()
+        link.close()
 
 
 def compute() -> None:

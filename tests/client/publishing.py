@@ -13,7 +13,7 @@ from rollwire_client import Fleet, Publisher, PublishReport, PublishTimeouts, Ti
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-TIMEOUTS = PublishTimeouts(silence=10, join=5, bucket=5, stalled=0.5, staged=5, discard=0.5)
+TIMEOUTS = PublishTimeouts(silence=10, join=5, bucket=5, staged=5, discard=0.5)
 
 
 @contextlib.asynccontextmanager

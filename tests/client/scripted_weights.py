@@ -58,11 +58,15 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
         self.committed: dict[str, torch.Tensor] = {}
         self.commits: list[str] = []
         self.discards: list[str] = []
-        self.joins: list[weights_pb2.JoinTransportRequest] = []
+        self.joins: list[weights_pb2.JoinTransportRequest] = []  # to prepare for a group
+        self.first_buckets: list[int] = []
+        self.resumed = 0
         self.announced = 0
         self.schema_calls = 0
         self.update: Update | None = None
+        self.kept: tuple[str, transport.Link] | None = None  # the group of the last update
         self.kv_policy: int | None = None
+        self.protocol = transport.PROTOCOL
         # Faults.
         self.hangs_in = ""  # the method that never answers
         self.refuse_update: tuple[str, dict[str, str]] | None = None
@@ -85,6 +89,8 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
         await super().stop()
         if self.update is not None:
             await self._leave(self.update)
+        if self.kept is not None:
+            await asyncio.to_thread(self.kept[1].close)
 
     async def GetWeightSchema(self, request, context):  # noqa: N802
         self.schema_calls += 1
@@ -142,7 +148,9 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
                 if phase == weights_pb2.UPDATE_PHASE_STAGED and self.late_reports:
                     self.late_reports -= 1
                     phase = weights_pb2.UPDATE_PHASE_STALLED
-                    yield weights_pb2.UpdateWeightsResponse(phase=phase, epoch=self.joins[0].epoch)
+                    yield weights_pb2.UpdateWeightsResponse(
+                        phase=phase, epoch=self.joins[0].epoch, transport_protocol=self.protocol
+                    )
                 else:
                     yield self._report(update)
                 if phase == self.silent_after:
@@ -163,37 +171,55 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
             received_bytes=update.receiver.received_bytes,
             next_bucket=update.receiver.next_bucket,
             epoch=update.epoch,
+            transport_protocol=self.protocol,
             digest=(update.receiver.digest ^ self.lie_about_digest) if staged else 0,
         )
 
     async def JoinTransport(self, request, context):  # noqa: N802
-        self.joins.append(request)
-        if self.hangs_in == "JoinTransport":
-            await asyncio.Event().wait()
         update = self.update
         assert update is not None
-        await self._leave(update)
-        update.joined = request.epoch
-        if self.refuse_joins:
-            self.refuse_joins -= 1
-            await refuse(context, grpc.StatusCode.ABORTED, "TRANSPORT_FAILED", "as scripted")
-        try:
+        if request.step == weights_pb2.JOIN_STEP_RESUME:
+            if self.kept is None or self.kept[0] != request.epoch:
+                await refuse(context, grpc.StatusCode.ABORTED, "TRANSPORT_FAILED", "as scripted")
+            self.resumed += 1
+            update.joined, update.link = self.kept
+            self.kept = None
+            assert update.link.transfers == request.transfers
+            self._begin(update, request.first_bucket)
+            return weights_pb2.JoinTransportResponse()
+        if request.step == weights_pb2.JOIN_STEP_PREPARE:
+            self.joins.append(request)
+        if self.hangs_in == "JoinTransport":
+            await asyncio.Event().wait()
+        if request.step == weights_pb2.JOIN_STEP_PREPARE:
+            await self._leave(update)
+            update.joined = request.epoch
+            if self.refuse_joins:
+                self.refuse_joins -= 1
+                await refuse(context, grpc.StatusCode.ABORTED, "TRANSPORT_FAILED", "as scripted")
             update.link = await asyncio.to_thread(
-                transport.join_group,
+                transport.open_link,
                 request.backend,
                 epoch=request.epoch,
                 rank=request.ranks[0],
                 world_size=request.world_size,
-                rendezvous=request.rendezvous,
-                timeout=1,
+                host=request.host,
             )
+            return weights_pb2.JoinTransportResponse(
+                answer=update.link.answer, next_bucket=update.receiver.next_bucket
+            )
+        assert update.link is not None
+        try:
+            await asyncio.to_thread(update.link.connect, 1, request.offer)
         except transport.TransportError as error:
             await refuse(context, grpc.StatusCode.ABORTED, "TRANSPORT_FAILED", str(error))
-        update.move(weights_pb2.UPDATE_PHASE_RECEIVING)
-        update.receiving = asyncio.create_task(
-            self._receive(update, update.link, request.first_bucket)
-        )
+        self._begin(update, request.first_bucket)
         return weights_pb2.JoinTransportResponse()
+
+    def _begin(self, update: Update, first_bucket: int) -> None:
+        self.first_buckets.append(first_bucket)
+        update.move(weights_pb2.UPDATE_PHASE_RECEIVING)
+        update.receiving = asyncio.create_task(self._receive(update, update.link, first_bucket))
 
     async def _receive(self, update: Update, link: transport.Link, first_bucket: int) -> None:
         loop = asyncio.get_running_loop()
@@ -215,13 +241,15 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
                 update.receiver.receive(link, first_bucket=first_bucket, bucket_timeout=5)
             finally:
                 update.receiver._digest_and_unpack = digest
-                link.close()
 
         try:
             await asyncio.to_thread(receive)
         except transport.TransportError:
+            await asyncio.to_thread(link.close)
             update.move(weights_pb2.UPDATE_PHASE_STALLED)
         else:
+            self.kept = update.joined, link
+            update.link = None
             staged, stalled = weights_pb2.UPDATE_PHASE_STAGED, weights_pb2.UPDATE_PHASE_STALLED
             update.move(stalled if self.never_staged else staged)
 
@@ -230,6 +258,8 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
             update.link.abort()
         if update.receiving is not None:
             await update.receiving
+        if update.link is not None:
+            await asyncio.to_thread(update.link.close)
 
     async def CommitWeights(self, request, context):  # noqa: N802
         update = self.update

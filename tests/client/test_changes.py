@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -90,7 +89,7 @@ async def test_a_change_between_two_groups_is_noticed() -> None:
             tensors["layer.weight"].neg_()
         yield from ((name, tensors[name]) for name in tensors if name != "head.weight")
 
-    async with publishing(2, replace(TIMEOUTS, stalled=10)) as (servers, _, publisher):
+    async with publishing(2, TIMEOUTS) as (servers, _, publisher):
         servers[1].stop_receiving_at = 6
         handle = await publisher.publish(1, source)
         with pytest.raises(TensorsChangedError, match=r"^layer\.weight changed in place"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import socket
 import struct
 import threading
@@ -65,7 +64,7 @@ async def trainer(
     monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup, size: int = 3, timeout: float = 20
 ) -> AsyncIterator[tuple[list[PublishableServer], Publisher, list[Ranks]]]:
     ranks = connected(monkeypatch, group, size, timeout)
-    timeouts = dataclasses.replace(TIMEOUTS, stalled=10)  # so that it knows how far they came
+    timeouts = TIMEOUTS
     async with publishing(2, timeouts) as (servers, _, publisher):
         with contextlib.ExitStack() as stack:
             for one in ranks:

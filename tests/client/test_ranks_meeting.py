@@ -15,7 +15,6 @@ from rollwire_client import PublishError
 from rollwire_client._publishing.sharded import rendezvous
 from rollwire_client._publishing.sharded.connection import Message
 from rollwire_client._publishing.sharded.coordination import Participant
-from rollwire_transport._links.rendezvous import parse_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,8 +48,8 @@ class Trainer:
 
     def stranger(self) -> socket.socket:
         """A connection of somebody who found the address."""
-        _, _, rendezvous = self._broadcast(-1, "").partition(" ")
-        return socket.create_connection(parse_address(rendezvous), timeout=20)
+        _, port, host = self._broadcast(-1, "").split(" ")
+        return socket.create_connection((host, int(port)), timeout=20)
 
 
 async def test_all_ranks_meet_whoever_else_comes(monkeypatch: pytest.MonkeyPatch) -> None:

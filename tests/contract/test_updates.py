@@ -280,11 +280,14 @@ async def test_nonsense_is_refused_and_the_server_serves_on(api: Api) -> None:
         {"ranks": [0]},
         {"ranks": [2]},
         {"ranks": [1, 2]},
-        {"first_bucket": 1},
         {"epoch": ""},
+        {"step": weights_pb2.JOIN_STEP_UNSPECIFIED},  # a trainer of another version
+        {"step": weights_pb2.JOIN_STEP_CONNECT, "first_bucket": 1},
     ):
-        step = change.join(**{"epoch": epoch, "rendezvous": "127.0.0.1:1", **wrong})  # type: ignore[arg-type]
+        step = change.prepare(**{"epoch": epoch, **wrong})  # type: ignore[arg-type]
         assert await refusal(step) == "BAD_REQUEST"
+    for step in (weights_pb2.JOIN_STEP_CONNECT, weights_pb2.JOIN_STEP_RESUME):
+        assert await refusal(change.join(step, epoch)) == "TRANSPORT_FAILED"
     await change.transfer()
     await change.commit()
     assert (await generate(api, request((1,), 3))).reason == "LENGTH"

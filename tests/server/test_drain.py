@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import signal
 from typing import TYPE_CHECKING
 
 import grpc
 import pytest
-import rollwire_transport as transport
 from google.protobuf.duration_pb2 import Duration
 from rollwire.v1 import common_pb2, rollout_pb2, weights_pb2
 from support.calls import (
@@ -22,10 +19,8 @@ from support.calls import (
     generate,
     reason_of,
     request,
-    until,
 )
 from support.health import ready
-from support.phases import is_connected
 from support.publishing import Update, random_weights
 
 if TYPE_CHECKING:
@@ -161,20 +156,8 @@ async def _joining(api: Api) -> list[Awaitable[object]]:
     """A server in a group of which the others never come."""
     change = Update(api, await random_weights(api, 1), 1)
     await change.announce()
-    rendezvous = transport.open_rendezvous("gloo", epoch="e", world_size=3)
-
-    async def join() -> None:
-        with contextlib.closing(rendezvous):
-            await change.join("e", rendezvous.address, world_size=3)
-
-    joining = asyncio.create_task(join())
-    port = int(rendezvous.address.rpartition(":")[2])
-
-    async def has_come() -> bool:
-        return is_connected(os.getpid(), port)
-
-    await until(has_come)
-    return [joining]
+    await change.prepare("e", world_size=3)
+    return [change.until(weights_pb2.UPDATE_PHASE_STAGED)]
 
 
 async def _staged(api: Api) -> list[Awaitable[object]]:

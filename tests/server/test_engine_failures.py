@@ -17,11 +17,11 @@ from rollwire.v1 import common_pb2, rollout_pb2
 from rollwire_server.counters import UpdateOutcome
 from rollwire_server.engines.base import ChangedWeightsError, EngineError, TornWeightsError
 from rollwire_server.errors import ServiceError
-from rollwire_server.weights.update import GroupMembership, PublisherId, UpdateAnnouncement
+from rollwire_server.weights.update import PublisherId, UpdateAnnouncement
 from structlog.testing import capture_logs
 from support.calls import connected, generate, reason_of, request
 from support.checkpoints import dense
-from support.engine_room import Room, updating
+from support.engine_room import Room, joined, updating
 from support.memory_link import MemoryLink
 from support.publishing import Update, status
 from support.servers import memory_limit
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from support.servers import StartServer
 
 PUBLISHER = PublisherId("trainer", 1)
-MEMBERSHIP = GroupMembership("e", "gloo", 1, 2, "127.0.0.1:1", 0)
 
 
 def raising(error: Exception) -> Callable[..., Any]:
@@ -48,12 +47,12 @@ async def staged(room: Room, monkeypatch: pytest.MonkeyPatch, value: float) -> i
     link, sender = MemoryLink(), transport.Sender(room.manifest)
     tensors = {"weight": torch.full(room.manifest.tensors[0].shape, value)}
     sender.send(link, tensors.items, first_bucket=0, bucket_timeout=5)
-    monkeypatch.setattr(transport, "join_group", lambda *_, **__: link)
+    monkeypatch.setattr(transport, "open_link", lambda *_, **__: link)
     reports = room.updates.announce(
         UpdateAnnouncement(PUBLISHER, "u", 1, False, room.manifest, 30.0)
     )
     await anext(reports)
-    await room.updates.join(PUBLISHER, "u", MEMBERSHIP, 5)
+    await joined(room.updates, PUBLISHER, "u")
     while (await anext(reports)).phase is not UpdatePhase.STAGED:
         pass
     return sender.digest

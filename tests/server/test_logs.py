@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from rollwire.v1 import weights_pb2
     from support.servers import ServerProcess, StartServer
 
 ROLLOUT, CONTROL = "a-token-for-rollouts", "a-token-for-control"
@@ -44,9 +45,9 @@ class Noting(Update):
 
     epochs: list[str] = field(default_factory=list)
 
-    async def join(self, epoch: str, rendezvous: str, **change: object) -> None:
+    async def prepare(self, epoch: str, **change: object) -> weights_pb2.JoinTransportResponse:
         self.epochs.append(epoch)
-        await super().join(epoch, rendezvous, **change)
+        return await super().prepare(epoch, **change)
 
 
 @pytest.fixture
@@ -124,8 +125,8 @@ async def test_a_life_at_debug_level(
         await held.all()
         lost = Noting(api, await random_weights(api, 3), 8)
         await lost.announce()
-        nobody = lost.join(uuid.uuid4().hex, "127.0.0.1:1")
-        assert await refused(nobody) == "TRANSPORT_FAILED"
+        nowhere = lost.prepare(uuid.uuid4().hex, host="256.0.0.1")
+        assert await refused(nowhere) == "TRANSPORT_FAILED"
         assert await refused(lost.commit(digest=1)) == "NOT_STAGED"
         lost.call.cancel()
         await no_update(api)

@@ -15,8 +15,8 @@ from rollwire.reasons import Reason
 from rollwire.types import KvPolicy, UpdatePhase
 from rollwire_server.engines.base import EngineError
 from rollwire_server.errors import ServiceError, result_of, spawn
-from rollwire_server.weights.update import GroupMembership, PublisherId, UpdateAnnouncement
-from support.engine_room import updating
+from rollwire_server.weights.update import PublisherId, UpdateAnnouncement
+from support.engine_room import joined, updating
 from support.memory_link import MemoryLink
 
 if TYPE_CHECKING:
@@ -110,12 +110,12 @@ async def the_next_waits(
 async def test_an_update_whose_memory_is_not_let_go_of_ends(
     monkeypatch: pytest.MonkeyPatch, lets_go: bool
 ) -> None:
-    monkeypatch.setattr(transport, "join_group", lambda *_, **__: Failing(lets_go=lets_go))
+    monkeypatch.setattr(transport, "open_link", lambda *_, **__: Failing(lets_go=lets_go))
     async with updating() as room, asyncio.timeout(60):
         updates, manifest = room.updates, room.manifest
         reports = updates.announce(UpdateAnnouncement(PUBLISHER, "u", 1, False, manifest, 30.0))
         assert (await anext(reports)).phase is UpdatePhase.READY
-        await updates.join(PUBLISHER, "u", GroupMembership("e", "gloo", 1, 2, "127.0.0.1:1", 0), 5)
+        await joined(updates, PUBLISHER, "u")
 
         async def until_stalled() -> None:
             async for report in reports:
@@ -135,14 +135,14 @@ async def test_an_update_whose_memory_is_not_let_go_of_ends(
 
 @pytest.mark.usefixtures("no_collector")
 async def test_a_discarded_update_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "join_group", lambda *_, **__: Failing(lets_go=True))
+    monkeypatch.setattr(transport, "open_link", lambda *_, **__: Failing(lets_go=True))
     async with updating() as room, asyncio.timeout(60):
         updates, manifest = room.updates, room.manifest
         reports = updates.announce(UpdateAnnouncement(PUBLISHER, "u", 1, False, manifest, 30.0))
         await anext(reports)
         assert updates.current is not None
         memory = [weakref.ref(t.untyped_storage()) for t in updates.current.staged.values()]
-        await updates.join(PUBLISHER, "u", GroupMembership("e", "gloo", 1, 2, "127.0.0.1:1", 0), 5)
+        await joined(updates, PUBLISHER, "u")
         while (await anext(reports)).phase is not UpdatePhase.STALLED:
             pass
         assert all(there() is not None for there in memory)
@@ -158,13 +158,13 @@ async def test_no_update_is_staged_while_the_one_before_is_let_go_of(
 ) -> None:
     """An engine may have memory for one."""
     link = Lingering()
-    monkeypatch.setattr(transport, "join_group", lambda *_, **__: link)
+    monkeypatch.setattr(transport, "open_link", lambda *_, **__: link)
     async with updating() as room, asyncio.timeout(60):
         updates, manifest = room.updates, room.manifest
         memory = Memory(room.engine, monkeypatch)
         reports = updates.announce(UpdateAnnouncement(PUBLISHER, "u", 1, False, manifest, 30.0))
         await anext(reports)
-        await updates.join(PUBLISHER, "u", GroupMembership("e", "gloo", 1, 2, "127.0.0.1:1", 0), 5)
+        await joined(updates, PUBLISHER, "u")
         while (await anext(reports)).phase is not UpdatePhase.STALLED:
             pass
         link.given.clear()
@@ -214,7 +214,8 @@ class LastMoment(MemoryLink):
         self.messages = sent.messages
         self.left = threading.Event()
 
-    def finish(self, timeout: float) -> None:
+    def finish(self) -> None:
+        super().finish()
         assert self.left.wait(60)
 
     def abort(self) -> None:
@@ -231,13 +232,11 @@ async def test_an_update_that_is_staged_as_it_leaves_a_group_stays_so(
         weight = torch.ones(manifest.tensors[0].shape)
         sender.send(sent, {"weight": weight}.items, first_bucket=0, bucket_timeout=5)
         links = [LastMoment(sent), Failing(lets_go=True)]
-        monkeypatch.setattr(transport, "join_group", lambda *_, **__: links.pop(0))
+        monkeypatch.setattr(transport, "open_link", lambda *_, **__: links.pop(0))
         reports = updates.announce(UpdateAnnouncement(PUBLISHER, "u", 1, False, manifest, 30.0))
         await anext(reports)
         for epoch in ("first", "second"):
-            await updates.join(
-                PUBLISHER, "u", GroupMembership(epoch, "gloo", 1, 2, "127.0.0.1:1", 0), 5
-            )
+            await joined(updates, PUBLISHER, "u", epoch)
         while (await anext(reports)).phase is not UpdatePhase.STAGED:
             pass
         assert updates.current is not None

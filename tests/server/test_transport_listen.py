@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 import pytest
 import rollwire_transport as transport
+from rollwire.v1 import weights_pb2
 from rollwire_server.settings import parse_listen_range, read_settings
 from support.calls import connected, reason_of
 from support.namespaces import network, servers_on, unavailable
-from support.publishing import SECONDS, Update, random_weights
+from support.publishing import Update, random_weights
 from support.servers import failed_start
 
 if TYPE_CHECKING:
@@ -106,8 +106,8 @@ def test_who_is_found_by_an_interface_is_not_kept_to_an_address() -> None:
     refused = transport.available_backends(transport.ListenOptions(ports=(1, 16)))["gloo"]
     assert not refused.ok
     with pytest.raises(transport.TransportError, match="gloo cannot be used: gloo uses ports"):
-        transport.join_group(
-            "gloo", epoch="e", rank=1, world_size=2, rendezvous="127.0.0.1:1", timeout=1,
+        transport.open_link(
+            "gloo", epoch="e", rank=1, world_size=2,
             listen=transport.ListenOptions(ports=(1, 16)),
         )  # fmt: skip
 
@@ -134,19 +134,11 @@ async def opened_by_a_group(
     async with connected(server.address) as api:
         change = Update(api, await random_weights(api, 1), 1)
         await change.announce()
-        epoch = uuid.uuid4().hex
-        rendezvous = transport.open_rendezvous(backend, epoch=epoch, world_size=2, host=trainer)
-        try:
-            joining = asyncio.create_task(change.join(epoch, rendezvous.address, backend=backend))
-            link = await asyncio.to_thread(rendezvous.form_group, SECONDS)
-            await joining
-            opened = listeners(server.process.pid) - before
-            await asyncio.to_thread(
-                change.sender.send, link, change.tensors.items, bucket_timeout=SECONDS
-            )
-            await asyncio.to_thread(link.close)
-        finally:
-            rendezvous.close()
+        link = await change.form(backend=backend, host=trainer)
+        opened = listeners(server.process.pid) - before
+        await change.send(link)
+        await change.until(weights_pb2.UPDATE_PHASE_STAGED)
+        await asyncio.to_thread(link.close)
         assert (await change.commit()).weights.version == 1
     return opened
 
@@ -164,7 +156,7 @@ async def test_a_backend_that_cannot_be_kept_is_not_joined(start_server: StartSe
         change = Update(api, await random_weights(api, 1), 1)
         await change.announce()
         with pytest.raises(grpc.aio.AioRpcError, match="cannot use backend 'ucx'") as caught:
-            await change.join("epoch", "127.0.0.1:1", backend="ucx")
+            await change.prepare("epoch", backend="ucx")
         assert reason_of(caught.value) == "BAD_REQUEST"
 
 

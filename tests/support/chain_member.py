@@ -14,7 +14,7 @@ from rollwire_transport import (
     TensorSpec,
     TransportError,
     TransportTimeout,
-    join_group,
+    open_link,
     plan,
 )
 
@@ -33,7 +33,6 @@ class Order:
     epoch: str
     rank: int
     world_size: int
-    rendezvous: str
     first_bucket: int  # 0 begins a new update
     size: int
     bucket_bytes: int
@@ -45,7 +44,7 @@ class Answer:
     """What came of it."""
 
     error: str = ""
-    peer: str | None = None
+    peer: int | None = None
     late: bool = False
     forwarded_bytes: int = 0
     next_bucket: int = 0
@@ -75,26 +74,24 @@ def serve(pipe: Connection) -> None:
                 [TensorSpec("w", "uint8", (order.size,))], bucket_bytes=order.bucket_bytes
             )
             receiver = Receiver(manifest, {"w": target})
-        answer = obey(order, receiver)
+        answer = obey(order, receiver, pipe)
         if receiver.complete:
             answer.digest = receiver.digest
             answer.total = int(target.sum(dtype=torch.int64))
         pipe.send(answer)
 
 
-def obey(order: Order, receiver: Receiver) -> Answer:
+def obey(order: Order, receiver: Receiver, pipe: Connection) -> Answer:
+    """Joins and receives; the link stays open until the test has told all to close it."""
     answer = Answer()
+    link = open_link("ucx", epoch=order.epoch, rank=order.rank, world_size=order.world_size)
+    pipe.send(link.answer)
     try:
-        link = join_group(
-            "ucx",
-            epoch=order.epoch,
-            rank=order.rank,
-            world_size=order.world_size,
-            rendezvous=order.rendezvous,
-            timeout=20,
-        )
+        link.connect(20, pipe.recv())
         try:
             receiver.receive(link, first_bucket=order.first_bucket, bucket_timeout=order.timeout)
+            pipe.send("received")
+            pipe.recv()
         finally:
             answer.let_go = link.close()
             answer.forwarded_bytes = link.forwarded_bytes

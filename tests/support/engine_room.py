@@ -18,6 +18,7 @@ from rollwire_server.sleep import SleepController
 from rollwire_server.state import StateChange, StateMachine
 from rollwire_server.weights.manager import UpdateManager
 from rollwire_server.weights.state import WeightState
+from rollwire_server.weights.update import JoinRequest, JoinStep, PublisherId
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -51,6 +52,15 @@ class Room:
     updates: UpdateManager
     sleep: SleepController
     manifest: transport.Manifest
+
+
+async def joined(
+    updates: UpdateManager, publisher: PublisherId, update_id: str, epoch: str = "e"
+) -> None:
+    """Has an update join a group over whatever ``transport.open_link`` returns."""
+    for step in (JoinStep.PREPARE, JoinStep.CONNECT):
+        request = JoinRequest(step, epoch, "gloo", rank=1, world_size=2, host="127.0.0.1")
+        await updates.join(publisher, update_id, request, 5)
 
 
 @contextlib.asynccontextmanager

@@ -27,7 +27,6 @@ TIMEOUTS = PublishTimeouts(
     silence=2.5,
     join=6,
     bucket=6,
-    stalled=1,
     staged=10,
     commit=8,
     commit_silence=2,

@@ -10,11 +10,9 @@ import torch
 from rollwire_transport import (
     Link,
     Receiver,
-    Rendezvous,
     Sender,
     describe_all,
-    join_group,
-    open_rendezvous,
+    open_link,
     plan,
 )
 
@@ -30,39 +28,26 @@ TIMEOUT = 60.0  # seconds that nothing should take, on a machine that is busy wi
 @contextlib.contextmanager
 def group(epoch: str = "epoch", receivers: int = 1, backend: str = "gloo") -> Iterator[list[Link]]:
     """The links of all ranks of a group, in this process."""
-    rendezvous = open_rendezvous(backend, epoch=epoch, world_size=receivers + 1)
-    links: list[Link] = []
+    links = [
+        open_link(backend, epoch=epoch, rank=rank, world_size=receivers + 1)
+        for rank in range(receivers + 1)
+    ]
     try:
-        with ThreadPoolExecutor(receivers) as pool:
-            joining = [
-                pool.submit(join_at, rendezvous, epoch, rank, receivers + 1, backend=backend)
-                for rank in range(1, receivers + 1)
-            ]
-            links.append(rendezvous.form_group(TIMEOUT))
-            links += [future.result() for future in joining]
+        connect(links)
         yield links
     finally:
         for link in links:
             link.close()
-        rendezvous.close()
 
 
-def join_at(
-    rendezvous: Rendezvous,
-    epoch: str,
-    rank: int,
-    world_size: int,
-    timeout: float = TIMEOUT,
-    backend: str = "gloo",
-) -> Link:
-    return join_group(
-        backend,
-        epoch=epoch,
-        rank=rank,
-        world_size=world_size,
-        rendezvous=rendezvous.address,
-        timeout=timeout,
-    )
+def connect(links: list[Link], timeout: float = TIMEOUT) -> None:
+    trainer, *servers = links
+    offers = trainer.offers({rank: link.answer for rank, link in enumerate(servers, start=1)})
+    with ThreadPoolExecutor(len(links)) as pool:
+        connecting = [pool.submit(trainer.connect, timeout)]
+        connecting += [pool.submit(s.connect, timeout, offers[r]) for r, s in enumerate(servers, 1)]
+        for future in connecting:
+            future.result()
 
 
 @contextlib.contextmanager
@@ -81,6 +66,9 @@ def receiver() -> Receiver:
 
 def transfer(link: Link, server: Link) -> None:
     sender, target = Sender(MANIFEST), receiver()
-    with in_thread(lambda: target.receive(server, first_bucket=0, bucket_timeout=TIMEOUT)):
+    with in_thread(
+        lambda: target.receive(server, first_bucket=0, bucket_timeout=TIMEOUT)
+    ) as receiving:
         sender.send(link, WEIGHTS.items, bucket_timeout=TIMEOUT)
+    receiving.result()
     assert target.digest == sender.digest

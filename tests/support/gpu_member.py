@@ -1,7 +1,10 @@
 """One end of a transfer over NCCL in a process of its own, which a test may kill or stop.
 
-python gpu_member.py receive DEVICE MIB RENDEZVOUS EPOCH RANK WORLD_SIZE    prints the digest
-python gpu_member.py send DEVICE MIB EPOCH WORLD_SIZE                       prints the rendezvous
+python gpu_member.py receive DEVICE MIB EPOCH RANK WORLD_SIZE    writes its answer, reads the offer,
+                                                                 writes the digest
+python gpu_member.py send DEVICE MIB EPOCH WORLD_SIZE            reads the answer, writes the offer
+
+Answers and offers are hex, a line each. Both close their link once they read another line.
 """
 
 from __future__ import annotations
@@ -9,8 +12,8 @@ from __future__ import annotations
 import sys
 
 import torch
-from rollwire_transport import Receiver, Sender, describe_all, join_group, open_rendezvous, plan
-from rollwire_transport._tensors import as_bytes
+from rollwire_transport import Receiver, Sender, describe_all, open_link, plan
+from rollwire_transport._manifest import as_bytes
 
 TIMEOUT = 60.0
 BUCKET_BYTES = 1 << 20
@@ -28,41 +31,42 @@ def weights(mib: int, device: torch.device) -> dict[str, torch.Tensor]:
     }
 
 
-def receive(device: torch.device, mib: int, *group: str) -> None:
-    rendezvous, epoch, rank, world_size = group
+def receive(device: torch.device, mib: int, epoch: str, rank: str, world_size: str) -> None:
     wanted = weights(mib, device)
     manifest = plan(describe_all(wanted), bucket_bytes=BUCKET_BYTES)
     got = {name: torch.empty_like(tensor) for name, tensor in wanted.items()}
     receiver = Receiver(manifest, got)
-    link = join_group(
-        "nccl",
-        epoch=epoch,
-        rank=int(rank),
-        world_size=int(world_size),
-        rendezvous=rendezvous,
-        timeout=TIMEOUT,
-        device=device,
-    )
+    link = open_link("nccl", epoch=epoch, rank=int(rank), world_size=int(world_size), device=device)
+    tell(link.answer.hex())
+    link.connect(TIMEOUT, bytes.fromhex(sys.stdin.readline()))
     try:
         receiver.receive(link, first_bucket=0, bucket_timeout=TIMEOUT)
+        for name, tensor in got.items():
+            if not torch.equal(as_bytes(tensor), as_bytes(wanted[name])):
+                sys.exit(f"{name} came with other bytes")
+        tell(receiver.digest)
+        sys.stdin.readline()  # its end stays until the other one has finished
     finally:
         link.close()
-    for name, tensor in got.items():
-        if not torch.equal(as_bytes(tensor), as_bytes(wanted[name])):
-            sys.exit(f"{name} came with other bytes")
-    print(receiver.digest, flush=True)  # noqa: T201 - for the test to read
 
 
 def send(device: torch.device, mib: int, epoch: str, world_size: str) -> None:
     tensors = weights(mib, device)
     sender = Sender(plan(describe_all(tensors), bucket_bytes=BUCKET_BYTES))
-    rendezvous = open_rendezvous("nccl", epoch=epoch, world_size=int(world_size), device=device)
-    print(rendezvous.address, flush=True)  # noqa: T201 - as above
-    link = rendezvous.form_group(TIMEOUT)
+    link = open_link("nccl", epoch=epoch, rank=0, world_size=int(world_size), device=device)
+    offers = link.offers({1: bytes.fromhex(sys.stdin.readline())})
+    tell(offers[1].hex())
+    link.connect(TIMEOUT)
+    tell("connected")
     try:
         sender.send(link, tensors.items, bucket_timeout=TIMEOUT)
+        sys.stdin.readline()
     finally:
         link.close()
+
+
+def tell(what: object) -> None:
+    print(what, flush=True)  # noqa: T201 - for the test to read
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from rollwire_transport import Link, Transfer, TransportError
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 
 class _Transfer(Transfer):
@@ -40,7 +40,6 @@ class MemoryLink(Link):
 
     def __init__(self, capacity: int | None = None) -> None:
         self.device = torch.device("cpu")
-        self.upstream = "rank 0"
         self.messages: deque[tuple[Tensor, Tensor]] = deque()
         self.in_flight = 0
         self.most_in_flight = 0
@@ -52,7 +51,7 @@ class MemoryLink(Link):
     def send(self, header: Tensor, payload: Tensor) -> Transfer:
         def act() -> None:
             if len(self.messages) == self._capacity:
-                raise TransportError("it died", "rank 1")
+                raise TransportError("it died", 1)
             self.messages.append((header.clone(), payload.clone()))
 
         return self._begin(act)
@@ -60,7 +59,7 @@ class MemoryLink(Link):
     def receive(self, header: Tensor, payload: Tensor) -> Transfer:
         def act() -> None:
             if not self.messages:
-                raise TransportError("it died", "rank 0")
+                raise TransportError("it died", 0)
             its_header, its_payload = self.messages.popleft()
             header.copy_(its_header)
             payload.copy_(its_payload)
@@ -68,8 +67,14 @@ class MemoryLink(Link):
         self.given.append(payload)
         return self._begin(act)
 
-    def finish(self, timeout: float) -> None:
-        self.finished = True
+    def offers(self, answers: Mapping[int, bytes]) -> dict[int, bytes]:
+        raise NotImplementedError
+
+    def connect(self, timeout: float, offer: bytes = b"") -> None:
+        pass
+
+    def finish(self) -> None:
+        self.finished = True  # and no transfer is counted: it is both ends
 
     def abort(self) -> None:
         self.aborted = True

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
-from support.calls import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
 
 PHASES = (
     "ready",  # every server has checked the update and reserved memory
-    "joining",  # the victim is where the group meets, the others are not
+    "joining",  # the victim has taken the first step to join the group, the others have not
     "transfer",  # half of the tensors are on their way
     "staged",  # every server has everything, and none was told to commit
     "commit",  # another server has committed, the victim was not told to
@@ -34,7 +31,6 @@ def phases(*, fast: str) -> list[ParameterSet]:
     return [pytest.param(p, marks=[] if p == fast else [pytest.mark.slow]) for p in PHASES]
 
 
-ESTABLISHED = "01"
 SECONDS = 120
 
 
@@ -65,9 +61,10 @@ class Strike:
         self._victim = victim
         self._act = act
         self._done = asyncio.Event()
+        self._joined = asyncio.Event()
         self._committed = asyncio.Event()
         steps.before = {"JoinTransport": self._before_join, "CommitWeights": self._before_commit}
-        steps.after = {"CommitWeights": self._after_commit}
+        steps.after = {"JoinTransport": self._after_join, "CommitWeights": self._after_commit}
 
     @property
     def done(self) -> bool:
@@ -90,17 +87,17 @@ class Strike:
             self._done.set()
             self._act()
 
-    async def _before_join(self, address: str, request: Any) -> None:
+    async def _before_join(self, address: str, _request: Any) -> None:
         if self._phase == "ready":
             self._happens()
         elif self._phase == "joining" and not self.done and address != self._victim.address:
-            port = int(request.rendezvous.rpartition(":")[2])
-
-            async def is_time() -> bool:
-                return self.done or is_connected(self._victim.pid, port)
-
-            await until(is_time, SECONDS)
+            async with asyncio.timeout(SECONDS):
+                await self._joined.wait()
             self._happens()
+
+    async def _after_join(self, address: str, _request: Any) -> None:
+        if address == self._victim.address:
+            self._joined.set()
 
     async def _before_commit(self, address: str, _request: Any) -> None:
         if self._phase == "staged":
@@ -112,10 +109,3 @@ class Strike:
 
     async def _after_commit(self, _address: str, _request: Any) -> None:
         self._committed.set()
-
-
-def is_connected(pid: int, port: int) -> bool:
-    """Whether a connection to ``port`` stands, as the process's network namespace sees it."""
-    lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
-    fields = [line.split() for line in lines]
-    return any(f[3] == ESTABLISHED and int(f[2].partition(":")[2], 16) == port for f in fields)

@@ -96,41 +96,58 @@ class Update:
         while self.last.phase != phase:
             assert await self.read(), f"ended in {self.last}"
 
-    async def transfer(self, first_bucket: int = 0) -> None:
+    async def transfer(self, first_bucket: int = 0, backend: str = "gloo") -> None:
         """A group, and every bucket over it; until STAGED."""
-        epoch = uuid.uuid4().hex
-        rendezvous = transport.open_rendezvous("gloo", epoch=epoch, world_size=2)
+        link = await self.form(first_bucket, backend=backend)
         try:
-            joining = asyncio.create_task(
-                self.join(epoch, rendezvous.address, first_bucket=first_bucket)
-            )
-            link = await asyncio.to_thread(rendezvous.form_group, SECONDS)
-            await joining
-            await asyncio.to_thread(
-                self.sender.send,
-                link,
-                self.tensors.items,
-                first_bucket=first_bucket,
-                bucket_timeout=SECONDS,
-            )
-            await asyncio.to_thread(link.close)
+            await self.send(link, first_bucket)
+            await self.until(weights_pb2.UPDATE_PHASE_STAGED)
         finally:
-            rendezvous.close()
-        await self.until(weights_pb2.UPDATE_PHASE_STAGED)
+            await asyncio.to_thread(link.close)
         assert self.last.digest == self.sender.digest
 
-    async def join(self, epoch: str, rendezvous: str, **change: object) -> None:
+    async def form(
+        self, first_bucket: int = 0, backend: str = "gloo", host: str = "127.0.0.1"
+    ) -> transport.Link:
+        """The trainer's end of a group with the server."""
+        epoch = uuid.uuid4().hex
+        link = transport.open_link(backend, epoch=epoch, rank=0, world_size=2, host=host)
+        answer = await self.prepare(epoch, backend=backend, host=host)
+        offers = link.offers({1: answer.answer})
+        connecting = asyncio.create_task(
+            self.join(
+                weights_pb2.JOIN_STEP_CONNECT, epoch, offer=offers[1], first_bucket=first_bucket
+            )
+        )
+        await asyncio.to_thread(link.connect, SECONDS)
+        await connecting
+        return link
+
+    async def send(self, link: transport.Link, first_bucket: int = 0) -> None:
+        await asyncio.to_thread(
+            self.sender.send,
+            link,
+            self.tensors.items,
+            first_bucket=first_bucket,
+            bucket_timeout=SECONDS,
+        )
+
+    async def prepare(self, epoch: str, **change: object) -> weights_pb2.JoinTransportResponse:
+        fields = {"backend": "gloo", "world_size": 2, "host": "127.0.0.1", **change}
+        return await self.join(fields.pop("step", weights_pb2.JOIN_STEP_PREPARE), epoch, **fields)
+
+    async def join(
+        self, step: object, epoch: str, **change: object
+    ) -> weights_pb2.JoinTransportResponse:
         fields: dict[str, object] = {
             "publisher": self.who,
             "update_id": self.update_id,
             "epoch": epoch,
-            "backend": "gloo",
+            "step": step,
             "ranks": [1],
-            "world_size": 2,
-            "rendezvous": rendezvous,
             **change,
         }
-        await self.api.weights.JoinTransport(
+        return await self.api.weights.JoinTransport(
             weights_pb2.JoinTransportRequest(**fields), timeout=SECONDS
         )
 

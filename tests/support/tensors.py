@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from hypothesis import strategies as st
 from rollwire_transport import packed_nbytes, packed_views
-from rollwire_transport._tensors import DTYPES
+from rollwire_transport._manifest import DTYPES
 from torch import Tensor
 
 if TYPE_CHECKING:

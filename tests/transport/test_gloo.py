@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from rollwire_transport import (
     Link,
-    ListenOptions,
     Receiver,
     Sender,
     TransportError,
     TransportTimeout,
     available_backends,
     describe_all,
-    join_group,
-    open_rendezvous,
+    open_link,
     plan,
 )
-from rollwire_transport._links.base import Backend, GroupMember
-from rollwire_transport._links.rendezvous import Rendezvous, join
 from support.examples import examples
-from support.gloo import TIMEOUT, group, in_thread, join_at, transfer
+from support.gloo import (
+    MANIFEST,
+    TIMEOUT,
+    WEIGHTS,
+    connect,
+    group,
+    in_thread,
+    receiver,
+    transfer,
+)
 from support.tensors import content, room_for, weights
 
 if TYPE_CHECKING:
-    from rollwire_transport._links.control_channel import ControlChannel
     from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -51,7 +56,6 @@ def test_everything_arrives_bit_for_bit(tensors: dict[str, Tensor]) -> None:
             for r, link in zip(receivers, servers, strict=True)
         ]
         sender.send(trainer, tensors.items, bucket_timeout=TIMEOUT)
-        assert all(r.complete for r in receivers)  # sent means that all have it
         for future in receiving:
             future.result()
     assert [r.digest for r in receivers] == [sender.digest] * 2
@@ -72,159 +76,129 @@ def test_no_default_group_is_made() -> None:
         assert not dist.is_initialized()
 
 
-def test_a_member_that_never_joins_is_named_in_bounded_time() -> None:
-    rendezvous = open_rendezvous("gloo", epoch="epoch", world_size=3)
+def opened(rank: int, epoch: str = "epoch") -> Link:
+    return open_link("gloo", epoch=epoch, rank=rank, world_size=2)
+
+
+def test_a_member_that_never_connects_is_named_in_bounded_time() -> None:
+    trainer, server = opened(0), opened(1)
+    trainer.offers({1: server.answer})
     start = time.monotonic()
-    with in_thread(lambda: join_at(rendezvous, "epoch", 1, 3)) as joining:
-        with pytest.raises(TransportTimeout, match="rank 2 did not join") as caught:
-            rendezvous.form_group(1.5)
-        with pytest.raises(TransportError, match="rank 0 hung up before the group was formed"):
-            joining.result()
-    rendezvous.close()
-    assert caught.value.peer == "rank 2"
+    with pytest.raises(TransportTimeout, match="rank 1 cannot be reached") as caught:
+        trainer.connect(0.5)
+    assert caught.value.peer == 1
     assert time.monotonic() - start < TIMEOUT / 2
+    trainer.close()
+    server.close()
 
 
-def test_a_meeting_can_be_closed_while_it_waits() -> None:
-    rendezvous = open_rendezvous("gloo", epoch="epoch", world_size=3)
-    with (
-        in_thread(lambda: rendezvous.form_group(TIMEOUT)) as forming,
-        in_thread(lambda: join_at(rendezvous, "epoch", 1, 3)) as joining,
-    ):
-        threading.Timer(0.1, rendezvous.close).start()
-        for waiting in (forming, joining):
-            with pytest.raises(TransportError, match=r"closed|rank 0 hung up") as caught:
-                waiting.result()
-            assert not isinstance(caught.value, TransportTimeout)
+@pytest.mark.parametrize("how", ["deadline", "abort", "close"])
+def test_a_trainer_that_freezes_before_it_connects_is_given_up(how: str) -> None:
+    trainer, server = opened(0), opened(1)
+    offer = trainer._addresses()[1]  # and it does not take the answer
+    start = time.monotonic()
+    timeout = 0.5 if how == "deadline" else TIMEOUT
+    with in_thread(lambda: server.connect(timeout, offer)) as connecting:
+        if how != "deadline":
+            threading.Timer(0.1, getattr(server, how)).start()
+        with pytest.raises(TransportError) as caught:
+            connecting.result()
+    assert isinstance(caught.value, TransportTimeout) == (how == "deadline")
+    assert time.monotonic() - start < TIMEOUT / 2
+    trainer.close()
+    server.close()
+
+
+@pytest.mark.parametrize("answer", [b"", b"nonsense", bytes(1 << 10)])
+def test_an_answer_that_is_none_is_an_error(answer: bytes) -> None:
+    trainer = opened(0)
+    trainer.offers({1: answer})
+    with pytest.raises(TransportError) as caught:
+        trainer.connect(1)
+    assert caught.value.peer == 1
+    trainer.close()
 
 
 def test_only_members_who_know_the_epoch_get_in() -> None:
-    rendezvous = open_rendezvous("gloo", epoch="secret", world_size=2)
-    with in_thread(lambda: rendezvous.form_group(TIMEOUT)) as forming:
-        with pytest.raises(TransportError, match="no group of this epoch") as caught:
-            join_at(rendezvous, "guess", 1, 2)
-        assert caught.value.peer == "rank 0"
-        server = join_at(rendezvous, "secret", 1, 2)
-    for end in (forming.result(), server, rendezvous):
+    links = [opened(0, "secret"), opened(1, "guess")]
+    with pytest.raises(TransportError, match="not a member of this group"):
+        connect(links)
+    for link in links:
+        link.close()
+
+
+def test_strangers_who_connect_hurt_nobody() -> None:
+    before = listening()
+    trainer, server = opened(0), opened(1)
+    strangers = []
+    for port in listening() - before:
+        for said in (b"", b"GET / HTTP/1.1\r\n" * 10):
+            stranger = socket.create_connection(("127.0.0.1", port))
+            stranger.sendall(said)
+            strangers.append(stranger)
+    assert strangers
+    connect([trainer, server])
+    transfer(trainer, server)
+    for end in (trainer, server, *strangers):
         end.close()
 
 
-def test_a_rank_that_is_taken_and_another_size_are_refused() -> None:
-    rendezvous = open_rendezvous("gloo", epoch="epoch", world_size=3)
-    with (
-        in_thread(lambda: rendezvous.form_group(TIMEOUT)) as forming,
-        ThreadPoolExecutor(2) as pool,
-    ):
-        with pytest.raises(TransportError, match="3 members, but this member expects 2"):
-            join_at(rendezvous, "epoch", 1, 2)
-        twice = [pool.submit(join_at, rendezvous, "epoch", 1, 3) for _ in range(2)]
-        (refused,), (joining,) = wait(twice, TIMEOUT, FIRST_COMPLETED)
-        with pytest.raises(TransportError, match="rank 1 has joined this group already"):
-            refused.result()
-        other = join_at(rendezvous, "epoch", 2, 3)
-    for end in (forming.result(), joining.result(), other, rendezvous):
-        end.close()
+def listening() -> set[int]:
+    """Ports of 127.0.0.1 on which somebody listens."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    ends = (line.split()[1].split(":") for line in lines if line.split()[3] == "0A")
+    return {int(port, 16) for host, port in ends if host == "0100007F"}
 
 
-class Frozen(Backend):
-    """A member that has joined and does nothing from then on."""
-
-    name = "frozen"
-    cpu_preference = gpu_preference = 9
-
-    def unavailable_reason(self, listen: ListenOptions) -> str:
-        return ""
-
-    def connect(self, member, channel, token, deadline, cancelled) -> ControlChannel:
-        return channel
-
-
-def member(rank: int) -> GroupMember:
-    return GroupMember("epoch", rank, 2, torch.device("cpu"))
-
-
-def test_a_member_that_freezes_once_all_have_come_is_named_in_bounded_time() -> None:
-    rendezvous = open_rendezvous("gloo", epoch="epoch", world_size=2)
-    start = time.monotonic()
-    with in_thread(lambda: rendezvous.form_group(1.5)) as forming:
-        frozen = join(Frozen(), member(1), rendezvous.address, TIMEOUT, threading.Event())
-        with pytest.raises(TransportTimeout, match="rank 1 joined but cannot be reached") as caught:
-            forming.result()
-    assert caught.value.peer == "rank 1"
-    assert time.monotonic() - start < TIMEOUT / 2
-    frozen.close()
-    rendezvous.close()
-
-
-@pytest.mark.parametrize("how", ["deadline", "cancelled"])
-def test_a_trainer_that_freezes_once_all_have_come_is_given_up(how: str) -> None:
-    rendezvous, cancelled = Rendezvous(Frozen(), member(0), "127.0.0.1", 0), threading.Event()
-    start = time.monotonic()
-    with in_thread(
-        lambda: join_group(
-            "gloo",
-            epoch="epoch",
-            rank=1,
-            world_size=2,
-            rendezvous=rendezvous.address,
-            timeout=1.5 if how == "deadline" else TIMEOUT,
-            cancelled=cancelled,
-        )
-    ) as joining:
-        frozen = rendezvous.form_group(TIMEOUT)
-        if how == "cancelled":
-            cancelled.set()
-        with pytest.raises(TransportError) as caught:
-            joining.result()
-    assert isinstance(caught.value, TransportTimeout) == (how == "deadline")
-    assert time.monotonic() - start < TIMEOUT / 2
-    frozen.close()
-    rendezvous.close()
-
-
-def test_a_rendezvous_where_nobody_is_fails_at_once() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    start = time.monotonic()
-    with pytest.raises(TransportError, match=f"nobody meets at 127.0.0.1:{port}"):
-        join_group(
-            "gloo", epoch="e", rank=1, world_size=2, rendezvous=f"127.0.0.1:{port}", timeout=TIMEOUT
-        )
-    assert time.monotonic() - start < TIMEOUT / 2
+def test_a_group_is_used_again_and_takes_nothing_of_a_former_update() -> None:
+    with group(receivers=2) as (trainer, *servers):
+        for number in range(3):
+            assert [link.transfers for link in (trainer, *servers)] == [number] * 3
+            targets = [receiver(), receiver()]
+            with ThreadPoolExecutor(2) as pool:
+                receiving = [
+                    pool.submit(r.receive, s, first_bucket=0, bucket_timeout=TIMEOUT)
+                    for r, s in zip(targets, servers, strict=True)
+                ]
+                Sender(MANIFEST).send(trainer, WEIGHTS.items, bucket_timeout=TIMEOUT)
+                for future in receiving:
+                    future.result()
+        trainer.transfers += 1  # as a bucket of another update would be
+        with in_thread(
+            lambda: receiver().receive(servers[0], first_bucket=0, bucket_timeout=TIMEOUT)
+        ) as refused:
+            with contextlib.suppress(TransportError):
+                Sender(MANIFEST).send(trainer, WEIGHTS.items, bucket_timeout=1)
+            with pytest.raises(TransportError, match="no header of this format and transfer"):
+                refused.result()
 
 
 def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(TransportError, match="host:port"):
-        join_group("gloo", epoch="e", rank=1, world_size=2, rendezvous="nowhere", timeout=1)
-    with pytest.raises(TransportError, match="rank 2 is not a receiver"):
-        join_group("gloo", epoch="e", rank=2, world_size=2, rendezvous="127.0.0.1:1", timeout=1)
-    with pytest.raises(ValueError, match="has no receiver"):
-        open_rendezvous("gloo", epoch="e", world_size=1)
+    for rank in (-1, 2):
+        with pytest.raises(TransportError, match=f"there is no rank {rank} "):
+            opened(rank)
+    with pytest.raises(TransportError, match="no rank 0 with a peer in a group of 1"):
+        open_link("gloo", epoch="e", rank=0, world_size=1)
     with pytest.raises(ValueError, match="not an address at which"):
-        open_rendezvous("gloo", epoch="e", world_size=2, host="0.0.0.0")  # noqa: S104 - is refused
+        open_link("gloo", epoch="e", rank=0, world_size=2, host="0.0.0.0")  # noqa: S104 - is refused
+    with pytest.raises(OSError, match="assign requested address"):
+        open_link("gloo", epoch="e", rank=0, world_size=2, host="192.0.2.7")
     for name, backend in available_backends().items():
         if not backend.ok:
             with pytest.raises(TransportError, match=f"backend {name} cannot be used"):
-                open_rendezvous(name, epoch="e", world_size=2)
+                open_link(name, epoch="e", rank=0, world_size=2)
     with pytest.raises(TransportError, match="there is no backend 'pigeon'"):
-        open_rendezvous("pigeon", epoch="e", world_size=2)
-
-
-def test_a_port_in_use_is_an_os_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(OSError, match="in use"):
-        open_rendezvous("gloo", epoch="e", world_size=2, port=server.getsockname()[1])
+        open_link("pigeon", epoch="e", rank=0, world_size=2)
 
 
 def test_it_works_over_ipv6() -> None:
     try:
-        rendezvous = open_rendezvous("gloo", epoch="epoch", world_size=2, host="::1")
+        links = [
+            open_link("gloo", epoch="epoch", rank=rank, world_size=2, host="::1") for rank in (0, 1)
+        ]
     except OSError:
         pytest.skip("this machine has no IPv6")
-    assert rendezvous.address.startswith("[::1]:")
-    with in_thread(lambda: join_at(rendezvous, "epoch", 1, 2)) as joining:
-        link = rendezvous.form_group(TIMEOUT)
-        server = joining.result()
-    assert isinstance(server, Link)
-    transfer(link, server)
-    for end in (link, server, rendezvous):
-        end.close()
+    connect(links)
+    transfer(*links)
+    for link in links:
+        link.close()

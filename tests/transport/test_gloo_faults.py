@@ -13,6 +13,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from rollwire_transport import (
     TransportError,
     TransportTimeout,
     describe_all,
-    open_rendezvous,
+    open_link,
     plan,
 )
 from support.footprint import Footprint
@@ -33,10 +34,12 @@ from support.gloo import (
     WEIGHTS,
     group,
     in_thread,
-    join_at,
     receiver,
     transfer,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -46,7 +49,7 @@ def test_a_silent_sender_is_a_timeout_of_one_bucket() -> None:
         start = time.monotonic()
         with pytest.raises(TransportTimeout) as caught:
             receiver().receive(server, first_bucket=0, bucket_timeout=0.3)
-        assert caught.value.peer == "rank 0"
+        assert caught.value.peer == 0
         assert 0.3 <= time.monotonic() - start < TIMEOUT / 2
 
 
@@ -91,7 +94,8 @@ def test_an_abort_ends_both_ends_at_once(who: str) -> None:
 
 
 @pytest.mark.parametrize("who", ["trainer", "server"])
-def test_an_abort_in_the_middle_of_a_message_ends_both_ends_at_once(who: str) -> None:
+def test_an_abort_in_the_middle_of_a_message_ends_it_at_once(who: str) -> None:
+    """Gloo does not end the other end's wait then: who drives the group aborts that too."""
     header = torch.ones(4, dtype=torch.int64)
     there = torch.ones(1 << 28, dtype=torch.uint8)
     for _ in range(10):  # who looks a moment late misses the middle
@@ -104,8 +108,13 @@ def test_an_abort_in_the_middle_of_a_message_ends_both_ends_at_once(who: str) ->
             if here[-1]:
                 continue
             start = time.monotonic()
-            (trainer if who == "trainer" else server).abort()
-            errors = [future.exception() for future in waiting]
+            ends_in_order = [(server, waiting[0]), (trainer, waiting[1])]
+            if who == "trainer":
+                ends_in_order.reverse()
+            errors = []
+            for end, future in ends_in_order:
+                end.abort()
+                errors.append(future.exception(TIMEOUT / 2))
             assert all(isinstance(error, TransportError) for error in errors)
             assert not any(isinstance(error, TransportTimeout) for error in errors)
         assert time.monotonic() - start < TIMEOUT / 2
@@ -137,11 +146,11 @@ def test_an_abort_reaches_members_that_the_failed_one_did_not_talk_to() -> None:
         servers[2].abort()
         with pytest.raises(TransportError) as caught:
             Sender(MANIFEST).send(trainer, WEIGHTS.items, bucket_timeout=TIMEOUT)
-        assert caught.value.peer == "rank 3"
+        assert caught.value.peer == 3
         for future in receiving:
             with pytest.raises(TransportError) as caught:
                 future.result()
-            assert caught.value.peer == "rank 0"
+            assert caught.value.peer == 0
         assert time.monotonic() - start < TIMEOUT / 2
 
 
@@ -184,6 +193,36 @@ def test_aborts_at_any_moment_end_in_errors_or_success() -> None:
                     future.result(TIMEOUT)
 
 
+class Member:
+    """A process of ``support/transport_member.py``."""
+
+    def __init__(self, *arguments: str) -> None:
+        script = Path(__file__).parent.parent / "support" / "transport_member.py"
+        command = [sys.executable, str(script), *arguments]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def answer(self) -> bytes:
+        assert self.process.stdout is not None
+        return bytes.fromhex(self.process.stdout.readline())
+
+    def connect(self, offer: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(offer.hex() + "\n")
+        self.process.stdin.flush()
+
+
+@contextlib.contextmanager
+def member(*arguments: str) -> Iterator[Member]:
+    one = Member(*arguments)
+    try:
+        yield one
+    finally:
+        one.process.kill()
+        one.process.communicate(timeout=TIMEOUT)
+
+
 @pytest.mark.parametrize(
     ("blow", "timeout"),
     [(signal.SIGKILL, TIMEOUT), (signal.SIGSTOP, 3.0)],
@@ -192,18 +231,22 @@ def test_aborts_at_any_moment_end_in_errors_or_success() -> None:
 def test_when_a_member_dies_the_others_go_on_without_it(
     blow: signal.Signals, timeout: float
 ) -> None:
-    rendezvous = open_rendezvous("gloo", epoch="first", world_size=4)
-    script = Path(__file__).parent.parent / "support" / "transport_member.py"
-    size, bucket = str(WEIGHTS["w"].numel()), str(1 << 15)
-    victim = subprocess.Popen(
-        [sys.executable, script, rendezvous.address, "first", "2", "4", size, bucket]
-    )
     sender, survivors = Sender(MANIFEST), [receiver(), receiver()]
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            joining = [pool.submit(join_at, rendezvous, "first", rank, 4) for rank in (1, 3)]
-            trainer = rendezvous.form_group(TIMEOUT)
-            servers = [future.result() for future in joining]
+    links = [open_link("gloo", epoch="first", rank=rank, world_size=4) for rank in (0, 1, 3)]
+    trainer, *servers = links
+    size, bucket = str(WEIGHTS["w"].numel()), str(1 << 15)
+    with member("first", "2", "4", size, bucket) as victim:
+        answers = {rank: link.answer for rank, link in zip((1, 3), servers, strict=True)}
+        offers = trainer.offers({**answers, 2: victim.answer()})
+        with ThreadPoolExecutor(3) as pool:
+            connecting = [
+                pool.submit(link.connect, TIMEOUT, offers[rank])
+                for rank, link in zip((1, 3), servers, strict=True)
+            ]
+            victim.connect(offers[2])
+            trainer.connect(TIMEOUT)
+            for future in connecting:
+                future.result()
             receiving = [
                 pool.submit(r.receive, s, first_bucket=0, bucket_timeout=TIMEOUT)
                 for r, s in zip(survivors, servers, strict=True)
@@ -213,22 +256,18 @@ def test_when_a_member_dies_the_others_go_on_without_it(
             def hit(sent: int) -> None:
                 nonlocal hit_at
                 if sent == 10 << 15:
-                    victim.send_signal(blow)
+                    victim.process.send_signal(blow)
                     hit_at = time.monotonic()
 
             with pytest.raises(TransportError) as caught:
                 sender.send(trainer, WEIGHTS.items, bucket_timeout=timeout, progress=hit)
-            assert caught.value.peer == "rank 2"
+            assert caught.value.peer == 2
             for future in receiving:
                 with pytest.raises(TransportError):
                     future.result(TIMEOUT)
             assert time.monotonic() - hit_at < TIMEOUT / 2
-        rendezvous.close()
-        trainer.close()
-        assert all(server.close() for server in servers)  # who go on with the same memory
-    finally:
-        victim.kill()
-        victim.wait(TIMEOUT)
+    trainer.close()
+    assert all(server.close() for server in servers)  # who go on with the same memory
 
     missing = min(r.next_bucket for r in survivors)
     assert 0 < missing < len(MANIFEST.buckets)
@@ -270,18 +309,18 @@ def test_nothing_is_left_behind() -> None:
             with pytest.raises(TransportError):
                 receiving.result()
 
-    def never_form() -> None:
-        rendezvous = open_rendezvous("gloo", epoch="epoch", world_size=2)
+    def never_connect() -> None:
+        link = open_link("gloo", epoch="epoch", rank=0, world_size=2)
         with pytest.raises(TransportTimeout):
-            rendezvous.form_group(0.05)
-        rendezvous.close()
+            link.connect(0.05)
+        link.close()
 
     def left() -> Footprint:
         await_worker_threads()
         gc.collect()
         return Footprint.of(os.getpid())
 
-    for action in (succeed, fail, never_form):
+    for action in (succeed, fail, never_connect):
         action()  # what is made once and kept
         before = left()
         for _ in range(3):

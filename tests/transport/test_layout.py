@@ -15,7 +15,7 @@ from rollwire_transport import (
     plan,
     validate,
 )
-from rollwire_transport._tensors import DTYPES, nbytes
+from rollwire_transport._manifest import DTYPES, nbytes
 from support.tensors import shapes
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rollwire_transport import describe_all, padded_nbytes, plan
-from rollwire_transport._bucket_layout import in_place_view
+from rollwire_transport._layout import in_place_view
+from rollwire_transport._manifest import as_bytes
 from rollwire_transport._receiver import SlotPool
-from rollwire_transport._tensors import as_bytes
 from support.tensors import room_for, room_in_one, weights
 
 if TYPE_CHECKING:

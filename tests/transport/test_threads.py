@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from rollwire_transport._threads import SWITCH_SECONDS, fast_thread_switching
+from rollwire_transport._concurrency import SWITCH_SECONDS, fast_thread_switching
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

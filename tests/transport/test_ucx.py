@@ -8,7 +8,7 @@ import secrets
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -20,19 +20,17 @@ from rollwire_transport import (
     TransportTimeout,
     available_backends,
     describe_all,
-    join_group,
-    open_rendezvous,
+    open_link,
     plan,
 )
 from rollwire_transport._links import ucx
 from support import chain_member
 from support.chain_member import Answer, Order
+from support.gloo import connect
 from support.tensors import random_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from rollwire_transport import Rendezvous
 
 UCX = available_backends()["ucx"]
 pytestmark = pytest.mark.skipif(not UCX.ok, reason=UCX.reason)
@@ -60,9 +58,17 @@ class Member:
     def __init__(self) -> None:
         self.process, self.pipe = chain_member.start()
 
-    def answer(self) -> Answer:
+    def read(self) -> Any:
         assert self.pipe.poll(START), "no answer"
         return self.pipe.recv()
+
+    def answer(self) -> Answer:
+        """What came of its order, once its link is closed."""
+        told = self.read()
+        if told == "received":
+            self.pipe.send("close")
+            told = self.read()
+        return told
 
     def hit(self, blow: signal.Signals) -> None:
         assert self.process.pid is not None
@@ -94,14 +100,16 @@ def chain(
 ) -> Iterator[Link]:
     """Rank 0's end of a chain of these."""
     epoch, world_size = secrets.token_hex(), len(receivers) + 1
-    rendezvous = open_rendezvous("ucx", epoch=epoch, world_size=world_size)
-    try:
-        for rank, member in enumerate(receivers, start=1):
-            place = (epoch, rank, world_size, rendezvous.address)
-            member.pipe.send(Order(*place, first_bucket, size, bucket_bytes, timeout))
-        link = rendezvous.form_group(START)
-    finally:
-        rendezvous.close()
+    link = open_link("ucx", epoch=epoch, rank=0, world_size=world_size)
+    answers = {}
+    for rank, member in enumerate(receivers, start=1):
+        order = Order(epoch, rank, world_size, first_bucket, size, bucket_bytes, timeout)
+        member.pipe.send(order)
+        answers[rank] = member.read()
+    offers = link.offers(answers)
+    for rank, member in enumerate(receivers, start=1):
+        member.pipe.send(offers[rank])
+    link.connect(START)
     try:
         yield link
     finally:
@@ -115,7 +123,7 @@ def test_everything_arrives_bit_for_bit(count: int, weights: dict[str, torch.Ten
         for _ in range(2):  # once more over another chain of the same processes
             with chain(receivers) as link:
                 sender.send(link, weights.items, bucket_timeout=TIMEOUT)
-            answers = [member.answer() for member in receivers]
+                answers = [member.answer() for member in receivers]
             assert [a.digest for a in answers] == [sender.digest] * count
             total = int(weights["w"].sum(dtype=torch.int64))
             assert [a.total for a in answers] == [total] * count
@@ -149,18 +157,23 @@ def test_when_a_member_dies_the_others_go_on_without_it(victim: int, how: str) -
         with chain(receivers, 0, size, bucket_bytes, timeout) as link:
             with pytest.raises(TransportError) as caught:
                 sender.send(link, weights.items, bucket_timeout=timeout, progress=hit)
-            assert caught.value.peer == f"rank {victim}", caught.value
-            assert isinstance(caught.value, TransportTimeout) == (how == "stopped")
+            # It sees its neighbour only; whoever drives the chain hears of all.
+            assert caught.value.peer == 1, caught.value
+            if victim == 1:  # else the relay before it may give up first
+                assert isinstance(caught.value, TransportTimeout) == (how == "stopped")
             answers = [member.answer() for member in survivors]
-            assert time.monotonic() - hit_at < timeout / 2 + 8
-        assert all(a.peer == f"rank {victim}" for a in answers if a.error), answers
+            assert time.monotonic() - hit_at < timeout + 8
+        if how == "killed":
+            ranks = [rank for rank in (1, 2, 3) if rank != victim]
+            named = {rank: a.peer for rank, a in zip(ranks, answers, strict=True) if a.error}
+            assert all(named[r] == victim for r in (victim - 1, victim + 1) if r in named), named
         assert all(a.let_go for a in answers)  # who go on with the same memory
         missing = min(a.next_bucket for a in answers)
         assert 0 < missing < len(manifest.buckets)
 
         with chain(survivors, missing, size, bucket_bytes) as link:
             sender.send(link, weights.items, first_bucket=missing, bucket_timeout=TIMEOUT)
-        assert [m.answer().digest for m in survivors] == [sender.digest] * 2
+            assert [m.answer().digest for m in survivors] == [sender.digest] * 2
 
 
 @pytest.mark.parametrize("rank", [1, 2])
@@ -171,7 +184,7 @@ def test_the_trainers_death_reaches_all(rank: int) -> None:
             start = time.monotonic()
             answers = [member.answer() for member in receivers]
             assert time.monotonic() - start < TIMEOUT / 2
-        assert [a.peer for a in answers] == ["rank 0"] * 2
+        assert [a.peer for a in answers] == [0, 1]  # each by its neighbour's end
 
 
 def test_an_abort_ends_what_waits_here_and_elsewhere(weights: dict[str, torch.Tensor]) -> None:
@@ -183,7 +196,7 @@ def test_an_abort_ends_what_waits_here_and_elsewhere(weights: dict[str, torch.Te
         with pytest.raises(TransportError, match="aborted"):
             sender.send(link, weights.items, bucket_timeout=TIMEOUT)
         assert time.monotonic() - start < TIMEOUT / 2
-        assert receivers[0].answer().peer in {"rank 0", "rank 2"}
+        assert receivers[0].answer().peer in {0, 2}
         with pytest.raises(TransportError, match="aborted"):
             link.send(torch.zeros(4, dtype=torch.int64), weights["w"])
         link.abort()
@@ -193,37 +206,28 @@ def test_a_silent_sender_is_a_timeout_of_one_bucket() -> None:
     with members(2) as receivers, chain(receivers, timeout=0.5):
         answers = [member.answer() for member in receivers]
         assert all(a.error for a in answers)
-        assert answers[0].peer == "rank 0"
+        assert answers[0].peer == 0
 
 
-def test_only_members_who_know_the_epoch_get_in() -> None:
-    rendezvous = open_rendezvous("ucx", epoch="secret", world_size=2)
-    forming = threading.Thread(target=lambda: form_in_vain(rendezvous))
-    forming.start()
-    with pytest.raises(TransportError, match="no group of this epoch"):
-        join_group(
-            "ucx",
-            epoch="guess",
-            rank=1,
-            world_size=2,
-            rendezvous=rendezvous.address,
-            timeout=TIMEOUT,
-        )
-    rendezvous.close()
-    forming.join(TIMEOUT)
-    assert not forming.is_alive()
-
-
-def form_in_vain(rendezvous: Rendezvous) -> None:
-    with pytest.raises(TransportError, match="closed"):
-        rendezvous.form_group(TIMEOUT)
-
-
-def test_whoever_does_not_join_is_named_in_bounded_time() -> None:
-    rendezvous = open_rendezvous("ucx", epoch="epoch", world_size=3)
-    with pytest.raises(TransportTimeout, match="rank 1, rank 2 did not join"):
-        rendezvous.form_group(0.3)
-    rendezvous.close()
+def test_messages_of_another_epoch_or_update_are_not_taken() -> None:
+    links = [
+        open_link("ucx", epoch=epoch, rank=rank, world_size=2)
+        for rank, epoch in enumerate(["secret", "guess"])
+    ]
+    connect(links)
+    header, payload = torch.ones(4, dtype=torch.int64), torch.ones(64, dtype=torch.uint8)
+    for link in links:
+        link._epoch = "epoch"
+    links[0].transfers = 1
+    for epoch, transfers in (("guess", 1), ("epoch", 0)):
+        links[1]._epoch, links[1].transfers = epoch, transfers
+        here = torch.zeros_like(payload)
+        links[0].send(header, payload)
+        with pytest.raises(TransportTimeout):
+            links[1].receive(header.clone(), here).wait(0.3)
+        assert not here.any()
+    for link in links:
+        link.close()
 
 
 def test_what_is_prepared_leaves_no_thread_or_file() -> None:
@@ -239,7 +243,7 @@ def test_no_thread_or_file_is_left(weights: dict[str, torch.Tensor]) -> None:
     def succeed(receivers: list[Member]) -> list[Answer]:
         with chain(receivers) as link:
             sender.send(link, weights.items, bucket_timeout=TIMEOUT)
-        return [member.answer() for member in receivers]
+            return [member.answer() for member in receivers]
 
     def fail(receivers: list[Member]) -> list[Answer]:
         with chain(receivers) as link:

@@ -154,7 +154,6 @@ class PublishTimeouts:
         bucket: For one bucket to reach all servers.
         source: For the trainer to provide the tensors of one bucket. Servers by default wait 30 s
             for a bucket.
-        stalled: For the servers to report what they have received, after a group failed.
         staged: For the servers to verify the update, once everything is sent.
         commit: For a server to put an update in place.
         commit_silence: For the answer to a commit, before the server is probed.
@@ -173,7 +172,6 @@ class PublishTimeouts:
     join: float = 20.0
     bucket: float = 30.0
     source: float = 20.0
-    stalled: float = 2.0
     staged: float = 30.0
     commit: float = 60.0
     commit_silence: float = 5.0

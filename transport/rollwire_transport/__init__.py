@@ -3,14 +3,15 @@
 It knows tensors and links, neither gRPC nor engines. Everything blocks, with deadlines, and is
 meant to be called from worker threads.
 
-The trainer ``plan``s a ``Manifest`` of the tensors that it ``describe``s and opens a
-``Rendezvous``; a ``Sender`` sends over the ``Link`` that it forms. A server ``validate``s the
-manifest, ``compare``s it with its schema and ``join_group``s; a ``Receiver`` puts what arrives into
-its tensors. When a group fails, the remaining members form another one and go on from the lowest
-bucket that one of them misses.
+The trainer ``plan``s a ``Manifest`` of the tensors that it ``describe``s; a server ``validate``s it
+and ``compare``s it with its schema. All members of a group ``open_link``, receivers give their
+``Link.answer`` to the trainer, it gives each of them an offer, and all ``connect``. A ``Sender``
+sends over the link, and a ``Receiver`` puts what arrives into its tensors. When a group fails, the
+remaining members form another one and go on from the lowest bucket that one of them misses. A group
+that has moved an update can move the next one.
 """
 
-from rollwire_transport._bucket_layout import packed_nbytes, packed_views, padded_nbytes, plan
+from rollwire_transport._concurrency import on_side_stream
 from rollwire_transport._digest import sum_digests, tensor_digest, tensor_digests
 from rollwire_transport._errors import (
     DigestMismatch,
@@ -20,27 +21,40 @@ from rollwire_transport._errors import (
     TransportError,
     TransportTimeout,
 )
+from rollwire_transport._layout import (
+    MAX_DIMENSIONS,
+    compare,
+    packed_nbytes,
+    packed_views,
+    padded_nbytes,
+    plan,
+    validate,
+)
 from rollwire_transport._links import (
+    PROTOCOL,
     Availability,
     Link,
     ListenOptions,
-    Rendezvous,
     Transfer,
     available_backends,
-    join_group,
-    open_rendezvous,
+    open_link,
     warm_up,
 )
-from rollwire_transport._manifest import Bucket, Encoding, Manifest, Span, TensorSpec
+from rollwire_transport._manifest import (
+    Bucket,
+    Encoding,
+    Manifest,
+    Span,
+    TensorSpec,
+    describe,
+    describe_all,
+)
 from rollwire_transport._receiver import Receiver
-from rollwire_transport._sender import PackingStatus, Sender
-from rollwire_transport._source import close_source, materialize
-from rollwire_transport._streams import on_side_stream
-from rollwire_transport._tensors import describe, describe_all
-from rollwire_transport._validation import MAX_DIMENSIONS, compare, validate
+from rollwire_transport._sender import PackingStatus, Sender, close_source, materialize
 
 __all__ = [
     "MAX_DIMENSIONS",
+    "PROTOCOL",
     "Availability",
     "Bucket",
     "DigestMismatch",
@@ -51,7 +65,6 @@ __all__ = [
     "ManifestError",
     "PackingStatus",
     "Receiver",
-    "Rendezvous",
     "Sender",
     "SharedDevice",
     "Span",
@@ -65,10 +78,9 @@ __all__ = [
     "compare",
     "describe",
     "describe_all",
-    "join_group",
     "materialize",
     "on_side_stream",
-    "open_rendezvous",
+    "open_link",
     "packed_nbytes",
     "packed_views",
     "padded_nbytes",

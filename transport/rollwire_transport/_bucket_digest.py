@@ -27,27 +27,28 @@ if TYPE_CHECKING:
     from rollwire_transport._manifest import Bucket, Manifest
 
 HEADER_WORDS = 4
-MAGIC = int.from_bytes(b"rollwb\x00\x01", "little")
+_MAGIC = int.from_bytes(b"rollwb\x00\x01", "little")  # the zero is the number of the transfer
 _ALIGNMENT_WORDS = 2  # Triton compiles anew for memory with another alignment
 
 
+def magic(transfer: int) -> int:
+    """A group's first word of every header in its transfer of this number."""
+    return _MAGIC + (transfer % 256 << 48)
+
+
 class BucketDigester:
-    """Computes the records of buckets on one device, each once.
+    """Computes the records of the buckets of a manifest from ``first`` on, each once."""
 
-    Args:
-        buckets: Those of a manifest from ``first`` on.
-        first: The index of the first.
-        device: Where their bytes will be.
-    """
-
-    def __init__(self, buckets: Sequence[Bucket], first: int, device: torch.device) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], first: int, device: torch.device, transfer: int = 0
+    ) -> None:
         self._buckets = buckets
         self._first = first
         words: list[int] = []
         begins = []
         for index, bucket in enumerate(buckets, start=first):
             begins.append(len(words))
-            words += [MAGIC, index, bucket.size, 0, *[0] * len(bucket.spans)]
+            words += [magic(transfer), index, bucket.size, 0, *[0] * len(bucket.spans)]
             words += [0] * (-len(words) % _ALIGNMENT_WORDS)
         records = torch.tensor(words, dtype=torch.int64, device=device)
         self._records = [
@@ -69,12 +70,9 @@ class BucketDigester:
             )
 
     def record(self, index: int, data: Tensor) -> Tensor:
-        """The record of a bucket, on its device, without waiting for the device.
+        """The record of a bucket, without waiting for its device.
 
-        Args:
-            index: In the manifest.
-            data: Its bytes: uint8, contiguous, at an address that is a multiple of 64, and with
-                readable memory up to the next multiple of 8.
+        ``data`` begins at a multiple of 64 and can be read up to the next multiple of 8.
         """
         number = index - self._first
         record = self._records[number]
@@ -87,18 +85,13 @@ class BucketDigester:
         return record
 
 
-def check_header(header: Sequence[int], expected: Sequence[int], peer: str | None) -> None:
-    """Compares the header that came with a bucket with the one that was computed here.
-
-    Raises:
-        DigestMismatch: The digests differ.
-        TransportError: It is no header, or that of another bucket.
-    """
-    magic, got_index, got_size, sent_digest = header
-    _, index, size, digest = expected
-    if magic != MAGIC:
+def check_header(header: Sequence[int], expected: Sequence[int], peer: int | None) -> None:
+    """Compares the header that came with a bucket with the one that was computed here."""
+    got_magic, got_index, got_size, sent_digest = header
+    wanted_magic, index, size, digest = expected
+    if got_magic != wanted_magic:
         raise TransportError(
-            f"bucket {index} has no header of this format: both ends must "
+            f"bucket {index} has no header of this format and transfer: both ends must "
             "run the same format of rollwire's transport",
             peer,
         )
@@ -132,19 +125,12 @@ class UpdateDigest:
         self._tensors = None
 
     def precompute(self) -> None:
-        """Computes the digests now if every bucket was added.
-
-        That takes a while for many tensors, and who asks for them later may be an event loop.
-        """
+        # It takes a while for many tensors, and who asks for them later may be an event loop.
         if len(self._sums) == len(self._manifest.buckets):
             self.tensors()
 
     def tensors(self) -> dict[str, int]:
-        """The digest of each tensor, without aliases.
-
-        Raises:
-            RuntimeError: Not every bucket was added.
-        """
+        """The digest of each tensor, without aliases; RuntimeError if a bucket is missing."""
         if self._tensors is not None:
             return self._tensors
         buckets = self._manifest.buckets
@@ -162,7 +148,6 @@ class UpdateDigest:
         return self._tensors
 
     def total(self) -> int:
-        """The digest of the whole update; raises as ``tensors``."""
         return sum_digests(self.tensors().values())
 
 
@@ -181,7 +166,6 @@ class HostCopy:
             self._here = numbers
 
     def read(self) -> list[int]:
-        """The numbers. Waits for what was queued on the stream up to the copy."""
         if self._done is not None:
             self._done.synchronize()
         return self._here.tolist()

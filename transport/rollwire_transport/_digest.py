@@ -48,8 +48,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollwire_transport._manifest import Span, TensorSpec
-from rollwire_transport._tensors import as_bytes, describe
+from rollwire_transport._manifest import Span, TensorSpec, as_bytes, describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,7 +72,6 @@ _CPU_MIN_SHARE = 1 << 19
 
 
 def mix(value: int) -> int:
-    """SplitMix64's output function of ``value`` modulo 2^64."""
     value &= _MASK
     for shift, factor in _STEPS:
         value = (value ^ value >> shift) * factor & _MASK
@@ -160,7 +158,6 @@ def bucket_digest(index: int, sums: Sequence[int]) -> int:
 
 @functools.cache
 def triton_kernels(device_type: str) -> ModuleType | None:
-    """The module ``_digest_triton`` if it can be used on a kind of device, else None."""
     if device_type != "cuda":
         return None
     try:  # Triton comes with torch for CUDA, but wants a C compiler
@@ -204,7 +201,6 @@ def span_sum(data: Tensor, span: Span) -> Tensor:
 
 
 def _sum_words(words: Tensor, first: int) -> Tensor:
-    """The sum of int64 ``words``, of which the first has index ``first`` in its tensor."""
     total = words.new_zeros(())
     for start in range(0, words.numel(), _DEVICE_TILE):
         tile = words[start : start + _DEVICE_TILE]
@@ -223,7 +219,7 @@ _CPU_KEYS = np.arange(_CPU_TILE, dtype=np.uint64) * np.uint64(_GOLDEN)
 
 
 def _sum_words_cpu(words: Tensor, first: int) -> Tensor:
-    """As ``_sum_words``, by numpy: it shifts unsigned words, where torch must shift and mask."""
+    # By numpy, which shifts unsigned words where torch must shift and mask.
     source: NDArray[np.uint64] = words.numpy().view(np.uint64)
     parts = min(torch.get_num_threads(), len(source) // _CPU_MIN_SHARE)
     if parts < 2:

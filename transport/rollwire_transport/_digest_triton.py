@@ -31,26 +31,15 @@ _META, _ROW = 5, 4  # words of a group's entry and of a range's
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """Bytes that are summed.
-
-    Attributes:
-        offset: Their start, in bytes from the base; as an address a multiple of 8.
-        length: Their number. The last word's 8 bytes are all read.
-        first: The index of their first word in its tensor.
-    """
-
-    offset: int
-    length: int
-    first: int
+    offset: int  # in bytes from the base; as an address a multiple of 8
+    length: int  # the last word's 8 bytes are all read
+    first: int  # the index of the first word in its tensor
 
 
 class GroupedSums:
     """Computes sums of groups of byte ranges on one GPU; one launch of a group at a time.
 
-    Args:
-        groups: One or more ranges each.
-        indices: For each group the index of its bucket, on which its digest depends.
-        device: The GPU.
+    ``indices`` has for each group the index of its bucket, on which its digest depends.
     """
 
     def __init__(
@@ -76,12 +65,8 @@ class GroupedSums:
     def sum(self, number: int, base: Tensor, out: Tensor, *, digest: bool) -> None:
         """Adds the sum of each range of a group to ``out``, without waiting for the device.
 
-        Args:
-            number: The group.
-            base: uint8; offsets count from its address.
-            out: int64, shape (4 + ranges,), contiguous: the sums begin at the fifth word, the
-                fourth is the digest of the bucket.
-            digest: Whether to compute that too.
+        Offsets count from ``base``. The sums begin at the fifth word of ``out``; the fourth is the
+        digest of the bucket.
         """
         if not (programs := self._programs[number]):
             return

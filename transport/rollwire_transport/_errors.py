@@ -23,10 +23,10 @@ class TransportError(Exception):
     """The group cannot be used any more; what was received and verified so far is kept.
 
     Attributes:
-        peer: The member that failed, as "rank 2", where it is known.
+        peer: The rank of the member that failed or is waited for, where it is known.
     """
 
-    def __init__(self, message: str, peer: str | None = None) -> None:
+    def __init__(self, message: str, peer: int | None = None) -> None:
         super().__init__(message)
         self.peer = peer
 

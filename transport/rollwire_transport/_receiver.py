@@ -13,17 +13,16 @@ import torch
 
 from rollwire_transport._bucket_digest import (
     HEADER_WORDS,
-    MAGIC,
     BucketDigester,
     HostCopy,
     UpdateDigest,
     check_header,
+    magic,
 )
-from rollwire_transport._bucket_layout import in_place_view
+from rollwire_transport._concurrency import fast_thread_switching
 from rollwire_transport._errors import ManifestError, TransportError, TransportTimeout
-from rollwire_transport._tensors import as_bytes, describe
-from rollwire_transport._threads import fast_thread_switching
-from rollwire_transport._validation import validate
+from rollwire_transport._layout import in_place_view, validate
+from rollwire_transport._manifest import as_bytes, describe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -96,7 +95,7 @@ class Receiver:
         Whatever fails, the link is aborted before this raises, so that the others learn of it.
 
         Args:
-            link: A new link of a rank above 0.
+            link: A connected link of a rank above 0.
             first_bucket: Where the sender begins; buckets that are here already are verified and
                 unpacked again.
             bucket_timeout: Seconds to wait for one bucket.
@@ -108,7 +107,7 @@ class Receiver:
         try:
             with fast_thread_switching(), link.stream_context():
                 self._receive_buckets(link, first_bucket, bucket_timeout)
-            link.finish(bucket_timeout)
+            link.finish()
             self._update_digest.precompute()
         except BaseException as error:
             link.abort()
@@ -129,7 +128,7 @@ class Receiver:
                 link.upstream,
             )
         buckets = self._manifest.buckets
-        digester = BucketDigester(buckets[first_bucket:], first_bucket, link.device)
+        digester = BucketDigester(buckets[first_bucket:], first_bucket, link.device, link.transfers)
         views = self._in_place_views(first_bucket, link.device)
         slots = SlotPool(buckets, first_bucket, views, link.device, link.header_device)
         in_flight: deque[tuple[Slot, Transfer]] = deque()
@@ -165,7 +164,7 @@ class Receiver:
         try:
             while in_flight:
                 slot, transfer = in_flight.popleft()
-                self._wait(slot, transfer, bucket_timeout, link.upstream)
+                self._wait(slot, transfer, bucket_timeout, link)
                 arrived.append(slot)
                 if slot.in_place:
                     slots.release(slot)
@@ -197,20 +196,22 @@ class Receiver:
             for index, bucket in enumerate(self._manifest.buckets[first:], start=first)
         ]
 
-    def _wait(self, slot: Slot, transfer: Transfer, timeout: float, peer: str) -> None:
+    def _wait(self, slot: Slot, transfer: Transfer, timeout: float, link: Link) -> None:
         try:
             transfer.wait(timeout)
         except TransportTimeout:
             # If the sender sends a bucket of another size, that never comes, but its header does.
             if any(header := slot.header.tolist()):
-                expected = (MAGIC, slot.index, slot.payload.numel(), header[-1])
-                check_header(header, expected, peer)
+                expected = (
+                    *(magic(link.transfers), slot.index, slot.payload.numel()),
+                    header[-1],
+                )
+                check_header(header, expected, link.upstream)
             raise
 
     def _digest_and_unpack(
-        self, batch: Sequence[Slot], digester: BucketDigester, peer: str
+        self, batch: Sequence[Slot], digester: BucketDigester, peer: int
     ) -> _DigestedSlots:
-        """Queues on the device the digests of buckets, and the copies of those not in place."""
         records = []
         for slot in batch:
             records.append(digester.record(slot.index, slot.payload))
@@ -228,7 +229,7 @@ class Receiver:
             there = target[span.tensor_offset : span.tensor_offset + span.length]
             there.copy_(piece, non_blocking=piece.is_cuda)
 
-    def _verify(self, batch: _DigestedSlots, peer: str) -> None:
+    def _verify(self, batch: _DigestedSlots, peer: int) -> None:
         """Compares headers; afterwards the device has no work left with these slots."""
         headers, records = iter(batch.headers.read()), iter(batch.records.read())
         for slot in batch.slots:
@@ -248,32 +249,19 @@ def _digests_in_batches(device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Memory for one bucket.
-
-    Attributes:
-        index: The bucket's.
-        header: int64, shape (4,).
-        payload: uint8, the bucket's size.
-        in_place: ``payload`` is the memory of the bucket's tensors, and needs no unpacking.
-        buffer: The pool's buffer that goes with this slot, whether it is used or not.
-    """
+    """Memory for the bucket of this index."""
 
     index: int
     header: Tensor
     payload: Tensor
-    in_place: bool
-    buffer: Tensor | None
+    in_place: bool  # the payload is the memory of the bucket's tensors, and needs no unpacking
+    buffer: Tensor | None  # of the pool, whether it is used or not
 
 
 class SlotPool:
     """Slots for the buckets from ``first`` on, in their order, a few at a time.
 
-    Args:
-        buckets: Of the manifest.
-        first: The first one that is received.
-        views: From ``first`` on: the memory of each bucket that is received in place, else None.
-        device: Where payloads are received.
-        header_device: Where headers are received.
+    From there on ``views`` has the memory of each bucket that is received in place, else None.
     """
 
     def __init__(
@@ -300,7 +288,6 @@ class SlotPool:
             torch.cuda.current_stream(device).synchronize()
 
     def acquire(self) -> Slot | None:
-        """A slot for the next bucket; None if all are in use, or no bucket is left."""
         index = self._next
         if not self._free or index == len(self._buckets):
             return None
@@ -333,7 +320,6 @@ class _DigestedSlots:
 
 
 def _bytes_by_index(manifest: Manifest, destination: Mapping[str, Tensor]) -> dict[int, Tensor]:
-    """The bytes of each tensor that is sent, by its index."""
     targets, problems = {}, []
     for index, spec in enumerate(manifest.tensors):
         if spec.alias_of is not None:

@@ -71,6 +71,27 @@ UPDATE_PHASE_STAGED: UpdatePhase.ValueType  # 4
 """complete, every bucket verified; the last message"""
 Global___UpdatePhase: _TypeAlias = UpdatePhase  # noqa: Y015
 
+class _JoinStep:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _JoinStepEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JoinStep.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    JOIN_STEP_UNSPECIFIED: _JoinStep.ValueType  # 0
+    """is refused: a trainer of another version"""
+    JOIN_STEP_PREPARE: _JoinStep.ValueType  # 1
+    JOIN_STEP_CONNECT: _JoinStep.ValueType  # 2
+    JOIN_STEP_RESUME: _JoinStep.ValueType  # 3
+
+class JoinStep(_JoinStep, metaclass=_JoinStepEnumTypeWrapper): ...
+
+JOIN_STEP_UNSPECIFIED: JoinStep.ValueType  # 0
+"""is refused: a trainer of another version"""
+JOIN_STEP_PREPARE: JoinStep.ValueType  # 1
+JOIN_STEP_CONNECT: JoinStep.ValueType  # 2
+JOIN_STEP_RESUME: JoinStep.ValueType  # 3
+Global___JoinStep: _TypeAlias = JoinStep  # noqa: Y015
+
 @_typing.final
 class Publisher(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -289,6 +310,9 @@ class UpdateWeightsResponse(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    TIMED_OUT_FIELD_NUMBER: _builtins.int
+    TRANSPORT_PROTOCOL_FIELD_NUMBER: _builtins.int
     phase: Global___UpdatePhase.ValueType
     received_bytes: _builtins.int
     forwarded_bytes: _builtins.int
@@ -303,6 +327,13 @@ class UpdateWeightsResponse(_message.Message):
     """with STALLED: which peer, and how it failed"""
     epoch: _builtins.str
     """of the group in which the update reached this phase; empty before the first group"""
+    peer: _builtins.int
+    """A rank of the group. With RECEIVING: that it waits for now. With STALLED: that it has lost or, if timed_out is set,
+    waited for in vain.
+    """
+    timed_out: _builtins.bool
+    transport_protocol: _builtins.int
+    """Of what members of a group exchange: the trainer's must be the same."""
     def __init__(
         self,
         *,
@@ -313,12 +344,17 @@ class UpdateWeightsResponse(_message.Message):
         digest: _builtins.int = ...,
         detail: _builtins.str = ...,
         epoch: _builtins.str = ...,
+        peer: _builtins.int | None = ...,
+        timed_out: _builtins.bool = ...,
+        transport_protocol: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_peer", b"_peer", "peer", b"peer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "digest", b"digest", "epoch", b"epoch", "forwarded_bytes", b"forwarded_bytes", "next_bucket", b"next_bucket", "phase", b"phase", "received_bytes", b"received_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_peer", b"_peer", "detail", b"detail", "digest", b"digest", "epoch", b"epoch", "forwarded_bytes", b"forwarded_bytes", "next_bucket", b"next_bucket", "peer", b"peer", "phase", b"phase", "received_bytes", b"received_bytes", "timed_out", b"timed_out", "transport_protocol", b"transport_protocol"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__peer: _TypeAlias = _typing.Literal["peer"]  # noqa: Y015
+    _WhichOneofArgType__peer: _TypeAlias = _typing.Literal["_peer", b"_peer"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__peer) -> _WhichOneofReturnType__peer | None: ...
 
 Global___UpdateWeightsResponse: _TypeAlias = UpdateWeightsResponse  # noqa: Y015
 
@@ -332,17 +368,26 @@ class JoinTransportRequest(_message.Message):
     BACKEND_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
-    RENDEZVOUS_FIELD_NUMBER: _builtins.int
     FIRST_BUCKET_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    OFFER_FIELD_NUMBER: _builtins.int
+    TRANSFERS_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     epoch: _builtins.str
-    """Name of the group; random, and known only to its members. Joining it again is a no-op."""
+    """Name of the group; random, and known only to its members."""
     backend: _builtins.str
     """"nccl", "gloo", "ucx" """
     world_size: _builtins.int
-    rendezvous: _builtins.str
-    """Where the members meet: host:port of the trainer, also if a server receives from another server (ucx)."""
     first_bucket: _builtins.int
+    """with CONNECT and RESUME"""
+    step: Global___JoinStep.ValueType
+    host: _builtins.str
+    """With PREPARE: an address of the trainer's machine by which servers reach it."""
+    offer: _builtins.bytes
+    """With CONNECT: what the trainer's backend offers to this rank."""
+    transfers: _builtins.int
+    """With RESUME: how many updates the group has moved."""
     @_builtins.property
     def publisher(self) -> Global___Publisher: ...
     @_builtins.property
@@ -358,12 +403,15 @@ class JoinTransportRequest(_message.Message):
         backend: _builtins.str = ...,
         ranks: _abc.Iterable[_builtins.int] | None = ...,
         world_size: _builtins.int = ...,
-        rendezvous: _builtins.str = ...,
         first_bucket: _builtins.int = ...,
+        step: Global___JoinStep.ValueType = ...,
+        host: _builtins.str = ...,
+        offer: _builtins.bytes = ...,
+        transfers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["publisher", b"publisher"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "epoch", b"epoch", "first_bucket", b"first_bucket", "publisher", b"publisher", "ranks", b"ranks", "rendezvous", b"rendezvous", "update_id", b"update_id", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "epoch", b"epoch", "first_bucket", b"first_bucket", "host", b"host", "offer", b"offer", "publisher", b"publisher", "ranks", b"ranks", "step", b"step", "transfers", b"transfers", "update_id", b"update_id", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -373,12 +421,21 @@ Global___JoinTransportRequest: _TypeAlias = JoinTransportRequest  # noqa: Y015
 class JoinTransportResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    ANSWER_FIELD_NUMBER: _builtins.int
+    NEXT_BUCKET_FIELD_NUMBER: _builtins.int
+    answer: _builtins.bytes
+    """With PREPARE: what the trainer's backend needs of this rank."""
+    next_bucket: _builtins.int
+    """All buckets before it have been received."""
     def __init__(
         self,
+        *,
+        answer: _builtins.bytes = ...,
+        next_bucket: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "next_bucket", b"next_bucket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

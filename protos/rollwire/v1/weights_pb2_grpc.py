@@ -29,7 +29,7 @@ class WeightServiceStub(object):
     """An update is a transaction of one server. It does not touch the serving weights before its commit:
 
     UpdateWeights → READY          announced, checked, memory reserved
-    JoinTransport                  the servers that are READY and the trainer form a group
+    JoinTransport                  the servers that are READY and the trainer form a group, or use the last one again
     RECEIVING … STAGED             received into separate memory, while sampling continues
     CommitWeights                  hold sampling, put weights in place, apply the KV policy, continue
 
@@ -82,7 +82,7 @@ class WeightServiceServicer(object):
     """An update is a transaction of one server. It does not touch the serving weights before its commit:
 
     UpdateWeights → READY          announced, checked, memory reserved
-    JoinTransport                  the servers that are READY and the trainer form a group
+    JoinTransport                  the servers that are READY and the trainer form a group, or use the last one again
     RECEIVING … STAGED             received into separate memory, while sampling continues
     CommitWeights                  hold sampling, put weights in place, apply the KV policy, continue
 
@@ -109,9 +109,12 @@ class WeightServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def JoinTransport(self, request, context):
-        """Joins the transport group of an announced update, and leaves the update's former group if it had one. The publisher
-        calls it on all members at once. It returns when the group is complete, or fails at the call's deadline. A no-op
-        once the update is staged: a new group has only the servers that lack buckets.
+        """Joins the transport group of an announced update, and leaves the update's former group if it had one. The trainer is
+        rank 0 of the group, and calls it on all others at once, twice: JOIN_STEP_PREPARE, which returns the server's answer;
+        and with the offer that it makes of all answers JOIN_STEP_CONNECT, which returns when the server is connected.
+
+        A group outlives its update: the next one may use it again by JOIN_STEP_RESUME alone, if all members are the same.
+        Each step is idempotent, and a no-op once the update is staged: a new group has only the servers that lack buckets.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -183,7 +186,7 @@ class WeightService(object):
     """An update is a transaction of one server. It does not touch the serving weights before its commit:
 
     UpdateWeights → READY          announced, checked, memory reserved
-    JoinTransport                  the servers that are READY and the trainer form a group
+    JoinTransport                  the servers that are READY and the trainer form a group, or use the last one again
     RECEIVING … STAGED             received into separate memory, while sampling continues
     CommitWeights                  hold sampling, put weights in place, apply the KV policy, continue
 

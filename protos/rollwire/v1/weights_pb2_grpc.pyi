@@ -16,7 +16,7 @@ class WeightServiceStub:
     """An update is a transaction of one server. It does not touch the serving weights before its commit:
 
       UpdateWeights → READY          announced, checked, memory reserved
-      JoinTransport                  the servers that are READY and the trainer form a group
+      JoinTransport                  the servers that are READY and the trainer form a group, or use the last one again
       RECEIVING … STAGED             received into separate memory, while sampling continues
       CommitWeights                  hold sampling, put weights in place, apply the KV policy, continue
 
@@ -35,9 +35,12 @@ class WeightServiceStub:
     there is no memory for it beside the serving weights, the call fails with STAGING_FAILED.
     """
     JoinTransport: _aio.UnaryUnaryMultiCallable[_weights_pb2.JoinTransportRequest, _weights_pb2.JoinTransportResponse]
-    """Joins the transport group of an announced update, and leaves the update's former group if it had one. The publisher
-    calls it on all members at once. It returns when the group is complete, or fails at the call's deadline. A no-op
-    once the update is staged: a new group has only the servers that lack buckets.
+    """Joins the transport group of an announced update, and leaves the update's former group if it had one. The trainer is
+    rank 0 of the group, and calls it on all others at once, twice: JOIN_STEP_PREPARE, which returns the server's answer;
+    and with the offer that it makes of all answers JOIN_STEP_CONNECT, which returns when the server is connected.
+
+    A group outlives its update: the next one may use it again by JOIN_STEP_RESUME alone, if all members are the same.
+    Each step is idempotent, and a no-op once the update is staged: a new group has only the servers that lack buckets.
     """
     CommitWeights: _aio.UnaryUnaryMultiCallable[_weights_pb2.CommitWeightsRequest, _weights_pb2.CommitWeightsResponse]
     """Makes a staged update the serving weights. Idempotent by update_id, so it can be repeated if the response was lost."""
@@ -50,7 +53,7 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
     """An update is a transaction of one server. It does not touch the serving weights before its commit:
 
       UpdateWeights → READY          announced, checked, memory reserved
-      JoinTransport                  the servers that are READY and the trainer form a group
+      JoinTransport                  the servers that are READY and the trainer form a group, or use the last one again
       RECEIVING … STAGED             received into separate memory, while sampling continues
       CommitWeights                  hold sampling, put weights in place, apply the KV policy, continue
 
@@ -85,9 +88,12 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.JoinTransportRequest,
         context: _aio.ServicerContext[_weights_pb2.JoinTransportRequest, _abc.Awaitable[_weights_pb2.JoinTransportResponse]],
     ) -> _abc.Awaitable[_weights_pb2.JoinTransportResponse]:
-        """Joins the transport group of an announced update, and leaves the update's former group if it had one. The publisher
-        calls it on all members at once. It returns when the group is complete, or fails at the call's deadline. A no-op
-        once the update is staged: a new group has only the servers that lack buckets.
+        """Joins the transport group of an announced update, and leaves the update's former group if it had one. The trainer is
+        rank 0 of the group, and calls it on all others at once, twice: JOIN_STEP_PREPARE, which returns the server's answer;
+        and with the offer that it makes of all answers JOIN_STEP_CONNECT, which returns when the server is connected.
+
+        A group outlives its update: the next one may use it again by JOIN_STEP_RESUME alone, if all members are the same.
+        Each step is idempotent, and a no-op once the update is staged: a new group has only the servers that lack buckets.
         """
 
     @_abc_1.abstractmethod

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from rollwire_transport import padded_nbytes
-from rollwire_transport._tensors import nbytes
+from rollwire_transport._manifest import nbytes
 
 from rollwire_server.engines.base import EngineError, NoMemoryError
 

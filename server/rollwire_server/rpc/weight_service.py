@@ -15,6 +15,7 @@ from rollwire.conversion import (
 )
 from rollwire.reasons import Reason
 from rollwire.v1 import weights_pb2, weights_pb2_grpc
+from rollwire_transport import PROTOCOL
 
 from rollwire_server.errors import ServiceError
 from rollwire_server.rpc.validation import (
@@ -24,7 +25,12 @@ from rollwire_server.rpc.validation import (
     read_duration,
 )
 from rollwire_server.state import Rpc
-from rollwire_server.weights.update import GroupMembership, PublisherId, UpdateAnnouncement
+from rollwire_server.weights.update import (
+    JoinRequest,
+    JoinStep,
+    PublisherId,
+    UpdateAnnouncement,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,6 +46,11 @@ if TYPE_CHECKING:
 
 JOIN_SECONDS = 30.0  # where the caller sets no deadline
 STAGE_LEASE_SECONDS = 60.0
+JOIN_STEPS = {
+    weights_pb2.JOIN_STEP_PREPARE: JoinStep.PREPARE,
+    weights_pb2.JOIN_STEP_CONNECT: JoinStep.CONNECT,
+    weights_pb2.JOIN_STEP_RESUME: JoinStep.RESUME,
+}
 MAX_ANNOUNCEMENTS = 16  # UpdateWeights calls at once, each with its manifest in memory
 
 
@@ -102,39 +113,52 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
                         digest=progress.digest,
                         detail=progress.detail,
                         epoch=progress.epoch,
+                        peer=progress.peer,
+                        timed_out=progress.timed_out,
+                        transport_protocol=PROTOCOL,
                     )
                 )
 
     async def JoinTransport(  # noqa: N802
         self, request: weights_pb2.JoinTransportRequest, context: Context
     ) -> weights_pb2.JoinTransportResponse:
+        if (step := JOIN_STEPS.get(request.step)) is None:
+            raise ServiceError(
+                Reason.BAD_REQUEST,
+                f"unknown step {request.step}: the trainer runs another version of rollwire, and "
+                "must run the server's",
+                field="step",
+            )
         if len(request.ranks) != 1:
             raise ServiceError(
                 Reason.BAD_REQUEST,
                 f"this server receives on one device and needs one rank, not {len(request.ranks)}",
                 field="ranks",
             )
-        for field in ("epoch", "backend", "rendezvous"):
+        for field in ("epoch", "backend", "host"):
             check_id(field, getattr(request, field))
         if not request.epoch:
             raise ServiceError(
                 Reason.BAD_REQUEST, "epoch is empty: a group needs a name", field="epoch"
             )
         left = context.time_remaining()
-        await self._updates.join(
+        answer, next_bucket = await self._updates.join(
             _publisher(request.publisher),
             _update_id(request.update_id),
-            GroupMembership(
+            JoinRequest(
+                step=step,
                 epoch=request.epoch,
                 backend=request.backend,
                 rank=request.ranks[0],
                 world_size=request.world_size,
-                rendezvous=request.rendezvous,
+                host=request.host,
+                offer=request.offer,
                 first_bucket=request.first_bucket,
+                transfers=request.transfers,
             ),
             timeout=JOIN_SECONDS if left is None else min(left, JOIN_SECONDS),
         )
-        return weights_pb2.JoinTransportResponse()
+        return weights_pb2.JoinTransportResponse(answer=answer, next_bucket=next_bucket)
 
     async def CommitWeights(  # noqa: N802
         self, request: weights_pb2.CommitWeightsRequest, _: Context

@@ -17,7 +17,7 @@ from rollwire_server.engines.base import EngineError
 from rollwire_server.errors import ServiceError, bad_request, from_engine_error, result_of, spawn
 from rollwire_server.logs import bind
 from rollwire_server.state import Rpc
-from rollwire_server.weights.update import WeightUpdate
+from rollwire_server.weights.update import KeptGroup, WeightUpdate
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rollwire_server.state import StateMachine
     from rollwire_server.weights.state import WeightState
     from rollwire_server.weights.update import (
-        GroupMembership,
+        JoinRequest,
         PublisherId,
         UpdateAnnouncement,
         UpdateProgress,
@@ -68,13 +68,20 @@ class UpdateManager:
         self.publisher: PublisherId | None = None  # that announced last; lower terms are refused
         self.announced_version: int | None = None  # of the last update that had one
         self._announcing = asyncio.Lock()
+        self._group = KeptGroup(tasks)
         self._commits: OrderedDict[str, CommitResult] = OrderedDict()
         self._verifying: asyncio.Task[bool | ServiceError] | None = None
         # Engines may have memory for one update at a time: none is staged before these are done.
         self._holding_memory: set[asyncio.Task[Any]] = set()
 
     async def discard_current(self, reason: Reason, why: str) -> None:
-        """Or waits for its commit, if that has begun; returns when no update holds memory."""
+        """Or waits for its commit, if that has begun; returns when neither an update nor a
+        transport group holds memory.
+        """
+        await self._discard_all(reason, why)
+        await self._group.close()
+
+    async def _discard_all(self, reason: Reason, why: str) -> None:
         while (update := self.current) is not None:
             if update.committing is not None:
                 await asyncio.wait([update.committing])
@@ -122,12 +129,15 @@ class UpdateManager:
         self,
         publisher: PublisherId,
         update_id: str,
-        membership: GroupMembership,
+        request: JoinRequest,
         timeout: float,
-    ) -> None:
+    ) -> tuple[bytes, int]:
+        """Returns the answer, and the first bucket that has not been received yet."""
         self._check_allowed(Rpc.JOIN_TRANSPORT)
         self._check_publisher(publisher)
-        await self._require(update_id).join(membership, timeout)
+        update = self._require(update_id)
+        answer = await update.join(request, timeout)
+        return answer, update.receiver.next_bucket
 
     async def commit(
         self, publisher: PublisherId, update_id: str, expected_digest: int, policy: KvPolicy
@@ -230,7 +240,7 @@ class UpdateManager:
             await asyncio.to_thread(_check_manifest, announcement.manifest, schema)
             self._check_allowed(Rpc.UPDATE_WEIGHTS)
             self.publisher = announcement.publisher
-            await self.discard_current(
+            await self._discard_all(
                 Reason.STALE_PUBLISHER, f"publisher {announcement.publisher.id!r} took over"
             )
             # The caller may go away meanwhile; an engine's command cannot be left half way.
@@ -269,6 +279,7 @@ class UpdateManager:
             device=self._engine.describe().device,
             listen=self.listen,
             bucket_timeout=self._bucket_timeout,
+            group=self._group,
             tasks=self._tasks,
             counters=self._counters,
             abandon=self._abandon,

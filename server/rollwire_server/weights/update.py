@@ -13,7 +13,7 @@ while it waits for its publisher, and when the server goes to sleep or shuts dow
 from __future__ import annotations
 
 import asyncio
-import threading
+import enum
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -56,16 +56,27 @@ class UpdateAnnouncement:
     stage_lease: float  # in seconds
 
 
-@dataclass(frozen=True, slots=True)
-class GroupMembership:
-    """A server's place in one transport group."""
+class JoinStep(enum.Enum):
+    """A step of joining a transport group; see weights.proto."""
 
+    PREPARE = "prepare"
+    CONNECT = "connect"
+    RESUME = "resume"
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRequest:
+    """What JoinTransport asks for; each step uses some of the fields."""
+
+    step: JoinStep
     epoch: str
-    backend: str
-    rank: int
-    world_size: int
-    rendezvous: str
-    first_bucket: int
+    backend: str = ""
+    rank: int = 0
+    world_size: int = 0
+    host: str = ""
+    offer: bytes = b""
+    first_bucket: int = 0
+    transfers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +88,46 @@ class UpdateProgress:
     digest: int
     detail: str
     epoch: str
+    peer: int | None
+    timed_out: bool
+
+
+# The trainer closes an idle group earlier; this is for one that is gone.
+KEEP_GROUP_SECONDS = 240.0
+
+
+class KeptGroup:
+    """The transport group of the last update, which the next one may use again."""
+
+    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+        self._tasks = tasks
+        self._epoch = ""
+        self._link: transport.Link | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def put(self, epoch: str, link: transport.Link) -> None:
+        self._epoch, self._link = epoch, link
+        self._timer = asyncio.get_running_loop().call_later(
+            KEEP_GROUP_SECONDS, lambda: self._tasks.create_task(self.close())
+        )
+
+    def take(self, epoch: str, transfers: int) -> transport.Link | None:
+        """The group, if it is this one and has moved so many updates."""
+        link = self._link
+        if link is None or self._epoch != epoch or link.transfers != transfers:
+            return None
+        self._forget()
+        return link
+
+    async def close(self) -> None:
+        if (link := self._link) is not None:
+            self._forget()
+            await asyncio.to_thread(link.close)
+
+    def _forget(self) -> None:
+        self._link = None
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 class WeightUpdate:
@@ -90,6 +141,7 @@ class WeightUpdate:
         device: Where links receive.
         listen: Where transfers may listen.
         bucket_timeout: Seconds to wait for the next bucket.
+        group: Keeps the group for the next update.
         tasks: Owns joining and receiving.
         counters: Counts received and forwarded bytes.
         abandon: Discards this update, for the reason given.
@@ -105,6 +157,7 @@ class WeightUpdate:
         device: torch.device,
         listen: transport.ListenOptions,
         bucket_timeout: float,
+        group: KeptGroup,
         tasks: asyncio.TaskGroup,
         counters: ServerCounters,
         abandon: Callable[[WeightUpdate, str], None],
@@ -123,16 +176,19 @@ class WeightUpdate:
         self._device = device
         self._listen = listen
         self._bucket_timeout = bucket_timeout
+        self._group = group
         self._tasks = tasks
         self._counters = counters
         self._abandon = abandon
         self._detail = ""
+        self._lost_peer: int | None = None  # because of which it stalled
+        self._timed_out = False
         self._epoch = ""  # of the current group
         self._phase_epoch = ""  # of the group in which the phase was entered
-        self._joining: asyncio.Task[ServiceError | None] | None = None
-        self._left = threading.Event()  # stops a rendezvous that is under way
+        self._opening: asyncio.Task[transport.Link | ServiceError | None] | None = None
+        self._connecting: asyncio.Task[ServiceError | None] | None = None
         self._link: transport.Link | None = None
-        self._forwarded_bytes = 0  # in former groups
+        self._forwarded_bytes = 0  # in former groups, less what a kept link had forwarded before
 
     @property
     def log_fields(self) -> dict[str, object]:
@@ -141,6 +197,9 @@ class WeightUpdate:
 
     def progress(self) -> UpdateProgress:
         forwarded = self._link.forwarded_bytes if self._link is not None else 0
+        peer = self._lost_peer
+        if self.phase is UpdatePhase.RECEIVING:
+            peer = self._link.waits_for if self._link is not None else None
         return UpdateProgress(
             phase=self.phase,
             received_bytes=self.receiver.received_bytes,
@@ -149,19 +208,22 @@ class WeightUpdate:
             digest=self.receiver.digest if self.phase is UpdatePhase.STAGED else 0,
             detail=self._detail,
             epoch=self._phase_epoch,
+            peer=peer,
+            timed_out=self._timed_out,
         )
 
-    def enter(self, phase: UpdatePhase, detail: str = "") -> None:
-        """Enters a phase. In all but RECEIVING a lease bounds the wait for the publisher."""
+    def enter(self, phase: UpdatePhase, cause: Exception | None = None) -> None:
+        """Enters a phase, STALLED for a cause. In all but RECEIVING a lease bounds the wait for the
+        publisher.
+        """
         self.end_lease()
-        if phase is not UpdatePhase.RECEIVING and self.failure is None:
-            lease = self.announcement.stage_lease
-            why = (
-                f"its publisher did nothing for its lease of {lease:g} s while it was {phase.value}"
-            )
-            self.lease = Timer(lease, self._abandon, self, why)
+        detail = "" if cause is None else str(cause)
+        self._lost_peer = getattr(cause, "peer", None)
+        self._timed_out = isinstance(cause, transport.TransportTimeout)
         self.phase, self._detail, self._phase_epoch = phase, detail, self._epoch
-        self.changed.set()
+        if phase is not UpdatePhase.RECEIVING:  # of which its trainer knows
+            self._begin_lease()
+            self.changed.set()
         log.info(
             "update",
             **self.log_fields,
@@ -177,6 +239,15 @@ class WeightUpdate:
             self.failure = failure
         self.changed.set()
 
+    def _begin_lease(self) -> None:
+        if self.failure is None:
+            lease = self.announcement.stage_lease
+            why = (
+                f"its publisher did nothing for its lease of {lease:g} s while it was "
+                f"{self.phase.value}"
+            )
+            self.lease = Timer(lease, self._abandon, self, why)
+
     def end_lease(self) -> None:
         if self.lease is not None:
             self.lease.cancel()
@@ -185,6 +256,7 @@ class WeightUpdate:
     async def close(self) -> None:
         """Leaves the group and releases the staged memory."""
         await self._leave()
+        self._opening = None  # whose result is the link
         self.release()
 
     def release(self) -> None:
@@ -194,107 +266,161 @@ class WeightUpdate:
 
     # Receiving.
 
-    async def join(self, membership: GroupMembership, timeout: float) -> None:
-        """Joins a transport group, after leaving the former one, and starts to receive.
+    async def join(self, request: JoinRequest, timeout: float) -> bytes:
+        """One step of joining a transport group; returns what the trainer needs for the next one.
 
         Idempotent for one epoch. Does nothing once everything has been received.
         """
         if self.phase is UpdatePhase.STAGED:
-            return
-        self._check_membership(membership)
-        if self._epoch != membership.epoch:
-            self.end_lease()
-            self._epoch = membership.epoch
-            self._joining = spawn(
-                self._tasks,
-                self._join(membership, timeout),
-                f"join {self.announcement.update_id}",
+            return b""
+        if request.step is JoinStep.PREPARE:
+            return await self._prepare(request)
+        if request.first_bucket > self.receiver.next_bucket:
+            raise bad_request(
+                "first_bucket",
+                f"a group that begins with bucket {request.first_bucket} leaves a gap: bucket "
+                f"{self.receiver.next_bucket} has not been received yet",
             )
-        if self._joining is not None:
-            await result_of(self._joining)
+        if request.step is JoinStep.CONNECT:
+            await self._connect(request, timeout)
+        else:
+            self._resume(request)
+        return b""
 
-    def _check_membership(self, membership: GroupMembership) -> None:
+    async def _prepare(self, request: JoinRequest) -> bytes:
+        """Leaves the former group, and opens this end of a new one."""
+        self._check_place(request)
+        if self._epoch != request.epoch or self._opening is None:
+            self._epoch = request.epoch
+            self._opening = spawn(
+                self._tasks, self._open(request), f"open {self.announcement.update_id}"
+            )
+        link = await result_of(self._opening)
+        return b"" if link is None else link.answer
+
+    def _check_place(self, request: JoinRequest) -> None:
         backends = transport.available_backends(self._listen)
-        backend = backends.get(membership.backend)
+        backend = backends.get(request.backend)
         if backend is None or not backend.ok:
             usable = ", ".join(name for name, backend in backends.items() if backend.ok) or "none"
             why = f" ({backend.reason})" if backend is not None else ""
             raise bad_request(
                 "backend",
-                f"this server cannot use backend {membership.backend!r}{why}, only {usable}",
+                f"this server cannot use backend {request.backend!r}{why}, only {usable}",
             )
-        if not 0 < membership.rank < membership.world_size:
+        if not 0 < request.rank < request.world_size:
             raise bad_request(
                 "ranks",
-                f"rank {membership.rank} is not a receiver in a group of {membership.world_size}: "
+                f"rank {request.rank} is not a receiver in a group of {request.world_size}: "
                 "the trainer has rank 0",
             )
-        if membership.first_bucket > self.receiver.next_bucket:
-            raise bad_request(
-                "first_bucket",
-                f"a group that begins with bucket {membership.first_bucket} leaves a gap: bucket "
-                f"{self.receiver.next_bucket} has not been received yet",
-            )
 
-    async def _join(self, membership: GroupMembership, timeout: float) -> None:
+    async def _open(self, request: JoinRequest) -> transport.Link | None:
         await self._leave()
-        self._check_still_wanted(membership)
+        await self._group.close()
+        self._check_still_wanted(request)
         if self.phase is UpdatePhase.STAGED:  # the rest arrived while the former group was left
-            return
-        self._left = threading.Event()
+            return None
         try:
             link = await asyncio.to_thread(
-                transport.join_group,
-                membership.backend,
-                epoch=membership.epoch,
-                rank=membership.rank,
-                world_size=membership.world_size,
-                rendezvous=membership.rendezvous,
-                timeout=timeout,
+                transport.open_link,
+                request.backend,
+                epoch=request.epoch,
+                rank=request.rank,
+                world_size=request.world_size,
+                host=request.host,
                 device=self._device,
-                cancelled=self._left,
                 listen=self._listen,
             )
-        except transport.TransportError as error:
-            self._check_still_wanted(membership)
-            self.enter(UpdatePhase.STALLED, str(error))
-            timed_out = isinstance(error, transport.TransportTimeout)
-            raise ServiceError(
-                Reason.TRANSPORT_TIMEOUT if timed_out else Reason.TRANSPORT_FAILED,
-                str(error),
-                metadata={"peer": error.peer or ""},
-            ) from error
+        except (transport.TransportError, OSError) as error:
+            self._check_still_wanted(request)
+            raise self._stalled(error) from error
         try:
-            self._check_still_wanted(membership)
+            self._check_still_wanted(request)
         except ServiceError:
             await asyncio.to_thread(link.close)
             raise
         self._link = link
+        if self.lease is None:
+            self._begin_lease()
+        return link
+
+    async def _connect(self, request: JoinRequest, timeout: float) -> None:
+        link = self._link
+        if self._epoch != request.epoch or link is None:
+            raise ServiceError(
+                Reason.TRANSPORT_FAILED, "this server has not prepared for that group, or left it"
+            )
+        if self._connecting is None:
+            self.end_lease()
+            self._connecting = spawn(
+                self._tasks,
+                self._connect_link(link, request, timeout),
+                f"connect {self.announcement.update_id}",
+            )
+        await result_of(self._connecting)
+
+    async def _connect_link(
+        self, link: transport.Link, request: JoinRequest, timeout: float
+    ) -> None:
+        try:
+            await asyncio.to_thread(link.connect, timeout, request.offer)
+        except transport.TransportError as error:
+            self._check_still_wanted(request)
+            raise self._stalled(error) from error
+        self._check_still_wanted(request)
+        self._begin(link, request.first_bucket)
+
+    def _resume(self, request: JoinRequest) -> None:
+        if self._epoch == request.epoch:
+            return
+        link = self._group.take(request.epoch, request.transfers)
+        if link is None:
+            raise ServiceError(
+                Reason.TRANSPORT_FAILED, "this server is not in that group any more: form a new one"
+            )
+        self._epoch, self._link = request.epoch, link
+        self._forwarded_bytes -= link.forwarded_bytes
+        self._begin(link, request.first_bucket)
+
+    def _begin(self, link: transport.Link, first_bucket: int) -> None:
         self.enter(UpdatePhase.RECEIVING)
         self.receiving = self._tasks.create_task(
-            self._receive(link, membership.first_bucket),
-            name=f"receive {self.announcement.update_id}",
+            self._receive(link, first_bucket), name=f"receive {self.announcement.update_id}"
         )
 
-    def _check_still_wanted(self, membership: GroupMembership) -> None:
+    def _check_still_wanted(self, request: JoinRequest) -> None:
         if self.failure is not None:
             raise self.failure
-        if self._epoch != membership.epoch:
+        if self._epoch != request.epoch:
             raise ServiceError(
                 Reason.NOT_STAGED, f"update {self.announcement.update_id} joins another group"
             )
 
+    def _stalled(self, error: Exception) -> ServiceError:
+        self.enter(UpdatePhase.STALLED, error)
+        return ServiceError(
+            Reason.TRANSPORT_TIMEOUT if self._timed_out else Reason.TRANSPORT_FAILED,
+            str(error),
+            metadata={"peer": "" if self._lost_peer is None else f"rank {self._lost_peer}"},
+        )
+
     async def _leave(self) -> None:
-        self._left.set()
         link, self._link = self._link, None
         if link is not None:
             link.abort()
             self._forwarded_bytes += link.forwarded_bytes
+        connecting, self._connecting = self._connecting, None
+        if connecting is not None:
+            await asyncio.wait([connecting])
         if self.receiving is not None:
             await self.receiving
+        if link is not None:
+            await asyncio.to_thread(link.close)
 
     async def _receive(self, link: transport.Link, first_bucket: int) -> None:
         began, received_before = time.monotonic_ns(), self.receiver.received_bytes
+        forwarded_before = link.forwarded_bytes
         try:
             await asyncio.to_thread(
                 self.receiver.receive,
@@ -308,20 +434,26 @@ class WeightUpdate:
                 f"{error}; the update is discarded, the server serves "
                 f"{weights_text(self._serving)}",
             )
-            self.enter(UpdatePhase.STALLED, str(error))
+            self.enter(UpdatePhase.STALLED, error)
         except transport.TransportError as error:
             if self._link is link:  # else the group was left on purpose
-                self.enter(UpdatePhase.STALLED, str(error))
+                self.enter(UpdatePhase.STALLED, error)
         except Exception as error:
             log.exception("a bug: receiving failed")
-            self.enter(UpdatePhase.STALLED, f"{type(error).__name__}: {error}")
+            self.enter(UpdatePhase.STALLED, RuntimeError(f"{type(error).__name__}: {error}"))
         else:
+            if self._link is link:
+                self._forwarded_bytes += link.forwarded_bytes
+                self._link = None
+                self._group.put(self._epoch, link)
             self.enter(UpdatePhase.STAGED)
         finally:
             self.receive_ns += time.monotonic_ns() - began
             self._counters.received_bytes += self.receiver.received_bytes - received_before
-            closed = await asyncio.to_thread(link.close)
-            self._counters.forwarded_bytes += link.forwarded_bytes
+            closed = True
+            if self.phase is not UpdatePhase.STAGED:
+                closed = await asyncio.to_thread(link.close)
+            self._counters.forwarded_bytes += link.forwarded_bytes - forwarded_before
             if not (closed or self.receiver.complete):
                 self._abandon(self, "its former group may still write into what is staged")
 

@@ -18,8 +18,8 @@ from rollwire_server.engines.memory import (
     tensor_views,
 )
 from rollwire_transport import TensorSpec, plan
-from rollwire_transport._bucket_layout import in_place_view
-from rollwire_transport._tensors import as_bytes, nbytes
+from rollwire_transport._layout import in_place_view
+from rollwire_transport._manifest import as_bytes, nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,8 +17,8 @@ from rollwire_server.engines.embedded.weights import (
 )
 from rollwire_server.engines.memory import allocating
 from rollwire_transport import describe_all, plan
-from rollwire_transport._bucket_layout import in_place_view
-from rollwire_transport._tensors import as_bytes
+from rollwire_transport._layout import in_place_view
+from rollwire_transport._manifest import as_bytes
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 

@@ -262,7 +262,7 @@ async def test_a_frozen_server_delays_a_publish_and_loses_its_sequences(
 ) -> None:
     seeds = range(4)
     async with Fleet(addresses(both), timeouts=QUICK, probe_interval=0.2) as fleet:
-        publisher = Publisher(fleet, timeouts=PublishTimeouts(silence=3, stalled=0.5, discard=1))
+        publisher = Publisher(fleet, timeouts=PublishTimeouts(silence=3, discard=1))
         await published(publisher, 4)
         wanted = await uninterrupted(both[1], seeds)
         tasks = [asyncio.create_task(fleet.generate(PROMPT, sampling(s))) for s in seeds]

@@ -1,17 +1,15 @@
-"""Lost answers, cancelled publishes, strangers where servers meet, versions that are not newer."""
+"""Lost answers, groups that are kept, cancelled publishes, versions that are not newer."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from rollwire.v1 import rollout_pb2, weights_pb2
 from rollwire_client import PublishFailedError
-from rollwire_transport import TransportError, join_group
 from support.calls import connected
 from support.crossing import assert_equal_under, crossing
 from support.fleets import policy, published, publisher
@@ -22,7 +20,6 @@ from support.steps import Steps
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from rollwire.v1 import weights_pb2
     from support.fleets import Servers
     from support.servers import ServerProcess
     from torch import Tensor
@@ -39,11 +36,16 @@ async def told(server: ServerProcess) -> weights_pb2.GetWeightStatusResponse:
 
 
 class Losing:
-    """Loses a server's first answer to a method, once the server has done what it was asked to."""
+    """Loses one of a server's answers to a method, once the server has done what it was asked to.
 
-    def __init__(self, steps: Steps, method: str, address: str) -> None:
+    Args:
+        number: Which answer, from 1 on.
+    """
+
+    def __init__(self, steps: Steps, method: str, address: str, number: int) -> None:
         self.calls = 0
         self._address = address
+        self._number = number
         steps.before[method] = self._before
         steps.after[method] = self._after
 
@@ -51,33 +53,75 @@ class Losing:
         self.calls += address == self._address
 
     async def _after(self, address: str, _request: Any) -> None:
-        if address == self._address and self.calls == 1:
+        if address == self._address and self.calls == self._number:
             nothing = grpc.aio.Metadata()
             raise grpc.aio.AioRpcError(
                 grpc.StatusCode.UNAVAILABLE, nothing, nothing, "the connection was cut"
             )
 
 
-@pytest.mark.parametrize("method", ["JoinTransport", "CommitWeights"])
-async def test_a_lost_answer_is_asked_for_again_and_done_once(three: Servers, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "number", "again", "calls"),
+    [
+        pytest.param("CommitWeights", 1, True, 2, id="commit"),
+        pytest.param("JoinTransport", 1, False, 3, id="prepare"),
+        pytest.param("JoinTransport", 2, False, 3, id="connect"),
+        pytest.param("JoinTransport", 1, True, 2, id="resume"),
+    ],
+)
+async def test_a_lost_answer_is_asked_for_again_and_done_once(
+    three: Servers, method: str, number: int, again: bool, calls: int
+) -> None:
+    """``again``: the group of the publish before is used again."""
     old, new = three.next_version(), three.next_version()
     steps = Steps()
     async with three.fleet(steps) as fleet:
         trainer = publisher(fleet)
         await published(trainer, old)
+        if not again:
+            trainer = publisher(fleet)
         before = [await told(server) for server in three.all]
-        losing = Losing(steps, method, three.all[1].address)
+        losing = Losing(steps, method, three.all[1].address, number)
         async with crossing(*three.addresses) as sequences:
             report = await published(trainer, new)
             for sequence in sequences:
                 await sequence.reaches(new)
                 assert sequence.versions == [old, new]
                 assert sequence.digests[new] == {report.digest}
-        assert losing.calls == 2
+        assert losing.calls == calls
         for server, was in zip(three.all, before, strict=True):
             now = await told(server)
             assert now.intact
             assert now.weights.revision == was.weights.revision + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "calls"), [("nothing", 3), ("another trainer", 6), ("a server slept", 9)]
+)
+async def test_a_group_is_kept_while_its_members_live(
+    three: Servers, change: str, calls: int
+) -> None:
+    steps = Steps()
+    joins: list[int] = []
+
+    async def note(_address: str, request: weights_pb2.JoinTransportRequest) -> None:
+        joins.append(request.step)
+
+    async with three.fleet(steps) as fleet:
+        trainer = publisher(fleet)
+        await published(trainer, three.next_version())
+        steps.before["JoinTransport"] = note
+        if change == "another trainer":
+            trainer = publisher(fleet)
+        elif change == "a server slept":
+            async with connected(three.addresses[0]) as api:
+                await api.rollouts.Sleep(rollout_pb2.SleepRequest())
+                await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest())
+        await published(trainer, three.next_version())
+        resumed = joins.count(weights_pb2.JOIN_STEP_RESUME)
+        assert (resumed, len(joins)) == (0 if change == "another trainer" else 3, calls)
+        for server in three.all:
+            assert (await told(server)).intact
 
 
 # Cancelled publishes.
@@ -173,52 +217,6 @@ async def serves_whole(server: ServerProcess) -> int:
         now = await status(api, verify=True)
     assert now.intact
     return now.weights.version
-
-
-# Strangers.
-
-
-async def test_strangers_where_the_servers_meet_change_nothing(three: Servers) -> None:
-    old, new = three.next_version(), three.next_version()
-    steps = Steps()
-    refusals: list[str] = []
-
-    async with three.fleet(steps) as fleet:
-        trainer = publisher(fleet)
-        await published(trainer, old)
-        with contextlib.ExitStack() as strangers:
-
-            async def come(_address: str, request: weights_pb2.JoinTransportRequest) -> None:
-                """Before each server: one who says nothing, one who errs, one who guesses."""
-                host, _, port = request.rendezvous.rpartition(":")
-                for said in (b"", b"GET / HTTP/1.1\r\n" * 10):
-                    stranger = socket.create_connection((host, int(port)), SECONDS)
-                    strangers.callback(stranger.close)
-                    stranger.sendall(said)
-                with pytest.raises(TransportError) as caught:
-                    await asyncio.to_thread(guess, request)
-                refusals.append(str(caught.value))
-
-            steps.before["JoinTransport"] = come
-            report = await published(trainer, new)
-        assert len(refusals) == 3
-        assert all("no group of this epoch" in refusal for refusal in refusals)
-        for server in three.all:
-            now = await told(server)
-            assert now.intact
-            assert (now.weights.version, now.weights.digest) == (new, report.digest)
-
-
-def guess(request: weights_pb2.JoinTransportRequest) -> None:
-    """Tries to join in a server's place, without its epoch."""
-    join_group(
-        request.backend,
-        epoch="a guess",
-        rank=request.ranks[0],
-        world_size=request.world_size,
-        rendezvous=request.rendezvous,
-        timeout=SECONDS,
-    ).close()
 
 
 # Versions.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why := unavailable()), reason=why)]
 
 # As for a server that is frozen; the group may wait for one that is gone as long as it forms.
-BOUND = TIMEOUTS.silence + TIMEOUTS.join + TIMEOUTS.stalled + TIMEOUTS.commit_silence + 60
+BOUND = TIMEOUTS.silence + TIMEOUTS.join + TIMEOUTS.commit_silence + 60
 SECONDS = 60  # for TCP and gRPC to find out that a cable is back
 
 

@@ -23,7 +23,7 @@ UCX = available_backends()["ucx"]
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not UCX.ok, reason=UCX.reason)]
 
 # As for one that all are sent to side by side: see test_faults_servers.
-BOUND = TIMEOUTS.silence + TIMEOUTS.bucket + TIMEOUTS.stalled + TIMEOUTS.commit_silence + 20
+BOUND = TIMEOUTS.silence + TIMEOUTS.bucket + TIMEOUTS.commit_silence + 20
 
 
 @pytest.fixture(scope="module")

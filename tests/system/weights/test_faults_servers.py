@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # A server is found by its silence, or because it does not answer; then the others get a new group.
 # The rest is for a busy machine.
-BOUND = TIMEOUTS.silence + TIMEOUTS.stalled + TIMEOUTS.commit_silence + QUICK.call + 60
+BOUND = TIMEOUTS.silence + TIMEOUTS.commit_silence + QUICK.call + 60
 
 
 def kill(server: ServerProcess) -> None:

@@ -45,7 +45,7 @@ async def test_a_trainer_that_computes_does_not_blame_its_servers(
             time.sleep(min(2 * limit, 2.0))
 
         hasty = dataclasses.replace(
-            TIMEOUTS, call=limit, silence=limit, stalled=limit, commit_silence=limit, discard=limit
+            TIMEOUTS, call=limit, silence=limit, commit_silence=limit, discard=limit
         )
         trainer = publisher(fleet, timeouts=hasty)
         version = three.next_version()

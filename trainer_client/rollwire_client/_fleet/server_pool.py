@@ -167,6 +167,10 @@ class ServerPool:
             raise
         return _spawn(work, self._tasks)
 
+    def create_own_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """As ``create_task``, but no server that leaves waits for it."""
+        return _spawn(work, self._own_tasks)
+
     def rollout(
         self, output: TrajectoryBuilder, sampling: Sampling, options: RolloutOptions
     ) -> Rollout:

@@ -24,7 +24,7 @@ from rollwire_client._errors import (
     ServerUnreachableError,
     StalePublisherError,
 )
-from rollwire_client._publishing.publish_target import PublishTarget
+from rollwire_client._publishing.publish_target import Changes, PublishTarget
 from rollwire_client._publishing.transfer import WeightTransfer
 from rollwire_client._rpc.channel import local_address
 from rollwire_client._rpc.conversion import manifest_to_proto
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from rollwire_client._fleet.server_pool import ServerPool
     from rollwire_client._publishing.sharded.coordination import Coordinator
     from rollwire_client._publishing.tensors import ChangeDetector, TensorSource
+    from rollwire_client._publishing.transfer import GroupKeeper
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class Publish:
     device: torch.device | None  # where they lie; None is the CPU
     allow_version_rollback: bool
     expected_digest: int | None  # other content is not committed
+    groups: GroupKeeper
     detector: ChangeDetector  # a change before the release ends the publish
     coordinator: Coordinator | None  # of other ranks, whose tensors must not change either
 
@@ -72,8 +74,11 @@ class Publish:
         self.announced = asyncio.Event()
         self.released = asyncio.Event()
         self._checked_at = 0.0
+        self._changes = Changes()
         self._targets = [
-            PublishTarget(server.client, self.publisher, self.update_id, self.timeouts)
+            PublishTarget(
+                server.client, self.publisher, self.update_id, self.timeouts, self._changes
+            )
             for server in self.servers
         ]
 
@@ -108,8 +113,11 @@ class Publish:
         return self._report(digest, seconds)
 
     async def _wait_until_announced(self) -> None:
-        await asyncio.gather(
-            *(t.wait(lambda t: t.phase is not UpdatePhase.ANNOUNCED) for t in self._targets)
+        await self._changes.until(
+            lambda: all(
+                target.error is not None or target.phase is not UpdatePhase.ANNOUNCED
+                for target in self._targets
+            )
         )
         for target in self._targets:
             if isinstance(target.error, StalePublisherError):
@@ -123,7 +131,9 @@ class Publish:
             source,
             device=self.device,
             backends=[self.backend] if self.backend else self._common_backends(),
-            host=self.host or await self._find_host(),
+            find_host=self._find_host,
+            groups=self.groups,
+            changes=self._changes,
             timeouts=self.timeouts,
             progress=self._on_progress,
         )
@@ -225,6 +235,8 @@ class Publish:
         )
 
     async def _find_host(self) -> str:
+        if self.host:
+            return self.host
         addresses = [target.address for target in self._targets if target.error is None]
         try:
             return await asyncio.to_thread(local_address, addresses)

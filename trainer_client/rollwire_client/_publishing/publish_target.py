@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
@@ -12,6 +13,7 @@ from rollwire.conversion import KV_POLICY_TO_PROTO, UPDATE_PHASE_FROM_PROTO, wei
 from rollwire.deadlines import Deadline, Timeout
 from rollwire.types import UpdatePhase, version_text, weights_text
 from rollwire.v1 import weights_pb2, weights_pb2_grpc
+from rollwire_transport import PROTOCOL
 
 from rollwire_client._errors import (
     PublishError,
@@ -36,6 +38,21 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
+class Changes:
+    """Wakes whoever waits for servers of a publish."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    def notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self._changed.wait()
+
+
 class PublishTarget:
     """A server that an update is published to.
 
@@ -49,6 +66,7 @@ class PublishTarget:
         publisher: weights_pb2.Publisher,
         update_id: str,
         timeouts: PublishTimeouts,
+        changes: Changes,
     ) -> None:
         self.address = client.address
         self.phase = UpdatePhase.ANNOUNCED
@@ -58,13 +76,19 @@ class PublishTarget:
         self.error: RollwireError | None = None
         self.staging_seconds = 0.0  # from the announcement to STAGED
         self.transports: tuple[str, ...] = ()  # backends that it can use
+        self.server_id = ""
+        self.reported_at = 0.0  # when its last report came
+        # The rank that it waits for; once STALLED that it lost, or waited for in vain.
+        self.peer: int | None = None
+        self.timed_out = False
+        self.detail = ""  # of why it STALLED
         self.committed: weights_pb2.CommitWeightsResponse | None = None
         self._client = client
         self._stub = weights_pb2_grpc.WeightServiceStub(client.channel)
         self._publisher = publisher
         self._update_id = update_id
         self._timeouts = timeouts
-        self._changed = asyncio.Event()
+        self._changes = changes
         self._epoch = ""  # of the group that it was told to join last
 
     @property
@@ -75,12 +99,7 @@ class PublishTarget:
         """Leaves the server out of the publish; the first error counts."""
         if self.error is None:
             self.error = error
-            self._notify()
-
-    async def wait(self, until: Callable[[PublishTarget], bool]) -> None:
-        """Returns once ``until`` holds, or the server has failed."""
-        while self.error is None and not until(self):
-            await self._changed.wait()
+            self._changes.notify()
 
     async def stage(self, request: weights_pb2.UpdateWeightsRequest, policy: Policy) -> None:
         """Announces the update, and follows the server's reports until STAGED or a failure.
@@ -91,7 +110,7 @@ class PublishTarget:
         began = clock()
         try:
             info = await self._client.info()
-            self.transports = info.transports
+            self.transports, self.server_id = info.transports, info.server_id
             if request.manifest.partial and not policy.accepts(info.weights):
                 raise PublishError(
                     f"{self.address}: serves {version_text(info.weights.version)} and missed the "
@@ -130,6 +149,12 @@ class PublishTarget:
                         f"{self.phase.value}",
                         server=self.address,
                     )
+                if report.transport_protocol != PROTOCOL:
+                    raise PublishError(
+                        f"{self.address}: runs another version of rollwire than this trainer, and "
+                        "transfers between them are not possible: use the same version for both",
+                        server=self.address,
+                    )
                 self._apply(report)
         except TimeoutError as error:
             raise ServerUnreachableError(
@@ -146,21 +171,30 @@ class PublishTarget:
         # On a busy event loop, a report of the former group may be read late.
         if phase is not UpdatePhase.STALLED or report.epoch == self._epoch:
             self.phase = phase
+            self.peer = report.peer if report.HasField("peer") else None
+            self.timed_out, self.detail = report.timed_out, report.detail
+        self.reported_at = time.monotonic()
         self.next_bucket = report.next_bucket
         self.received_bytes = report.received_bytes
         self.digest = report.digest
-        self._notify()
+        self._changes.notify()
 
-    async def join(self, request: weights_pb2.JoinTransportRequest) -> None:
-        """Makes the server join a transport group; returns when the group has formed."""
+    def leave_group(self) -> None:
+        """Takes it that its former group is over: reports on that are ignored from now on."""
+        self._epoch = ""
+        if self.phase is UpdatePhase.STALLED:
+            self.phase = UpdatePhase.READY
+
+    async def join(
+        self, request: weights_pb2.JoinTransportRequest
+    ) -> weights_pb2.JoinTransportResponse:
+        """Makes the server take a step to join a transport group."""
         request.publisher.CopyFrom(self._publisher)
         request.update_id = self._update_id
         self._epoch = request.epoch
-        if self.phase is not UpdatePhase.STAGED:
-            self.phase = UpdatePhase.RECEIVING
         # Longer than the trainer's end waits for the group, which then knows who is missing.
         limit = Deadline(self._timeouts.join + self._timeouts.call)
-        await self._call_until_answered(
+        return await self._call_until_answered(
             lambda: unary(
                 self._stub.JoinTransport,
                 request,
@@ -240,7 +274,3 @@ class PublishTarget:
         except RollwireError:
             return False
         return True
-
-    def _notify(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()

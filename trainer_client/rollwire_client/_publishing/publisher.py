@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rollwire_client._publishing.publish import Publish
     from rollwire_client._publishing.sharded.coordination import Coordinator
     from rollwire_client._publishing.tensors import TensorSource
+    from rollwire_client._publishing.transfer import GroupKeeper
 
 
 class PublishHandle:
@@ -174,6 +175,7 @@ class Publisher:
         self._bucket_bytes = None if bucket_bytes is None else _check_bucket_bytes(bucket_bytes)
         self._timeouts = timeouts or PublishTimeouts()
         self._schema: tuple[TensorSpec, ...] | None = None
+        self._groups: GroupKeeper | None = None
         self._starting = False
         self._handle: PublishHandle | None = None
 
@@ -374,6 +376,7 @@ class Publisher:
         from rollwire_client._publishing.publish import Publish
         from rollwire_client._publishing.schema import match_schema
         from rollwire_client._publishing.tensors import ChangeDetector, device_of
+        from rollwire_client._publishing.transfer import GroupKeeper
 
         detector = ChangeDetector()
         kv_policy = self._kv_policy if kv_policy is None else _check_kv_policy(kv_policy)
@@ -388,8 +391,11 @@ class Publisher:
             manifest = transport.plan(specs, bucket_bytes=self._bucket_bytes, partial=partial)
         except transport.ManifestError as error:
             raise SchemaMismatchError(f"the tensors cannot be sent: {error}") from error
+        if self._groups is None:
+            self._groups = GroupKeeper(self._pool)
         publish = Publish(
             pool=self._pool,
+            groups=self._groups,
             servers=servers,
             publisher=weights_pb2.Publisher(id=self.id, term=self.term),
             backend=self._backend,
@@ -418,7 +424,7 @@ def _check_kv_policy(kv_policy: KvPolicy) -> KvPolicy:
 
 
 def _check_bucket_bytes(size: int) -> int:
-    from rollwire_transport._validation import ALIGNMENT, MAX_BUCKET_BYTES
+    from rollwire_transport._layout import ALIGNMENT, MAX_BUCKET_BYTES
 
     size = integer("bucket_bytes", size, minimum=ALIGNMENT, maximum=MAX_BUCKET_BYTES)
     if size % ALIGNMENT:

@@ -2,7 +2,7 @@
 
 A group consists of the servers that do not have the whole update yet. When a group fails, servers
 that are dead or to blame are left out, and the rest form a new group, which goes on from the lowest
-bucket that one of them misses.
+bucket that one of them misses. A group that has not failed moves the next update too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 import secrets
 import threading
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import rollwire_transport as transport
@@ -22,15 +23,22 @@ from rollwire.types import UpdatePhase
 from rollwire.v1 import weights_pb2
 
 from rollwire_client._concurrency import cancel_all, run_in_thread, run_to_end
-from rollwire_client._errors import RollwireError, SchemaMismatchError, SourceError, TransferError
+from rollwire_client._errors import (
+    ClosedError,
+    RollwireError,
+    SchemaMismatchError,
+    SourceError,
+    TransferError,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     import torch
 
     from rollwire_client._data import PublishTimeouts
-    from rollwire_client._publishing.publish_target import PublishTarget
+    from rollwire_client._fleet.server_pool import ServerPool
+    from rollwire_client._publishing.publish_target import Changes, PublishTarget
     from rollwire_client._publishing.tensors import TensorSource
 
 logger = logging.getLogger(__name__)
@@ -38,8 +46,10 @@ logger = logging.getLogger(__name__)
 # A server that is alive but fails in the transport may be the victim of another server once.
 _MAX_GROUP_FAILURES = 2
 
+_KEEP_SECONDS = 180.0  # an idle group; a firewall may forget its connections
 _CLOSE_SECONDS = 10.0
-_REASON_SECONDS = 0.5  # for this end of a group to say why a server could not join
+_REASON_SECONDS = 0.5  # for a death, or this end of a group, to say why a server has failed
+_SILENT_SECONDS = 1.0  # without a report, of which there are four a second
 
 
 class _GroupError(Exception):
@@ -51,6 +61,49 @@ class _GroupError(Exception):
         self.culprit = culprit
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A transport group: this end's link, and the address and id of each receiver."""
+
+    epoch: str
+    backend: str
+    device: torch.device | None
+    link: transport.Link
+    members: tuple[tuple[str, str], ...]
+
+
+class GroupKeeper:
+    """Keeps the transport group of the last update for the next one, for a while."""
+
+    def __init__(self, pool: ServerPool) -> None:
+        self._pool = pool
+        self._group: _Group | None = None
+        self._expiring: asyncio.Task[None] | None = None
+
+    def take(self) -> _Group | None:
+        """The group, whose user keeps it again or closes it."""
+        group, self._group = self._group, None
+        if self._expiring is not None:
+            self._expiring.cancel()
+        return group
+
+    def keep(self, group: _Group) -> None:
+        self._group = group
+        try:
+            self._expiring = self._pool.create_own_task(self._expire(group))
+        except ClosedError:
+            self._group = None
+            run_in_thread(group.link.close)
+
+    async def _expire(self, group: _Group) -> None:
+        try:
+            await asyncio.sleep(_KEEP_SECONDS)
+        finally:
+            if self._group is group:  # also when the fleet closes
+                self._group = None
+                await run_in_thread(group.link.close)
+
+
 class WeightTransfer:
     """Sends one update to some servers.
 
@@ -60,10 +113,12 @@ class WeightTransfer:
         device: Where the tensors lie; None is the CPU.
         backends: Of the transport. The first is used, and the next where members share a GPU and it
             does not allow that.
-        host: Under which the servers reach this machine.
+        find_host: Finds the address under which the servers reach this machine.
+        groups: Has the group of the last update.
+        changes: Of the servers.
         timeouts: How long to wait.
-        progress: Called with the bytes that every server of the group has, from another thread;
-            an exception that it raises ends the transfer.
+        progress: Called with the bytes that were sent, from another thread; an exception that it
+            raises ends the transfer.
     """
 
     def __init__(
@@ -73,15 +128,20 @@ class WeightTransfer:
         *,
         device: torch.device | None,
         backends: Sequence[str],
-        host: str,
+        find_host: Callable[[], Awaitable[str]],
+        groups: GroupKeeper,
+        changes: Changes,
         timeouts: PublishTimeouts,
         progress: Callable[[int], None],
     ) -> None:
         self._sender = transport.Sender(manifest)
+        self._bucket_count = len(manifest.buckets)
         self._source = source
         self._device = device
         self._backends = list(backends)
-        self._host = host
+        self._find_host = find_host
+        self._groups = groups
+        self._changes = changes
         self._timeouts = timeouts
         self._progress = progress
         self._closing: list[asyncio.Future[bool]] = []
@@ -107,115 +167,240 @@ class WeightTransfer:
             SourceError: It raised, or did not give a tensor in time.
             TransferError: No group can be formed from here.
         """
-        while group := [t for t in targets if t.error is None and not t.staged]:
+        while members := _unstaged(targets):
             try:
-                await self._send_unless_one_dies(group)
+                await self._send_over_group(members)
+            except transport.SharedDevice as shared:
+                if len(self._backends) == 1:
+                    raise TransferError(str(shared)) from shared
+                backend = self._backends.pop(0)
+                logger.info("%s, not %s: %s", self._backends[0], backend, shared)
             except _GroupError as failure:
-                shared = isinstance(failure.__cause__, transport.SharedDevice)
-                if shared and len(self._backends) > 1:
-                    backend = self._backends.pop(0)
-                    logger.info("%s, not %s: %s", self._backends[0], backend, failure)
-                    continue
                 if self._source_timeout is not None:
                     raise self._source_timeout from failure
+                logger.warning("a transport group of %d failed: %s", len(members), failure)
+                self._blame(members, failure)
                 await self.close()
-                logger.warning("a transport group of %d failed: %s", len(group), failure)
-                self._blame(group, failure)
-                # Knowing how far they came is worth a moment, but not needed: joining the next
-                # group makes a server leave this one.
-                await _wait_settled(group, self._timeouts.stalled)
-            else:
-                limit = self._timeouts.staged
-                for late in await _wait_settled(group, limit):
-                    late.fail(_unverified(late, f"did not verify it within {limit:g} s"))
-                for target in group:
-                    if target.phase is UpdatePhase.STALLED:
-                        error = _unverified(target, "stalled before it had verified it")
-                        self._blame(group, _GroupError(error, target))
 
-    async def _send_unless_one_dies(self, group: list[PublishTarget]) -> None:
-        """Forms a group and sends to it; abandons it as soon as a member fails.
+    async def _send_over_group(self, targets: list[PublishTarget]) -> None:
+        """Forms a group of these servers, sends to them, and keeps it for the next update.
 
         Raises:
-            _GroupError: Not all members have everything.
+            _GroupError: Not all of them have everything.
         """
-        sending = asyncio.create_task(self._form_and_send(group))
-        deaths = [asyncio.create_task(target.wait(lambda _: False)) for target in group]
+        for target in targets:
+            target.leave_group()
+        formed = await self._unless_one_fails(targets, self._form(targets))
+        if formed is None:
+            return
+        group, first_bucket = formed
+        kept = False
         try:
-            await asyncio.wait([sending, *deaths], return_when=asyncio.FIRST_COMPLETED)
-            dead = next((target for target in group if target.error is not None), None)
-            if not sending.done() and dead is not None and dead.error is not None:
-                raise _GroupError(dead.error, dead)
-            await sending
+            await self._unless_one_fails(targets, self._send(group.link, first_bucket), group.link)
+            await self._wait_staged(targets)
+            if kept := all(target.staged for target in targets):
+                self._groups.keep(group)
         finally:
-            await cancel_all([sending, *deaths])
+            if not kept:
+                self._close(group.link)
 
-    async def _form_and_send(self, group: list[PublishTarget]) -> None:
-        first_bucket = min(target.next_bucket for target in group)
-        link = await self._form(group, first_bucket)
+    async def _unless_one_fails(
+        self,
+        targets: list[PublishTarget],
+        work: Any,
+        link: transport.Link | None = None,
+    ) -> Any:
+        """Does a part of the work, and abandons it as soon as a server fails."""
+        working = asyncio.create_task(work)
+        failing = asyncio.create_task(self._changes.until(lambda: _one_failed(targets)))
         try:
-            await self._send(link, first_bucket)
+            await asyncio.wait([working, failing], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                waits_for = None if link is None else link.waits_for
+                await self._await_reason(targets, working)
+                if not working.done():
+                    raise self._failure(targets, None, waits_for)
+            return await working
+        except transport.SharedDevice:
+            raise
         except transport.TransportError as error:
-            raise _group_error(error, group) from error
-        except transport.TensorSourceError as error:
-            raise SourceError(
-                f"{error}; nothing was committed, the servers keep what they serve"
-            ) from error.__cause__
-        except transport.ManifestError as error:
-            raise SchemaMismatchError(
-                "the tensors do not match Publisher.schema() or its order; nothing was committed: "
-                f"{error}"
-            ) from error
+            await self._await_reason(targets)
+            raise self._failure(targets, error, error.peer) from error
         finally:
-            # In the background: a backend may take half a second.
-            self._closing.append(run_in_thread(link.close))
+            await cancel_all([working, failing])
 
-    async def _form(self, group: list[PublishTarget], first_bucket: int) -> transport.Link:
-        """Forms a group: this end waits in a thread while the servers are told to join."""
-        epoch = secrets.token_hex(16)
+    async def _await_reason(
+        self, targets: Sequence[PublishTarget], *working: asyncio.Task[Any]
+    ) -> None:
+        """Waits a moment for a server's death, or for this end's own failure."""
+        dying = asyncio.create_task(
+            self._changes.until(lambda: any(target.error is not None for target in targets))
+        )
         try:
-            rendezvous = transport.open_rendezvous(
-                self._backends[0],
+            await asyncio.wait(
+                [dying, *working], timeout=_REASON_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            await cancel_all([dying])
+
+    def _failure(
+        self,
+        targets: Sequence[PublishTarget],
+        error: transport.TransportError | None,
+        waits_for: int | None,
+    ) -> _GroupError:
+        """Why a group failed, and because of whom.
+
+        Args:
+            targets: The group, by rank from 1 on.
+            error: Of this end, if it failed by itself.
+            waits_for: The rank that this end was waiting for.
+        """
+        for target in targets:
+            if target.error is not None:
+                return _GroupError(target.error, target)
+        stalled = [t for t in targets if t.phase is UpdatePhase.STALLED]
+        late = next((t for t in stalled if t.timed_out), None)
+        if late is not None or isinstance(error, transport.TransportTimeout):
+            rank = _who_is_behind(targets, waits_for or (late.peer if late is not None else None))
+        else:  # a connection was lost
+            rank = waits_for or (stalled[0].peer or targets.index(stalled[0]) + 1 if stalled else 0)
+            rank = _follow(targets, rank, lambda target: target.phase is UpdatePhase.STALLED)
+        culprit = targets[rank - 1] if 0 < rank <= len(targets) else None
+        address = None if culprit is None else culprit.address
+        where = "" if address is None else f"{address}: "
+        why = str(error or "; ".join(f"{t.address} stalled: {t.detail}" for t in stalled))
+        return _GroupError(TransferError(f"{where}{why}", server=address), culprit)
+
+    async def _form(self, targets: list[PublishTarget]) -> tuple[_Group, int] | None:
+        """A group of these servers, and the first bucket to send; None if one is staged already."""
+        if (kept := self._groups.take()) is not None:
+            if await self._resume(kept, targets):
+                return kept, 0
+            self._close(kept.link)
+        host = await self._find_host()
+        epoch = secrets.token_hex(16)
+        backend = self._backends[0]
+        world_size = len(targets) + 1
+        opening = run_in_thread(
+            lambda: transport.open_link(
+                backend,
                 epoch=epoch,
-                world_size=len(group) + 1,
-                host=self._host,
+                rank=0,
+                world_size=world_size,
+                host=host,
                 device=self._device,
             )
-        except (transport.TransportError, OSError) as error:
+        )
+        try:
+            link = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(self._close_opened)
+            raise
+        except (transport.TransportError, OSError, ValueError) as error:
             raise TransferError(
-                f"this trainer cannot open a group at {self._host}: {error}; nothing was sent, the "
+                f"this trainer cannot open a group at {host}: {error}; nothing was sent, the "
                 "servers keep what they serve: pass another `backend` or `host`, or neither"
             ) from error
-        forming = run_in_thread(lambda: rendezvous.form_group(self._timeouts.join))
-        joining = {
-            asyncio.create_task(
-                target.join(
-                    weights_pb2.JoinTransportRequest(
-                        epoch=epoch,
-                        backend=self._backends[0],
-                        ranks=[rank],
-                        world_size=len(group) + 1,
-                        rendezvous=rendezvous.address,
-                        first_bucket=first_bucket,
-                    )
-                )
-            ): target
-            for rank, target in enumerate(group, start=1)
-        }
-        everything: list[asyncio.Future[Any]] = [forming, *joining]
         try:
-            await asyncio.wait(everything, return_when=asyncio.FIRST_EXCEPTION)
+            requests = {
+                target: weights_pb2.JoinTransportRequest(
+                    step=weights_pb2.JOIN_STEP_PREPARE,
+                    epoch=epoch,
+                    backend=backend,
+                    ranks=[rank],
+                    world_size=world_size,
+                    host=host,
+                )
+                for rank, target in enumerate(targets, start=1)
+            }
+            answers = await self._join_all(requests)
+            # Of one that got the rest while it left the former group, there is no answer.
+            staged = [target for target, answer in answers.items() if not answer.answer]
+            if staged:
+                await self._wait_staged(staged)
+                self._close(link)
+                return None
+            first_bucket = min(answer.next_bucket for answer in answers.values())
+            offers = await run_in_thread(
+                lambda: link.offers({r: answers[t].answer for r, t in enumerate(targets, start=1)})
+            )
+            for rank, target in enumerate(targets, start=1):
+                requests[target].step = weights_pb2.JOIN_STEP_CONNECT
+                requests[target].offer = offers[rank]
+                requests[target].first_bucket = first_bucket
+            connecting = run_in_thread(lambda: link.connect(self._timeouts.join))
+            await self._join_all(requests, connecting)
+        except BaseException:
+            self._close(link)
+            raise
+        members = tuple((target.address, target.server_id) for target in targets)
+        return _Group(epoch, backend, self._device, link, members), first_bucket
+
+    async def _resume(self, group: _Group, targets: list[PublishTarget]) -> bool:
+        """Whether the group of the last update can be used again: by all its members."""
+        by_member = {(target.address, target.server_id): target for target in targets}
+        if (
+            by_member.keys() != set(group.members)
+            or group.backend not in self._backends
+            or group.device != self._device
+            or any(target.next_bucket for target in targets)
+        ):
+            return False
+        targets[:] = [by_member[member] for member in group.members]
+        requests = {
+            target: weights_pb2.JoinTransportRequest(
+                step=weights_pb2.JOIN_STEP_RESUME,
+                epoch=group.epoch,
+                ranks=[rank],
+                transfers=group.link.transfers,
+            )
+            for rank, target in enumerate(targets, start=1)
+        }
+        try:
+            await self._join_all(requests)
+        except _GroupError as refusal:
+            logger.info("the transport group of the last update is not used again: %s", refusal)
+            return False
+        except BaseException:
+            self._close(group.link)
+            raise
+        return True
+
+    async def _join_all(
+        self,
+        requests: Mapping[PublishTarget, weights_pb2.JoinTransportRequest],
+        connecting: asyncio.Future[None] | None = None,
+    ) -> dict[PublishTarget, weights_pb2.JoinTransportResponse]:
+        """Has all servers take a step at once, beside ``connecting``.
+
+        Raises:
+            _GroupError: A server did not.
+            TransportError: ``connecting`` failed.
+        """
+        joining = {asyncio.create_task(t.join(request)): t for t, request in requests.items()}
+        everything: list[asyncio.Future[Any]] = [*joining]
+        if connecting is not None:
+            everything.append(connecting)
+        try:
+            limit = self._timeouts.join
+            with contextlib.suppress(TimeoutError):
+                async with Timeout(limit):
+                    await asyncio.wait(everything, return_when=asyncio.FIRST_EXCEPTION)
             for task, target in joining.items():
                 if task.done():
-                    await _raise_if_failed(task, target, forming)
-            link = forming.result()
-        except BaseException as error:
-            await run_to_end(_abandon(rendezvous, forming, joining))
-            if isinstance(error, transport.TransportError):
-                raise _group_error(error, group) from error
-            raise
-        rendezvous.close()
-        return link
+                    await _raise_if_failed(task, target, connecting)
+            if connecting is not None and connecting.done():
+                connecting.result()
+            for task, target in joining.items():
+                if not task.done():
+                    late = f"{target.address}: did not join within {limit:g} s"
+                    raise _GroupError(TransferError(late, server=target.address), target)
+            if connecting is not None:
+                await connecting
+            return {target: task.result() for task, target in joining.items()}
+        finally:
+            await cancel_all(joining)
 
     async def _send(self, link: transport.Link, first_bucket: int) -> None:
         """Sends in a thread, which is abandoned if the source hangs."""
@@ -247,7 +432,17 @@ class WeightTransfer:
             await cancel_all([overdue])
         if self._source_timeout is not None:
             raise self._source_timeout
-        await sending
+        try:
+            await sending
+        except transport.TensorSourceError as error:
+            raise SourceError(
+                f"{error}; nothing was committed, the servers keep what they serve"
+            ) from error.__cause__
+        except transport.ManifestError as error:
+            raise SchemaMismatchError(
+                "the tensors do not match Publisher.schema() or its order; nothing was committed: "
+                f"{error}"
+            ) from error
 
     async def _wait_until_overdue(self) -> SourceError:
         """Returns an error once the source has taken too long over a bucket."""
@@ -262,6 +457,40 @@ class WeightTransfer:
                 )
             await asyncio.sleep(left)
 
+    async def _wait_staged(self, targets: Sequence[PublishTarget]) -> None:
+        """Waits for servers that were sent everything to verify it; those that do not, fail.
+
+        Raises:
+            _GroupError: One stalled, or waits for one that failed.
+        """
+        limit = self._timeouts.staged
+        while (unstaged := _unstaged(targets)) and not _one_failed(targets):
+            received = sum(target.received_bytes for target in targets)
+
+            def moved(before: int = received) -> bool:
+                now = sum(target.received_bytes for target in targets)
+                return now != before or _one_failed(targets) or not _unstaged(targets)
+
+            try:
+                async with Timeout(limit):
+                    await self._changes.until(moved)
+            except TimeoutError:
+                for target in unstaged:
+                    target.fail(
+                        TransferError(
+                            f"{target.address}: got everything, but did not verify it within "
+                            f"{limit:g} s",
+                            server=target.address,
+                        )
+                    )
+        if unstaged:
+            # The others may have all, or wait for this one.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_REASON_SECONDS):
+                    await self._changes.until(lambda: not _unstaged(targets))
+            if _unstaged(targets):
+                raise self._failure(targets, None, None)
+
     def _blame(self, group: list[PublishTarget], failure: _GroupError) -> None:
         suspects = group if failure.culprit is None else [failure.culprit]
         for suspect in suspects:
@@ -270,48 +499,68 @@ class WeightTransfer:
             if self._group_failures[suspect] == _MAX_GROUP_FAILURES or not may_be_victim:
                 suspect.fail(failure.error)
 
+    def _close_opened(self, opening: asyncio.Future[transport.Link]) -> None:
+        if opening.exception() is None:
+            self._close(opening.result())
+
+    def _close(self, link: transport.Link) -> None:
+        self._closing.append(run_in_thread(link.close))
+
+
+def _unstaged(targets: Sequence[PublishTarget]) -> list[PublishTarget]:
+    return [target for target in targets if target.error is None and not target.staged]
+
+
+def _one_failed(targets: Sequence[PublishTarget]) -> bool:
+    return any(t.error is not None or t.phase is UpdatePhase.STALLED for t in targets)
+
+
+def _who_is_behind(targets: Sequence[PublishTarget], waits_for: int | None) -> int:
+    """The rank that a group waits for, or 0 if it is not known.
+
+    Args:
+        targets: The group, by rank from 1 on.
+        waits_for: The rank that one member waits for.
+    """
+    silence, rank = max((elapsed(t.reported_at), -r) for r, t in enumerate(targets, start=1))
+    if silence > _SILENT_SECONDS:
+        return -rank
+    return _follow(targets, waits_for or 0, lambda _: True)
+
+
+def _follow(
+    targets: Sequence[PublishTarget], rank: int, blames: Callable[[PublishTarget], bool]
+) -> int:
+    """The last of the ranks that wait for, or have lost, one another, beginning with ``rank``."""
+    seen: set[int] = set()
+    while 0 < rank <= len(targets) and blames(targets[rank - 1]):
+        seen.add(rank)
+        following = targets[rank - 1].peer or 0
+        if following in seen:  # of two, the second does not take what the first forwards
+            return max(rank, following)
+        if following == 0:
+            return rank
+        rank = following
+    return rank
+
 
 async def _raise_if_failed(
-    joined: asyncio.Task[None], target: PublishTarget, forming: asyncio.Future[transport.Link]
+    joined: asyncio.Task[weights_pb2.JoinTransportResponse],
+    target: PublishTarget,
+    connecting: asyncio.Future[None] | None,
 ) -> None:
     try:
         joined.result()
     except TransferError as error:
-        # The server may be a victim: of two members on one GPU, or of a member that never came.
-        # Then this end of the group is about to say so.
-        done, _ = await asyncio.wait([forming], timeout=_REASON_SECONDS)
-        if done and isinstance(forming.exception(), transport.TransportError):
-            return
+        # The server may be a victim of a member that never came. Then this end of the group is
+        # about to say so.
+        if connecting is not None:
+            done, _ = await asyncio.wait([connecting], timeout=_REASON_SECONDS)
+            if done and isinstance(connecting.exception(), transport.TransportError):
+                return
         raise _GroupError(error, target) from error
     except RollwireError as error:
         raise _GroupError(error, target) from error
-
-
-async def _abandon(
-    rendezvous: transport.Rendezvous,
-    forming: asyncio.Future[transport.Link],
-    joining: Iterable[asyncio.Task[None]],
-) -> None:
-    rendezvous.close()
-    await cancel_all(joining)
-    await asyncio.wait([forming])
-    if forming.exception() is None:
-        await run_in_thread(forming.result().close)
-
-
-async def _wait_settled(group: Sequence[PublishTarget], timeout: float) -> list[PublishTarget]:
-    """Waits until all are stalled, staged or have failed; returns those that are not by then."""
-    settled = {UpdatePhase.STALLED, UpdatePhase.STAGED}
-    waiting = {
-        asyncio.create_task(target.wait(lambda t: t.phase in settled)): target for target in group
-    }
-    try:
-        with contextlib.suppress(TimeoutError):
-            async with Timeout(timeout):
-                await asyncio.wait(waiting)
-        return [target for task, target in waiting.items() if not task.done()]
-    finally:
-        await cancel_all(waiting)
 
 
 async def _wait_closed(closing: Sequence[asyncio.Future[bool]]) -> None:
@@ -320,17 +569,3 @@ async def _wait_closed(closing: Sequence[asyncio.Future[bool]]) -> None:
         logger.warning("a link has not closed within %g s: its thread stays behind", _CLOSE_SECONDS)
     for error in filter(None, (future.exception() for future in done)):
         logger.warning("a link did not close as it should: %s", error)
-
-
-def _unverified(target: PublishTarget, why: str) -> TransferError:
-    address = target.address
-    return TransferError(f"{address}: got everything, but {why}", server=address)
-
-
-def _group_error(error: transport.TransportError, group: Sequence[PublishTarget]) -> _GroupError:
-    """A transport's error that names a rank, as an error that names its server."""
-    rank = (error.peer or "").removeprefix("rank ")
-    culprit = group[int(rank) - 1] if rank.isdecimal() and 0 < int(rank) <= len(group) else None
-    address = culprit.address if culprit is not None else None
-    where = f"{address}: " if address is not None else ""
-    return _GroupError(TransferError(f"{where}{error}", server=address), culprit)

@@ -1,8 +1,9 @@
-"""The backends, one file each, and how a group is formed over one of them."""
+"""The backends, one file each, and how a link is opened over one of them."""
 
 from __future__ import annotations
 
-import threading
+import ipaddress
+import socket
 
 import torch
 
@@ -17,19 +18,20 @@ from rollwire_transport._links.base import (
     ListenOptions,
     Transfer,
 )
-from rollwire_transport._links.rendezvous import Rendezvous, join
 
 __all__ = [
+    "PROTOCOL",
     "Availability",
     "Link",
     "ListenOptions",
-    "Rendezvous",
     "Transfer",
     "available_backends",
-    "join_group",
-    "open_rendezvous",
+    "open_link",
     "warm_up",
 ]
+
+# Of what members exchange: offers, answers, headers, tags. Members of one group have the same.
+PROTOCOL = 3
 
 _CPU = torch.device("cpu")
 _ANYWHERE = ListenOptions()
@@ -53,74 +55,40 @@ def available_backends(
     return {name: Availability(not reason, reason) for name, reason in reasons.items()}
 
 
-def open_rendezvous(
-    backend: str,
-    *,
-    epoch: str,
-    world_size: int,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    device: torch.device | None = None,
-) -> Rendezvous:
-    """Opens the rendezvous of a new group, of which the caller is rank 0.
-
-    Args:
-        backend: One of those that are available.
-        epoch: Names the group: random, and secret to its members.
-        world_size: Members, the caller included.
-        host: An address of this machine by which the others reach it; data takes it too.
-        port: 0 takes a free one.
-        device: Where the tensors lie; buckets are packed there if the backend can send from it.
-            Default: the CPU.
-
-    Raises:
-        ValueError: ``host`` is no single address, or ``world_size`` is below 2.
-        TransportError: The backend cannot be used here.
-        OSError: The address cannot be listened on.
-    """
-    if world_size < 2:
-        raise ValueError(f"a group of {world_size} has no receiver")
-    chosen = _require(backend, _ANYWHERE)
-    member = GroupMember(epoch, 0, world_size, chosen.bucket_device(device or _CPU))
-    return Rendezvous(chosen, member, host, port)
-
-
-def join_group(
+def open_link(
     backend: str,
     *,
     epoch: str,
     rank: int,
     world_size: int,
-    rendezvous: str,
-    timeout: float,
+    host: str = "127.0.0.1",
     device: torch.device | None = None,
-    cancelled: threading.Event | None = None,
     listen: ListenOptions = _ANYWHERE,
 ) -> Link:
-    """Joins a group as a receiver; blocks until all its members have.
+    """Opens one end of a new group, to be connected with the others.
 
     Args:
-        backend: The trainer's choice.
-        epoch: The group's name.
-        rank: 1 to ``world_size`` - 1.
+        backend: One of those that are available at all members.
+        epoch: Names the group: random, and secret to its members.
+        rank: 0 sends, the others receive.
         world_size: Members, rank 0 included.
-        rendezvous: Rank 0's ``Rendezvous.address``.
-        timeout: Seconds until the group must be formed.
-        device: Where the tensors lie; as for ``open_rendezvous``.
-        cancelled: Set from another thread, it ends the wait for the others.
-        listen: Where this end may listen for its peers.
+        host: An address of rank 0's machine by which the others reach it.
+        device: Where the tensors lie; buckets lie there too if the backend can use it. Default: the
+            CPU.
+        listen: Where a receiver may listen for its peers.
 
     Raises:
-        TransportTimeout: Not all have joined within ``timeout``.
-        SharedDevice: Two members are on one GPU, and the backend needs one for each.
-        TransportError: The backend cannot be used here, there is no such group or no place in it
-            for this rank, or ``cancelled`` was set.
+        ValueError: ``host`` is no single address, at rank 0.
+        TransportError: The backend cannot be used here, or there is no such place in a group.
+        OSError: ``host`` is no address of this machine, at rank 0.
     """
-    if not 0 < rank < world_size:
-        raise TransportError(f"rank {rank} is not a receiver in a group of {world_size}")
     chosen = _require(backend, listen)
-    member = GroupMember(epoch, rank, world_size, chosen.bucket_device(device or _CPU), listen)
-    return join(chosen, member, rendezvous, timeout, cancelled or threading.Event())
+    if not 0 <= rank < world_size or world_size < 2:
+        raise TransportError(f"there is no rank {rank} with a peer in a group of {world_size}")
+    if rank == 0:
+        _check_own(host)
+    place = chosen.bucket_device(device or _CPU)
+    return chosen.open(GroupMember(epoch, rank, world_size, host, place, listen))
 
 
 def warm_up(device: torch.device, listen: ListenOptions = _ANYWHERE) -> None:
@@ -147,3 +115,11 @@ def _require(name: str, listen: ListenOptions) -> Backend:
     if reason := backend.unavailable_reason(listen):
         raise TransportError(f"backend {name} cannot be used: {reason}")
     return backend
+
+
+def _check_own(host: str) -> None:
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    if ipaddress.ip_address(address[0]).is_unspecified:
+        raise ValueError(f"host {host!r} is not an address at which others can reach this machine")
+    with socket.socket(family) as probe:
+        probe.bind(address)

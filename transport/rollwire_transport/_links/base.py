@@ -1,13 +1,10 @@
 """What a backend is: how the buckets of a group move.
 
 A backend is one file of this package. It defines a ``Backend`` and a ``Link``, and ends with
-``BACKEND = …``; ``_links/__init__`` lists it, and ``tests/transport/test_links.py`` tries it. How
-the members of a group find each other (``rendezvous``) and how a member's death is noticed
-(``failure_detector``) is the same for all.
+``BACKEND = …``; ``_links/__init__`` lists it, and ``tests/transport/test_links.py`` tries it.
 
-A group has one sender, rank 0, and its receivers; each member holds one end of the link. An end is
-made with the group, moves buckets in their order, finishes, and is closed. A group is used for one
-transfer: the first failure ends it for all its members, and the rest form a new one.
+A group has one sender, rank 0, and its receivers. Whoever drives the members carries a few bytes
+between them, and tells them when one has died: links need not notice.
 """
 
 from __future__ import annotations
@@ -21,17 +18,13 @@ from typing import TYPE_CHECKING, ClassVar
 from rollwire_transport._errors import TransportError
 
 if TYPE_CHECKING:
-    import threading
+    from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
     import torch
     from torch import Tensor
 
-    from rollwire_transport._links.control_channel import ControlChannel
-
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-
-DEVICE_ID_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +38,6 @@ class Availability:
 @dataclass(frozen=True, slots=True)
 class ListenOptions:
     """Where a receiver may listen for its peers, so that a firewall can name it.
-
-    A receiver connects to rank 0, and then its backend listens itself:
 
     - gloo: on ``host``, by default the address that faces rank 0; on ephemeral ports.
     - ucx: on the interfaces in UCX_NET_DEVICES, by default all; on ``ports``. Over RDMA on none.
@@ -100,6 +91,7 @@ class GroupMember:
         epoch: Names the group: random, and secret to its members.
         rank: 0 sends.
         world_size: Members, rank 0 included.
+        host: Under which receivers reach rank 0.
         device: Where buckets lie, from ``Backend.bucket_device``.
         listen: Where this end may listen; rank 0's is not restricted.
     """
@@ -107,6 +99,7 @@ class GroupMember:
     epoch: str
     rank: int
     world_size: int
+    host: str
     device: torch.device
     listen: ListenOptions = ListenOptions()
 
@@ -136,44 +129,12 @@ class Backend(abc.ABC):
         """Where buckets lie if tensors lie on ``device``."""
         return device
 
-    def device_id(self, member: GroupMember) -> bytes:
-        """16 bytes that no other member may have: of a GPU, if each member needs its own.
-
-        By default members may share a device.
-        """
-        return member.rank.to_bytes(DEVICE_ID_BYTES, "little")
-
-    def bootstrap_token(self, member: GroupMember) -> bytes:
-        """What rank 0 gives to all members for ``connect``, once all have joined.
-
-        Raises:
-            TransportError: There is no network to listen on.
-        """
-        del member
-        return b""
-
     @abc.abstractmethod
-    def connect(
-        self,
-        member: GroupMember,
-        channel: ControlChannel,
-        token: bytes,
-        deadline: float,
-        cancelled: threading.Event,
-    ) -> Link:
-        """Makes this end of the link; called at all members once all have joined.
-
-        Args:
-            member: This end.
-            channel: Connects rank 0 with each receiver. The link closes it; if this raises, the
-                caller does.
-            token: Rank 0's ``bootstrap_token``.
-            deadline: By ``time.monotonic``, for waits for other members.
-            cancelled: Once it is set, waits for other members end.
+    def open(self, member: GroupMember) -> Link:
+        """This end of a link that is still to be connected.
 
         Raises:
-            TransportTimeout: Another member did not do its part before ``deadline``.
-            TransportError: The link could not be made, or ``cancelled`` was set.
+            TransportError: It cannot be opened here.
         """
 
 
@@ -191,15 +152,23 @@ class Transfer(abc.ABC):
 
 
 class Link(abc.ABC):
-    """One end of a group. Used by one thread, except for ``abort``.
+    """One end of a group. Used by one thread at a time, except for ``abort``.
+
+    Life: opened → ``answer`` of each receiver → ``offers`` of rank 0 → ``connect`` at all members
+    at once → the buckets of an update, ``finish``; any number of times → ``close``. The first
+    failure ends it, and the other members then abort theirs.
 
     Attributes:
         device: Where payloads must lie, and the headers of buckets that are sent.
-        upstream: The peer that this end receives from, as "rank 0".
+        upstream: The rank that this end receives from.
+        answer: What rank 0 needs of a receiver.
+        transfers: How many updates have finished.
     """
 
     device: torch.device
-    upstream: str
+    upstream = 0
+    answer = b""
+    transfers = 0
 
     @property
     def header_device(self) -> torch.device:
@@ -210,6 +179,36 @@ class Link(abc.ABC):
     def forwarded_bytes(self) -> int:
         """Payload bytes that this end has passed on to other members."""
         return 0
+
+    @property
+    def waits_for(self) -> int | None:
+        """The rank for which a bucket waits now, where the backend knows it."""
+        return None
+
+    @abc.abstractmethod
+    def offers(self, answers: Mapping[int, bytes]) -> dict[int, bytes]:
+        """What each receiver needs to connect, by its rank. At rank 0, once.
+
+        Args:
+            answers: Of all receivers, by their ranks.
+
+        Raises:
+            SharedDevice: Two members are on one GPU, and the backend needs one for each.
+            TransportError: An answer is of no use, or there is no network to listen on.
+        """
+
+    @abc.abstractmethod
+    def connect(self, timeout: float, offer: bytes = b"") -> None:
+        """Blocks until this end is connected; called at all members at the same time, once.
+
+        Args:
+            timeout: In seconds.
+            offer: Rank 0's, at a receiver.
+
+        Raises:
+            TransportTimeout: Another member did not do its part in time.
+            TransportError: The group could not be formed, or the link was aborted.
+        """
 
     def stream_context(self) -> AbstractContextManager[None]:
         """Where buckets are packed and unpacked: on a GPU, on a stream of the link's own.
@@ -239,14 +238,9 @@ class Link(abc.ABC):
         As ``send``, but no device work on either tensor may be pending.
         """
 
-    @abc.abstractmethod
-    def finish(self, timeout: float) -> None:
-        """Ends the transfer: a receiver says that it has everything, the sender waits for all.
-
-        Raises:
-            TransportTimeout: A receiver did not say so within ``timeout`` seconds.
-            TransportError: A peer failed, or the link was aborted.
-        """
+    def finish(self) -> None:
+        """Ends an update, of which every transfer is done at this end. The link is idle then."""
+        self.transfers += 1
 
     @abc.abstractmethod
     def abort(self) -> None:

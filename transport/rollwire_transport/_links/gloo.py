@@ -3,53 +3,47 @@
 Rank 0 has a pair, which is a gloo group of two, with every receiver, and sends each bucket to all
 of them side by side. A broadcast in one group would save some copies; but when it fails, it cannot
 say who failed and leaves the others waiting, and all members must reach each other.
-
-A connection that breaks in the middle of a message does not end gloo's wait for that message. So
-threads wait for gloo, and the control channel tells who died or gave up.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import math
 import re
+import socket
 import struct
 import threading
 import time
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from concurrent.futures import CancelledError, Future
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.distributed as dist
 
+from rollwire_transport._concurrency import DetachedWorker
 from rollwire_transport._errors import TransportError, TransportTimeout
 from rollwire_transport._links.base import Backend, Link, Transfer, link_aborted
-from rollwire_transport._links.failure_detector import StarFailureDetector
-from rollwire_transport._links.framing import MessageType
-from rollwire_transport._threads import DetachedWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
     from rollwire_transport._links.base import GroupMember, ListenOptions
-    from rollwire_transport._links.control_channel import ControlChannel
-
-    _Post = Callable[["_Pair", Tensor, int], "_Message"]
 
 logger = logging.getLogger(__name__)
 
 # Tags tell the messages between two ranks apart. A payload's tag is _PAYLOAD plus its size: gloo
 # ends the process that gets a longer message than it expects, so ends that disagree on a size must
 # not find each other's message.
-_HEADER, _FINISH, _NEVER, _PAYLOAD = range(4)
+_HEADER, _PROOF, _NEVER, _PAYLOAD = range(4)
 
-_CHECK_SECONDS = 0.02  # between checks of the members while waiting for a message
-_BLAME_SECONDS = 0.3  # for the members to say why a message did not come
+_CONNECT_SECONDS = 30.0  # for gloo to connect once both addresses are known
+_ADDRESS_SECONDS = 10.0  # for gloo to listen
+_SLACK_SECONDS = 1.0  # of gloo's own deadlines, after those of their waiters
 _CLOSE_SECONDS = 1.0  # for gloo to end what is in flight when a link is closed
 
 _CPU = torch.device("cpu")
@@ -68,31 +62,8 @@ class GlooBackend(Backend):
         del device
         return _CPU
 
-    def connect(
-        self,
-        member: GroupMember,
-        channel: ControlChannel,
-        token: bytes,
-        deadline: float,
-        cancelled: threading.Event,
-    ) -> Link:
-        del token
-        with ThreadPoolExecutor(len(channel.peers)) as pool:
-            connecting = {
-                peer: pool.submit(_connect_pair, member, channel, peer, deadline, cancelled)
-                for peer in channel.peers
-            }
-        pairs, errors = [], []
-        for peer, future in connecting.items():
-            try:
-                pairs.append(future.result())
-            except (RuntimeError, TransportError) as error:
-                errors.append(_connect_error(member, peer, error, deadline))
-        link = _GlooLink(channel, pairs, sends=member.rank == 0)
-        if errors:
-            link.close()  # tells all members
-            raise errors[0]
-        return link
+    def open(self, member: GroupMember) -> Link:
+        return _GlooLink(member)
 
 
 class _Work(Protocol):
@@ -104,235 +75,284 @@ class _Group(Protocol):  # what is used of ProcessGroupGloo, which torch's stubs
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> _Work: ...
 
 
-class _Pair:
-    """One end of a gloo group of rank 0 and a receiver.
+class _AddressStore(dist.Store):  # type: ignore[name-defined,misc]  # torch's stubs lack it
+    """Where the two ends of a pair find each other's addresses: gloo sets its own, then waits.
 
-    Its thread posts messages and waits for them: gloo's send writes to the socket itself for as
-    long as the peer keeps up.
+    Attributes:
+        own: What this end has set, for the other one.
+        theirs: What the other end has set.
     """
 
-    def __init__(self, group: _Group, rank: int, peer: int) -> None:
-        self.peer = f"rank {peer}"
-        self._group: _Group | None = group
-        self._other = 1 if rank == 0 else 0
-        self.thread = DetachedWorker(group, "rollwire-gloo")
+    _SIZES = struct.Struct("<HI")
 
-    def send(self, tensor: Tensor, tag: int) -> _Message:
-        other = self._other
-        posted = self.thread.submit(lambda group: group.send([tensor], other, tag))
-        return _Message(self, posted, tensor)
-
-    def receive(self, tensor: Tensor, tag: int) -> _Message:
-        other = self._other
-        posted = self.thread.submit(lambda group: group.recv([tensor], other, tag))
-        return _Message(self, posted, tensor)
-
-    def abort(self) -> None:
-        # ProcessGroupGloo.abort leaves the connections open. A wait that times out closes all
-        # connections of its group, and so those of the peer.
-        if (group := self._group) is not None:
-            with contextlib.suppress(RuntimeError):
-                mark = torch.zeros(1, dtype=torch.uint8)
-                group.recv([mark], self._other, _NEVER).wait(timedelta(milliseconds=1))
-
-    def shut_down(self) -> None:
-        self._group = None
-        self.thread.shut_down()
-
-
-@dataclass(frozen=True, slots=True)
-class _Message:
-    pair: _Pair
-    posted: Future[_Work]
-    tensor: Tensor
-
-    def completion(self, deadline: float) -> Future[object]:
-        """Done or failed when gloo says so; if nothing else does before, after the deadline."""
-        posted, limit = self.posted, deadline + _BLAME_SECONDS
-        return self.pair.thread.submit(lambda _: posted.result().wait(_time_left(limit)))
-
-
-@dataclass(frozen=True, slots=True)
-class _GlooTransfer(Transfer):
-    link: _GlooLink
-    messages: list[_Message]
-
-    def wait(self, timeout: float) -> None:
-        self.link.wait_for(self.messages, time.monotonic() + timeout)
-
-
-class _GlooLink(Link):
-    def __init__(self, channel: ControlChannel, pairs: list[_Pair], *, sends: bool) -> None:
-        self.device = _CPU
-        self.upstream = "rank 0"
-        self._sends = sends
-        self._channel = channel
-        self._detector = StarFailureDetector(channel)
-        self._pairs = pairs
-        self._finished = False
-        self._aborted = False
-        self._lock = threading.Lock()
-
-    def send(self, header: Tensor, payload: Tensor) -> Transfer:
-        return self._post_bucket(_Pair.send, header, payload)
-
-    def receive(self, header: Tensor, payload: Tensor) -> Transfer:
-        return self._post_bucket(_Pair.receive, header, payload)
-
-    def wait_for(self, messages: list[_Message], deadline: float) -> None:
-        completions = {message.completion(deadline): message.pair.peer for message in messages}
-        pending = set(completions)
-        try:
-            while pending:
-                if self._aborted:
-                    raise link_aborted()
-                self._detector.check()
-                if time.monotonic() >= deadline:
-                    raise self._timeout(sorted({completions[future] for future in pending}))
-                done, pending = wait(pending, _CHECK_SECONDS, FIRST_EXCEPTION)
-                for future in done:
-                    if error := future.exception():
-                        raise self._failure(completions[future], error) from error
-        finally:
-            for future in pending:
-                future.cancel()
-        if not self._sends:
-            self._channel.send(MessageType.STEP)
-
-    def finish(self, timeout: float) -> None:
-        # Over gloo, so that it comes after the last bucket.
-        post = _Pair.receive if self._sends else _Pair.send
-        self._post(post, [(torch.zeros(1, dtype=torch.uint8), _FINISH)]).wait(timeout)
-        self._channel.send(MessageType.FINISHED)
-        self._finished = True
-
-    def abort(self) -> None:
-        with self._lock:
-            if self._aborted:
-                return
-            self._aborted = True
-        self._channel.hang_up()
-        for pair in self._pairs:
-            pair.abort()
-
-    def close(self) -> bool:
-        if not self._finished:
-            self.abort()
-        self._aborted = True
-        for pair in self._pairs:
-            pair.shut_down()
-        until = time.monotonic() + _CLOSE_SECONDS
-        stuck = [p.peer for p in self._pairs if not p.thread.join(until - time.monotonic())]
-        if stuck:
-            logger.info("gloo still holds messages with %s; it keeps their memory", stuck)
-        self._channel.close()
-        return not stuck
-
-    def _post_bucket(self, post: _Post, header: Tensor, payload: Tensor) -> Transfer:
-        return self._post(post, [(header, _HEADER), (payload, _PAYLOAD + payload.numel())])
-
-    def _post(self, post: _Post, messages: Iterable[tuple[Tensor, int]]) -> Transfer:
-        if self._aborted:
-            raise link_aborted()
-        return _GlooTransfer(
-            self, [post(pair, tensor, tag) for tensor, tag in messages for pair in self._pairs]
-        )
-
-    def _timeout(self, peers: list[str]) -> TransportTimeout:
-        """Blames one of the peers whose deadline passed: if there is one, the laggard."""
-        peer = self._detector.laggard if self._sends else None
-        if not self._sends:
-            self._channel.send(MessageType.TIMED_OUT)
-        peer = peer if peer in peers else peers[0]
-        return TransportTimeout(f"the transfer with {peer} failed: its deadline ran out", peer)
-
-    def _failure(self, peer: str, error: BaseException) -> TransportError:
-        """What broke a connection, which the members may know better than gloo."""
-        try:
-            self._detector.await_blame(lambda: self._aborted)
-        except TransportError as reason:
-            return reason
-        if self._aborted:
-            return link_aborted()
-        return TransportError(f"the transfer with {peer} failed: {_reason(error)}", peer)
-
-
-class _ExchangeStore(dist.Store):  # type: ignore[name-defined,misc]  # torch's stubs lack it
-    """The store in which the two ends of a pair leave their addresses: the control channel.
-
-    torch's own store over TCP waits forever for a process that is frozen or unreachable.
-    """
-
-    _KEY_SIZE = struct.Struct("<H")
-
-    def __init__(
-        self, channel: ControlChannel, peer: int, deadline: float, cancelled: threading.Event
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._channel = channel
-        self._peer = peer
-        self._deadline = deadline
-        self._cancelled = cancelled
+        self.own: Future[bytes] = Future()
+        self.theirs: Future[bytes] = Future()
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes) -> None:
         self._values[key] = value
-        name = key.encode()
-        self._channel.put(self._peer, self._KEY_SIZE.pack(len(name)) + name + value)
 
     def get(self, key: str) -> bytes:
-        while key not in self._values:
-            entry = self._channel.get(self._peer, self._deadline, self._cancelled)
-            if len(entry) < self._KEY_SIZE.size:
-                raise TransportError(f"rank {self._peer} sent a message of another format")
-            end = self._KEY_SIZE.size + self._KEY_SIZE.unpack_from(entry)[0]
-            name = entry[self._KEY_SIZE.size : end].decode(errors="replace")
-            self._values[name] = entry[end:]
+        if key not in self._values:
+            if not self.own.done():
+                self.own.set_result(self._packed())
+            self._values |= self._unpacked(self.theirs.result())
         return self._values[key]
 
     def wait(self, keys: list[str], _timeout: timedelta | None = None) -> None:
         for key in keys:
             self.get(key)
 
-    def barrier(self, rank: int) -> None:
-        """Returns once both ends are here."""
-        self.set(f"done/{rank}", b"")
-        self.get(f"done/{self._peer}")
+    def _packed(self) -> bytes:
+        return b"".join(
+            self._SIZES.pack(len(key), len(value)) + key.encode() + value
+            for key, value in self._values.items()
+        )
+
+    def _unpacked(self, data: bytes) -> dict[str, bytes]:
+        values = {}
+        while len(data) >= self._SIZES.size:
+            key_size, value_size = self._SIZES.unpack_from(data)
+            begin = self._SIZES.size + key_size
+            key = data[self._SIZES.size : begin].decode(errors="replace")
+            values[key], data = data[begin : begin + value_size], data[begin + value_size :]
+        return values
 
 
-def _connect_pair(
-    member: GroupMember,
-    channel: ControlChannel,
-    peer: int,
-    deadline: float,
-    cancelled: threading.Event,
-) -> _Pair:
+class _Pair:
+    """One end of a gloo group of rank 0 and a receiver.
+
+    Its thread connects, posts messages and waits for them: gloo's send writes to the socket itself
+    for as long as the peer keeps up.
+    """
+
+    def __init__(self, member: GroupMember, device: object, peer: int) -> None:
+        self.peer = peer
+        self.store = _AddressStore()
+        self._group: list[_Group] = []  # which the thread drops at its end
+        self._other = 1 if member.rank == 0 else 0
+        self.thread = DetachedWorker(self._group, "rollwire-gloo")
+        store, epoch, own = self.store, member.epoch, 1 - self._other
+        self.connected: Future[None] = self.thread.submit(
+            lambda group: group.append(_connect(store, epoch, own, device))
+        )
+
+    def addresses(self) -> bytes:
+        """What the other end needs to connect."""
+        until = time.monotonic() + _ADDRESS_SECONDS
+        while not self.store.own.done():
+            if self.connected.done():
+                self.connected.result()
+            if time.monotonic() > until:
+                raise TransportTimeout("gloo has not begun to listen in time")
+            with contextlib.suppress(TimeoutError):
+                self.store.own.result(0.05)
+        return self.store.own.result()
+
+    def send(self, messages: list[tuple[Tensor, int]]) -> Future[list[_Work]]:
+        other = self._other
+        return self.thread.submit(
+            lambda group: [group[0].send([tensor], other, tag) for tensor, tag in messages]
+        )
+
+    def receive(self, messages: list[tuple[Tensor, int]]) -> Future[list[_Work]]:
+        other = self._other
+        return self.thread.submit(
+            lambda group: [group[0].recv([tensor], other, tag) for tensor, tag in messages]
+        )
+
+    def completion(self, posted: Future[list[_Work]], timeout: float) -> Future[object]:
+        """Done or failed when gloo says so; a little after the timeout if nothing else does."""
+        until = time.monotonic() + timeout + _SLACK_SECONDS
+        return self.thread.submit(
+            lambda _: [work.wait(_time_left(until)) for work in posted.result()]
+        )
+
+    def abort(self) -> None:
+        self.store.theirs.cancel()
+        # ProcessGroupGloo.abort leaves the connections open. A wait that times out closes all
+        # connections of its group, and so those of the peer.
+        for group in self._group.copy():
+            with contextlib.suppress(RuntimeError):
+                mark = torch.zeros(1, dtype=torch.uint8)
+                group.recv([mark], self._other, _NEVER).wait(timedelta(milliseconds=1))
+
+    def shut_down(self) -> None:
+        self._group = []
+        self.thread.shut_down()
+
+
+class _GlooTransfer(Transfer):
+    def __init__(
+        self, link: _GlooLink, tensors: tuple[Tensor, ...], posted: dict[_Pair, Future[list[_Work]]]
+    ) -> None:
+        self._link = link
+        self._tensors = tensors
+        self._posted = posted
+
+    def wait(self, timeout: float) -> None:
+        completions = {
+            pair.completion(posted, timeout): pair for pair, posted in self._posted.items()
+        }
+        self._link.wait_for(completions, timeout, "the transfer with rank {} failed")
+
+
+class _GlooLink(Link):
+    def __init__(self, member: GroupMember) -> None:
+        self.device = _CPU
+        self._sends = member.rank == 0
+        self._idle = True
+        self._aborted = False
+        self._changed = threading.Event()  # what is waited for, or whether this was aborted
+        self._waiting: dict[Future[object], _Pair] = {}
+        self._lock = threading.Lock()
+        try:
+            host = member.host if self._sends else member.listen.host or _facing(member.host)
+            # By default gloo, and torch, resolve the machine's name. Only private names lead
+            # elsewhere. One device for all pairs: each has a thread that polls 100 times a second.
+            device = dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)
+        except (OSError, RuntimeError, UnicodeError) as error:
+            raise TransportError(
+                f"gloo cannot listen for {member.host}: {_reason(error)}"
+            ) from error
+        peers = range(1, member.world_size) if self._sends else [0]
+        self._pairs = {peer: _Pair(member, device, peer) for peer in peers}
+        if not self._sends:
+            self.answer = self._addresses()[0]
+
+    @property
+    def waits_for(self) -> int | None:
+        waiting = self._waiting
+        return min((p.peer for future, p in waiting.items() if not future.done()), default=None)
+
+    def offers(self, answers: Mapping[int, bytes]) -> dict[int, bytes]:
+        for peer, pair in self._pairs.items():
+            pair.store.theirs.set_result(answers[peer])
+        return self._addresses()
+
+    def connect(self, timeout: float, offer: bytes = b"") -> None:
+        if self._aborted:
+            raise link_aborted()
+        if not self._sends:
+            self._pairs[0].store.theirs.set_result(offer)
+        connecting: dict[Future[object], _Pair] = {
+            cast("Future[object]", pair.connected): pair for pair in self._pairs.values()
+        }
+        self.wait_for(connecting, timeout, "rank {} cannot be reached")
+
+    def send(self, header: Tensor, payload: Tensor) -> Transfer:
+        return self._post(_Pair.send, header, payload)
+
+    def receive(self, header: Tensor, payload: Tensor) -> Transfer:
+        return self._post(_Pair.receive, header, payload)
+
+    def wait_for(self, futures: dict[Future[object], _Pair], timeout: float, what: str) -> None:
+        """Returns once all are done; an error names the first pair that failed or is late."""
+        pending = set(futures)
+        changed = self._changed = threading.Event()
+        self._waiting = futures
+
+        def note(future: Future[object]) -> None:
+            pending.discard(future)
+            if not pending or future.cancelled() or future.exception() is not None:
+                changed.set()
+
+        for future in futures:
+            future.add_done_callback(note)
+        try:
+            in_time = self._aborted or changed.wait(timeout)
+            if self._aborted:
+                raise link_aborted()
+            for future, pair in futures.items():
+                if future.done() and (error := future.exception()) is not None:
+                    text = f"{what.format(pair.peer)}: {_reason(error)}"
+                    raise TransportError(text, pair.peer) from error
+            if not in_time:
+                late = min(futures[future].peer for future in pending.copy())
+                raise TransportTimeout(f"{what.format(late)}: its deadline ran out", late)
+        finally:
+            self._waiting = {}
+            for future in pending.copy():
+                future.cancel()
+
+    def finish(self) -> None:
+        super().finish()
+        self._idle = True
+
+    def abort(self) -> None:
+        with self._lock:
+            if self._aborted:
+                return
+            self._aborted = True
+        self._changed.set()
+        for pair in self._pairs.values():
+            pair.abort()
+
+    def close(self) -> bool:
+        if not self._idle:
+            self.abort()
+        self._aborted = True
+        self._changed.set()
+        for pair in self._pairs.values():
+            pair.store.theirs.cancel()
+            pair.shut_down()
+        until = time.monotonic() + _CLOSE_SECONDS
+        stuck = [
+            p.peer for p in self._pairs.values() if not p.thread.join(until - time.monotonic())
+        ]
+        if stuck and not self._idle:
+            logger.info("gloo still holds messages with ranks %s; it keeps their memory", stuck)
+        return self._idle or not stuck
+
+    def _addresses(self) -> dict[int, bytes]:
+        try:
+            return {peer: pair.addresses() for peer, pair in self._pairs.items()}
+        except (RuntimeError, CancelledError) as error:
+            raise TransportError(f"gloo cannot listen: {_reason(error)}") from error
+
+    def _post(
+        self,
+        post: Callable[[_Pair, list[tuple[Tensor, int]]], Future[list[_Work]]],
+        header: Tensor,
+        payload: Tensor,
+    ) -> Transfer:
+        if self._aborted:
+            raise link_aborted()
+        self._idle = False
+        messages = [(header, _HEADER), (payload, _PAYLOAD + payload.numel())]
+        posted = {pair: post(pair, messages) for pair in self._pairs.values()}
+        return _GlooTransfer(self, (header, payload), posted)
+
+
+def _connect(store: _AddressStore, epoch: str, rank: int, device: object) -> _Group:
+    """Connects a pair; each end proves that it knows the epoch."""
     backend = dist.ProcessGroupGloo
-    # By default gloo, and torch, resolve the machine's name. Only private names lead elsewhere.
-    host = member.listen.host or channel.peers[peer].connection.local_host
     options = backend._Options()  # type: ignore[attr-defined]  # noqa: SLF001
-    options._devices = [backend.create_device(hostname=host, lazy_init=False)]  # noqa: SLF001
-    options._timeout = _time_left(deadline)  # noqa: SLF001
+    options._devices = [device]  # noqa: SLF001
+    options._timeout = timedelta(seconds=_CONNECT_SECONDS)  # noqa: SLF001
     options._threads = 1  # noqa: SLF001 - for collectives, of which there are none
-    store = _ExchangeStore(channel, peer, deadline, cancelled)
-    group = cast("_Group", backend(store, min(member.rank, 1), 2, options))
-    store.barrier(member.rank)
-    return _Pair(group, member.rank, peer)
+    group = cast("_Group", backend(store, rank, 2, options))
+    own, expected = _proof(epoch, rank), _proof(epoch, 1 - rank)
+    theirs = torch.zeros_like(own)
+    for work in (group.send([own], 1 - rank, _PROOF), group.recv([theirs], 1 - rank, _PROOF)):
+        work.wait(options._timeout)  # noqa: SLF001
+    if not torch.equal(theirs, expected):
+        raise TransportError("whoever is there is not a member of this group")
+    return group
 
 
-def _connect_error(
-    member: GroupMember, peer: int, error: BaseException, deadline: float
-) -> TransportError:
-    if member.rank > 0 and isinstance(error, TransportError):
-        return error
-    what = (
-        "the group could not be formed"
-        if member.rank
-        else f"rank {peer} joined but cannot be reached"
-    )
-    if time.monotonic() >= deadline:
-        return TransportTimeout(f"{what}: its deadline ran out", f"rank {peer}")
-    return TransportError(f"{what}: {_reason(error)}", f"rank {peer}")
+def _proof(epoch: str, rank: int) -> Tensor:
+    return torch.tensor(list(hashlib.sha256(f"rollwire:{epoch}:{rank}".encode()).digest()))
+
+
+def _facing(host: str) -> str:
+    """The address of this machine that faces ``host``."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
 
 
 def _time_left(deadline: float) -> timedelta:

@@ -62,11 +62,7 @@ _FUNCTIONS = {
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The library.
-
-    Raises:
-        OSError: There is none, or it is too old.
-    """
+    """The library; OSError if there is none, or it is too old."""
     library = ctypes.CDLL(_SONAME)
     for name, arguments in _FUNCTIONS.items():
         function = getattr(library, name)
@@ -83,11 +79,7 @@ def load() -> ctypes.CDLL:
 
 
 def unique_id() -> bytes:
-    """A unique id for one communicator, which starts to listen for its members.
-
-    Raises:
-        NcclError: There is no network to listen on.
-    """
+    """A unique id for one communicator, which starts to listen for its members."""
     made = _UniqueId()
     _check(load().ncclGetUniqueId(ctypes.byref(made)), None)
     return bytes(made)
@@ -97,9 +89,6 @@ class Communicator:
     """One rank of a communicator on the current CUDA device.
 
     No call blocks: ``ready`` says when it may be used again. Not for several threads at once.
-
-    Raises:
-        NcclError: It cannot be made.
     """
 
     def __init__(self, unique_id: bytes, rank: int, world_size: int) -> None:
@@ -128,26 +117,14 @@ class Communicator:
             _check(result, None)
 
     def ready(self) -> bool:
-        """Whether the last call on it has been carried out, or queued on its stream.
-
-        Raises:
-            NcclError: It has failed.
-        """
+        """Whether the last call on it has been carried out, or queued on its stream."""
         state = c_int()
         _check(self._library.ncclCommGetAsyncError(self._handle, ctypes.byref(state)), self._handle)
         _check(state.value, self._handle)
         return state.value == _SUCCESS
 
     def broadcast(self, runs: list[tuple[int, int]], stream: int) -> None:
-        """Broadcasts device memory of rank 0, in place, as one operation on a CUDA stream.
-
-        Args:
-            runs: Address and bytes of each run.
-            stream: Its cudaStream_t.
-
-        Raises:
-            NcclError: It is not ready, or has failed.
-        """
+        """Broadcasts runs (address, bytes) of rank 0's memory in place, as one operation."""
         library = self._library
         _check(library.ncclGroupStart(), self._handle)
         results = [

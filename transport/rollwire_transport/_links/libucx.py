@@ -29,11 +29,10 @@ _CLOSE_PERIOD_NS, _CLOSE_ATTEMPTS = 100_000_000, 10
 
 
 class InFlight(Protocol):
-    """Memory that UCX may read or write."""
+    """Memory that UCX may read or write, until ``released``."""
 
     @property
-    def released(self) -> bool:
-        """Whether UCX does not use it any more."""
+    def released(self) -> bool: ...
 
     def forget(self) -> None:
         """Drops the requests, which belong to UCX."""
@@ -42,15 +41,8 @@ class InFlight(Protocol):
 class Worker:
     """UCX for one link. A thread of UCX's own moves the bytes, without Python.
 
-    Args:
-        device: Where buckets lie.
-        ports: The first and the last of those that it may listen on; None: any.
-
-    Raises:
-        TransportError: UCX cannot be used.
-
-    Attributes:
-        address: What others need to connect.
+    It listens on one of ``ports``, from the first to the last. ``address`` is what others need to
+    connect.
     """
 
     def __init__(self, device: torch.device, ports: tuple[int, int] | None = None) -> None:
@@ -75,15 +67,10 @@ class Worker:
         self._worker.start_progress_thread(polling_mode=False, epoll_timeout=_EPOLL_MS)
 
     def takes(self, device: torch.device) -> bool:
-        """Whether UCX can send from there, and receive there."""
         return device.type == "cpu" or (device.type == "cuda" and self._context.cuda_support)
 
     def connect(self, address: bytes) -> Any:
-        """A connection to another worker; None without an address.
-
-        Raises:
-            TransportError: UCX cannot reach it.
-        """
+        """A connection to another worker; None without an address."""
         if not address:
             return None
         libucxx = load()
@@ -173,11 +160,7 @@ def _sockets(epoll: int) -> Iterator[int]:
 
 @functools.cache
 def load() -> Any:
-    """The module.
-
-    Raises:
-        ImportError, OSError: It is not installed, or cannot be loaded.
-    """
+    """The module; ImportError or OSError if it cannot be loaded."""
     # UCX would report variables that ucxx sets as misspelled, on standard output.
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     from ucxx import libucxx
@@ -186,7 +169,6 @@ def load() -> Any:
 
 
 def array(tensor: Tensor) -> Any:
-    """A contiguous tensor as ucxx takes it."""
     from ucxx._lib.arr import Array
 
     return Array(tensor.numpy() if tensor.device.type == "cpu" else tensor)

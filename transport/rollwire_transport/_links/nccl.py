@@ -3,9 +3,8 @@
 Each member has a GPU of its own. (For tests, members with different ``NCCL_HOSTID`` can share one;
 bytes then go over sockets.) Buckets are staged on it. Packing and unpacking have one stream and
 broadcasts another one, so that neither holds up other work on the device. NCCL does not notice when
-a peer on the same machine dies, and cannot say who is frozen; the control channel can. NCCL picks
-the network interface itself (``NCCL_SOCKET_IFNAME``); the rendezvous' address is for the control
-channel only.
+a peer on the same machine dies, and cannot say who is frozen: who drives the group has to. NCCL
+picks the network interface itself (``NCCL_SOCKET_IFNAME``).
 """
 
 from __future__ import annotations
@@ -20,26 +19,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rollwire_transport._errors import TransportError, TransportTimeout
+from rollwire_transport._concurrency import BROADCAST_STREAMS, PACKING_STREAMS, packing_context
+from rollwire_transport._errors import SharedDevice, TransportError, TransportTimeout
 from rollwire_transport._links import libnccl
-from rollwire_transport._links.base import (
-    DEVICE_ID_BYTES,
-    Backend,
-    Link,
-    Transfer,
-    link_aborted,
-)
-from rollwire_transport._links.failure_detector import StarFailureDetector
-from rollwire_transport._links.framing import MessageType
-from rollwire_transport._streams import BROADCAST_STREAMS, PACKING_STREAMS, packing_context
+from rollwire_transport._links.base import Backend, Link, Transfer, link_aborted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
     from rollwire_transport._links.base import GroupMember, ListenOptions
-    from rollwire_transport._links.control_channel import ControlChannel
 
 logger = logging.getLogger(__name__)
 
@@ -71,36 +61,8 @@ class NcclBackend(Backend):
         index = device.index if device.type == "cuda" else None
         return torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
-    def device_id(self, member: GroupMember) -> bytes:
-        """Tells GPUs apart, and hosts as ``NCCL_HOSTID`` does."""
-        uuid = str(torch.cuda.get_device_properties(member.device).uuid)
-        text = f"{os.environ.get('NCCL_HOSTID', '')} {uuid}"
-        return hashlib.sha256(text.encode()).digest()[:DEVICE_ID_BYTES]
-
-    def bootstrap_token(self, member: GroupMember) -> bytes:
-        del member
-        try:
-            return libnccl.unique_id()
-        except libnccl.NcclError as error:
-            raise TransportError(f"NCCL cannot listen here: {error}") from error
-
-    def connect(
-        self,
-        member: GroupMember,
-        channel: ControlChannel,
-        token: bytes,
-        deadline: float,
-        cancelled: threading.Event,
-    ) -> Link:
-        if len(token) != libnccl.UNIQUE_ID_BYTES:
-            raise TransportError(f"rank 0 sent {len(token)} bytes for NCCL's unique id", "rank 0")
-        link = _NcclLink(member, channel, cancelled)
-        try:
-            link.connect(member, token, deadline)
-        except BaseException:
-            link.close()
-            raise
-        return link
+    def open(self, member: GroupMember) -> Link:
+        return _NcclLink(member)
 
 
 class _NcclTransfer(Transfer):
@@ -120,29 +82,53 @@ class _NcclLink(Link):
     has ended, what was in flight keeps its memory.
     """
 
-    def __init__(
-        self, member: GroupMember, channel: ControlChannel, cancelled: threading.Event
-    ) -> None:
+    def __init__(self, member: GroupMember) -> None:
         self.device = member.device
-        self.upstream = "rank 0"
-        self._channel = channel
-        self._detector = StarFailureDetector(channel)
+        self.answer = _device_id(member.device)
+        self._member = member
         self._sends = member.rank == 0
-        self._cancelled = cancelled
+        self._unique_id = b""
         self._packing_stream = PACKING_STREAMS.acquire(member.device)
         self._broadcast_stream = BROADCAST_STREAMS.acquire(member.device)
         self._communicator: libnccl.Communicator | None = None
         self._in_flight: list[_NcclTransfer] = []
+        self._waiting = False
         self._lock = threading.Lock()  # guards the communicator, which abort takes away
         self._aborted = False
         self._cleanup: threading.Thread | None = None
-        self._close_timeout = 0.0  # of close, for the other members, once this end has finished
 
-    def connect(self, member: GroupMember, token: bytes, deadline: float) -> None:
+    @property
+    def waits_for(self) -> int | None:
+        return None if self._sends or not self._waiting else 0
+
+    def offers(self, answers: Mapping[int, bytes]) -> dict[int, bytes]:
+        owners = {self.answer: 0}
+        for rank, device_id in sorted(answers.items()):
+            if owners.setdefault(device_id, rank) != rank:
+                raise SharedDevice(
+                    f"rank {rank} is on the GPU of another member, and each needs its own: use "
+                    "ucx, or gloo",
+                    rank,
+                )
+        try:
+            self._unique_id = libnccl.unique_id()
+        except libnccl.NcclError as error:
+            raise TransportError(f"NCCL cannot listen here: {error}") from error
+        return dict.fromkeys(answers, self._unique_id)
+
+    def connect(self, timeout: float, offer: bytes = b"") -> None:
         """Makes the communicator and waits for a first broadcast over it."""
-        seal = hashlib.sha256(b"rollwire:" + member.epoch.encode()).digest()
+        deadline = time.monotonic() + timeout
+        unique_id = self._unique_id if self._sends else offer
+        if len(unique_id) != libnccl.UNIQUE_ID_BYTES:
+            raise TransportError(f"rank 0 sent {len(offer)} bytes for NCCL's unique id", 0)
+        seal = hashlib.sha256(b"rollwire:" + self._member.epoch.encode()).digest()
         with torch.cuda.device(self.device), self._errors():
-            self._communicator = libnccl.Communicator(token, member.rank, member.world_size)
+            member = self._member
+            with self._lock:
+                if self._aborted:
+                    raise link_aborted()
+                self._communicator = libnccl.Communicator(unique_id, member.rank, member.world_size)
             self._await(self._ready, deadline, "NCCL did not form the group in time")
             sent = seal if self._sends else bytes(len(seal))
             mark = torch.tensor(list(sent), dtype=torch.uint8, device=self.device)
@@ -150,11 +136,6 @@ class _NcclLink(Link):
             self.wait_for(self._post((mark,), deadline), deadline)
             if bytes(mark.tolist()) != seal:
                 raise TransportError("the group's first broadcast has unexpected bytes")
-            if self._sends:
-                self._await(
-                    lambda: self._detector.fewest_steps > 0, deadline, "the group did not stand"
-                )
-        self._cancelled = threading.Event()  # the end of the rendezvous is not that of the link
 
     def stream_context(self) -> contextlib.AbstractContextManager[None]:
         # Its end never waits for a peer: the packing stream does not wait for broadcasts.
@@ -166,9 +147,7 @@ class _NcclLink(Link):
         return self._post((header, payload), time.monotonic() + _LAUNCH_SECONDS)
 
     def receive(self, header: Tensor, payload: Tensor) -> Transfer:
-        transfer = self._post((header, payload), time.monotonic() + _LAUNCH_SECONDS)
-        self._channel.send(MessageType.STEP)
-        return transfer
+        return self._post((header, payload), time.monotonic() + _LAUNCH_SECONDS)
 
     def wait_for(self, transfer: _NcclTransfer, deadline: float) -> None:
         with self._errors():
@@ -177,20 +156,6 @@ class _NcclLink(Link):
             raise link_aborted()
         with contextlib.suppress(ValueError):  # aborted at this moment
             self._in_flight.remove(transfer)
-        if not self._sends:
-            self._channel.send(MessageType.STEP)
-
-    def finish(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        with self._errors():
-            if self._sends:
-                self._await(
-                    lambda: self._channel.all_finished, deadline, "the group did not finish"
-                )
-            else:
-                self._check()
-                self._channel.send(MessageType.FINISHED)
-        self._close_timeout = timeout
 
     def abort(self) -> None:
         with self._lock:
@@ -202,21 +167,13 @@ class _NcclLink(Link):
             )
             self._communicator = None
             self._cleanup.start()
-        self._channel.hang_up()
 
     def close(self) -> bool:
-        if not self._sends:
-            # What this end maps for its peers stays until all have finished.
-            deadline = time.monotonic() + self._close_timeout
-            while not (self._aborted or self._channel.all_left) and time.monotonic() < deadline:
-                self._channel.read()
-                time.sleep(_POLL_SECONDS * 100)
         self.abort()
         if self._cleanup is not None:
             self._cleanup.join(_ABORT_SECONDS)
             if self._cleanup.is_alive():
                 logger.warning("NCCL has not freed a group within %g s", _ABORT_SECONDS)
-        self._channel.close()
         return not self._in_flight
 
     def _post(self, tensors: tuple[Tensor, ...], deadline: float) -> _NcclTransfer:
@@ -241,33 +198,25 @@ class _NcclLink(Link):
 
     def _await(self, done: Callable[[], bool], deadline: float, late: str) -> None:
         began = time.monotonic()
-        while not done():
-            self._check()
-            now = time.monotonic()
-            if now >= deadline:
-                raise self._timeout(late)
-            time.sleep(0 if now - began < _SPIN_SECONDS else _POLL_SECONDS)
-
-    def _check(self) -> None:
-        if self._aborted or self._cancelled.is_set():
-            raise link_aborted()
-        self._detector.check()
-        self._ready()
-
-    def _timeout(self, late: str) -> TransportTimeout:
-        if not self._sends:
-            self._channel.send(MessageType.TIMED_OUT)
-            return TransportTimeout(late, "rank 0")
-        laggard = self._detector.laggard
-        return TransportTimeout(f"{late}{f': {laggard} is behind' if laggard else ''}", laggard)
+        self._waiting = True
+        try:
+            while not done():
+                if self._aborted:
+                    raise link_aborted()
+                self._ready()
+                now = time.monotonic()
+                if now >= deadline:
+                    raise TransportTimeout(late, self.waits_for)
+                time.sleep(0 if now - began < _SPIN_SECONDS else _POLL_SECONDS)
+        finally:
+            self._waiting = False
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Turns errors of NCCL and CUDA into ours; a peer that left meanwhile is the reason."""
+        """Turns errors of NCCL and CUDA into ours."""
         try:
             yield
         except (libnccl.NcclError, RuntimeError) as error:
-            self._detector.await_blame(lambda: self._aborted)
             if self._aborted:
                 raise link_aborted() from error
             raise TransportError(f"NCCL failed: {error}") from error
@@ -284,6 +233,12 @@ class _NcclLink(Link):
             self._in_flight.clear()
             PACKING_STREAMS.release(self._packing_stream)
             BROADCAST_STREAMS.release(self._broadcast_stream)
+
+
+def _device_id(device: torch.device) -> bytes:
+    """Tells GPUs apart, and hosts as ``NCCL_HOSTID`` does."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return hashlib.sha256(f"{os.environ.get('NCCL_HOSTID', '')} {uuid}".encode()).digest()[:16]
 
 
 BACKEND = NcclBackend()

@@ -6,8 +6,8 @@ forwards a chunk while the next one arrives, so that rank 0 sends each byte once
 receivers there are, and the last one has it little later than the first. A relay forwards what came
 before it is verified; each receiver verifies what came to it.
 
-Rank 0 tells each member the UCX addresses of its neighbours. Messages carry tags made of the epoch,
-which only members know.
+Each member answers with its UCX address, and rank 0 offers the addresses of the neighbours.
+Messages carry tags made of the epoch, which only members know.
 """
 
 from __future__ import annotations
@@ -17,27 +17,23 @@ import hashlib
 import logging
 import struct
 import threading
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rollwire_transport._errors import TransportError
+from rollwire_transport._concurrency import packing_context
+from rollwire_transport._errors import TransportError, TransportTimeout
 from rollwire_transport._links import libucx
 from rollwire_transport._links.base import Backend, Link, Transfer, link_aborted
-from rollwire_transport._links.failure_detector import ChainFailureDetector
-from rollwire_transport._links.framing import MessageType
-from rollwire_transport._streams import packing_context
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
     from rollwire_transport._links.base import GroupMember, ListenOptions
-    from rollwire_transport._links.control_channel import ControlChannel
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +48,9 @@ _DEVICE_CHUNK_BYTES = 64 << 20
 _POLL_SECONDS = 0.0003
 _MAX_POLL_SECONDS = 0.004
 _POLL_GROWTH = 1.25
-_IDLE_SECONDS = 0.05
-_BLAME_SECONDS = 0.3  # for rank 0 to say who is to blame
 _JOIN_SECONDS = 10.0  # for the thread of a link that was aborted
 
-_CHUNK_SIZE = struct.Struct("<Q")  # the bootstrap token
+_OFFER = struct.Struct("<QI")  # chunk size, length of the previous one's address; both follow
 
 
 class UcxBackend(Backend):
@@ -79,66 +73,8 @@ class UcxBackend(Backend):
         except TransportError as error:
             logger.warning("UCX could not be warmed up: %s", error)
 
-    def bootstrap_token(self, member: GroupMember) -> bytes:
-        on_device = member.device.type == "cuda"
-        return _CHUNK_SIZE.pack(_DEVICE_CHUNK_BYTES if on_device else _HOST_CHUNK_BYTES)
-
-    def connect(
-        self,
-        member: GroupMember,
-        channel: ControlChannel,
-        token: bytes,
-        deadline: float,
-        cancelled: threading.Event,
-    ) -> Link:
-        if len(token) != _CHUNK_SIZE.size:
-            raise TransportError(f"rank 0 sent {len(token)} bytes for UCX's chunk size", "rank 0")
-        (chunk_bytes,) = _CHUNK_SIZE.unpack(token)
-        worker = libucx.Worker(member.device, member.listen.ports)
-        try:
-            if member.rank == 0:
-                previous, following = (
-                    b"",
-                    _introduce_neighbours(channel, worker.address, deadline, cancelled),
-                )
-            else:
-                channel.put(0, worker.address)
-                previous = channel.get(0, deadline, cancelled)
-                following = channel.get(0, deadline, cancelled)
-            place = _Place(member.rank, member.epoch, chunk_bytes, previous, following)
-            return _UcxLink(place, channel, worker, member.device)
-        except BaseException:
-            worker.close()
-            raise
-
-
-def _introduce_neighbours(
-    channel: ControlChannel, address: bytes, deadline: float, cancelled: threading.Event
-) -> bytes:
-    """Gives each receiver the addresses of its neighbours; returns that of rank 1."""
-    addresses = {rank: channel.get(rank, deadline, cancelled) for rank in channel.peers}
-    addresses[0] = address
-    for rank in channel.peers:
-        channel.put(rank, addresses[rank - 1])
-        channel.put(rank, addresses.get(rank + 1, b""))
-    return addresses[1]
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A member's place in the chain, and its neighbours' UCX addresses or b""."""
-
-    rank: int
-    epoch: str
-    chunk_bytes: int
-    previous: bytes
-    following: bytes
-
-    def tag(self, receiver: int, size: int) -> Any:
-        """The tag of a message to a rank. Ends that disagree on sizes must not match messages."""
-        text = f"{self.epoch}/{receiver}/{size}".encode()
-        value = hashlib.blake2b(text, digest_size=8, person=b"rollwire").digest()
-        return libucx.load().UCXXTag(int.from_bytes(value, "little"))
+    def open(self, member: GroupMember) -> Link:
+        return _UcxLink(member)
 
 
 @dataclass(slots=True, eq=False)
@@ -187,39 +123,30 @@ class _Lost(Exception):  # noqa: N818 - what happened to the connection with a n
 
 
 class _UcxLink(Link):
-    """One end. Its thread reads the control channel, forwards chunks, and frees everything in the
-    end.
-    """
+    """One end. Once connected, its thread forwards chunks, and frees everything in the end."""
 
-    def __init__(
-        self,
-        place: _Place,
-        channel: ControlChannel,
-        worker: libucx.Worker,
-        device: torch.device,
-    ) -> None:
-        self.device = device if worker.takes(device) else torch.device("cpu")
-        self.upstream = f"rank {max(place.rank - 1, 0)}"
-        self._place = place
-        self._worker = worker
-        self._previous = worker.connect(place.previous)
-        self._following = worker.connect(place.following)
+    def __init__(self, member: GroupMember) -> None:
+        self._epoch = member.epoch
+        self._rank = member.rank
+        self.upstream = max(member.rank - 1, 0)
+        self._worker = libucx.Worker(member.device, member.listen.ports)
+        self.answer = self._worker.address
+        self.device = member.device if self._worker.takes(member.device) else torch.device("cpu")
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._channel = channel
-        self._detector = ChainFailureDetector(channel)
+        self._offer = b""
+        self._chunk_bytes = 0
+        self._previous: Any = None
+        self._following: Any = None
+        self._wake = threading.Event()
         self._lock = threading.Lock()  # guards what follows
         self._buckets: deque[_Bucket] = deque()
         self._forwarded_bytes = 0
         self._failure: TransportError | None = None
-        self._timed_out = ""  # why this end gives up waiting, if it does
         self._pending = 0  # requests in flight at the last poll
         self._poll_seconds = _POLL_SECONDS
-        self._finished = threading.Event()  # this end has
-        self._all_finished = threading.Event()
-        self._all_released = False
-        self._close_timeout = 0.0  # of close, for the other members, once this end has finished
+        self._waits_for: int | None = None
+        self._all_released: bool | None = None  # known once everything is freed
         self._thread = threading.Thread(target=self._run, name="rollwire-ucx", daemon=True)
-        self._thread.start()
 
     @property
     def header_device(self) -> torch.device:
@@ -229,6 +156,35 @@ class _UcxLink(Link):
     @property
     def forwarded_bytes(self) -> int:
         return self._forwarded_bytes
+
+    @property
+    def waits_for(self) -> int | None:
+        return self._waits_for
+
+    def offers(self, answers: Mapping[int, bytes]) -> dict[int, bytes]:
+        on_device = self.device.type == "cuda"
+        chunk_bytes = _DEVICE_CHUNK_BYTES if on_device else _HOST_CHUNK_BYTES
+        addresses = {0: self.answer, **answers}
+
+        def offer(rank: int) -> bytes:
+            previous = addresses.get(rank - 1, b"")
+            return _OFFER.pack(chunk_bytes, len(previous)) + previous + addresses.get(rank + 1, b"")
+
+        self._offer = offer(0)
+        return {rank: offer(rank) for rank in answers}
+
+    def connect(self, timeout: float, offer: bytes = b"") -> None:
+        del timeout  # UCX connects when something is sent
+        offer = offer or self._offer
+        if len(offer) < _OFFER.size:
+            raise TransportError(f"rank 0 sent {len(offer)} bytes as an offer of UCX", 0)
+        self._chunk_bytes, size = _OFFER.unpack_from(offer)
+        addresses = offer[_OFFER.size :]
+        with self._lock:
+            self._check()
+            self._previous = self._worker.connect(addresses[:size])
+            self._following = self._worker.connect(addresses[size:])
+            self._thread.start()
 
     def stream_context(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._stream is None else packing_context(self._stream)
@@ -243,53 +199,36 @@ class _UcxLink(Link):
 
     def wait_for(self, bucket: _Bucket, timeout: float) -> None:
         if not bucket.done.wait(timeout):
-            self._give_up(f"a bucket did not move within {timeout:g} s", bucket.done)
+            peer = self._waits_for
+            who = "" if peer is None else f": rank {peer} is behind"
+            raise TransportTimeout(f"a bucket did not move within {timeout:g} s{who}", peer)
         self._check()
-
-    def finish(self, timeout: float) -> None:
-        self._check()
-        self._close_timeout = timeout
-        self._finished.set()
-        self._channel.wake()
-        if self._place.rank == 0:
-            if not self._all_finished.wait(timeout):
-                self._give_up(f"not all finished within {timeout:g} s", self._all_finished)
-            self._check()
 
     def abort(self) -> None:
         self._fail(link_aborted())
 
     def close(self) -> bool:
-        if self._place.rank > 0:
-            # What the next member has not received yet stays until rank 0 hangs up: all finished.
-            self._thread.join(self._close_timeout)
         self.abort()
-        self._thread.join(_JOIN_SECONDS)
-        return self._all_released
+        if self._thread.ident is not None:
+            self._thread.join(_JOIN_SECONDS)
+        elif self._all_released is None:
+            self._free()
+        return bool(self._all_released)
 
     def _check(self) -> None:
         if (failure := self._failure) is not None:
             raise type(failure)(str(failure), failure.peer)
 
-    def _give_up(self, why: str, event: threading.Event) -> None:
-        """Fails the link after a timeout; ``event`` is set once the link's thread has done so."""
-        self._timed_out = why
-        self._channel.wake()
-        if not event.wait(_JOIN_SECONDS):
-            self._fail(self._detector.timeout(why))
-
     def _fail(self, error: TransportError) -> None:
         with self._lock:
-            if self._failure is not None:
-                return
-            self._failure = error
+            if self._failure is None:
+                self._failure = error
             for bucket in self._buckets:
                 bucket.done.set()
-        self._all_finished.set()
-        self._channel.wake()
+        self._wake.set()
 
     def _post(self, header: Tensor, payload: Tensor, begin: Callable[[_Bucket], None]) -> Transfer:
-        size = self._place.chunk_bytes
+        size = self._chunk_bytes
         pieces = [payload[start : start + size] for start in range(0, payload.numel(), size)]
         bucket = _Bucket(self, [libucx.array(tensor) for tensor in (header, *pieces)])
         with self._lock:
@@ -298,9 +237,8 @@ class _UcxLink(Link):
             try:
                 begin(bucket)
             except _Lost as lost:
-                rank = self._neighbour(lost)
-                raise TransportError(f"rank {rank} was lost: {lost}", f"rank {rank}") from lost
-        self._channel.wake()
+                raise self._loss(lost) from lost
+        self._wake.set()
         return bucket
 
     def _send(self, bucket: _Bucket) -> None:
@@ -309,46 +247,39 @@ class _UcxLink(Link):
 
     def _receive(self, bucket: _Bucket) -> None:
         for chunk in bucket.chunks:
-            tag = self._place.tag(self._place.rank, chunk.nbytes)
+            tag = self._tag(self._rank, chunk.nbytes)
             with _lost(previous=True):
                 bucket.receives.append(self._previous.tag_recv(chunk, tag))
 
     def _forward(self, chunk: Any) -> Any:
-        tag = self._place.tag(self._place.rank + 1, chunk.nbytes)
+        tag = self._tag(self._rank + 1, chunk.nbytes)
         with _lost(previous=False):
             return self._following.tag_send(chunk, tag)
 
-    def _neighbour(self, lost: _Lost) -> int:
-        return self._place.rank + (-1 if lost.previous else 1)
+    def _tag(self, receiver: int, size: int) -> Any:
+        """The tag of a message to a rank. Ends that disagree on sizes must not match messages."""
+        text = f"{self._epoch}/{self.transfers}/{receiver}/{size}".encode()
+        value = hashlib.blake2b(text, digest_size=8, person=b"rollwire").digest()
+        return libucx.load().UCXXTag(int.from_bytes(value, "little"))
+
+    def _loss(self, lost: _Lost) -> TransportError:
+        rank = self._rank + (-1 if lost.previous else 1)
+        return TransportError(f"rank {rank} was lost: {lost}", rank)
 
     # From here on: what its thread runs.
 
     def _run(self) -> None:
-        reported = False
         try:
             while self._failure is None:
-                self._channel.read(self._poll_seconds if self._buckets else _IDLE_SECONDS)
-                self._detector.check()
-                self._detector.report(self._advance())
-                if self._finished.is_set() and self._place.rank > 0 and not reported:
-                    self._channel.send(MessageType.FINISHED)
-                    reported = True
-                if self._channel.all_finished:
-                    self._all_finished.set()
-                if self._timed_out:
-                    timeout = self._detector.timeout(self._timed_out)
-                    self._fail(self._consult_rank_0(MessageType.TIMED_OUT, 0, timeout))
-        except TransportError as error:
-            self._fail(error)
+                self._wake.wait(self._poll_seconds if self._buckets else None)
+                self._wake.clear()
+                self._advance()
         except _Lost as lost:
-            rank = self._neighbour(lost)
-            loss = TransportError(f"rank {rank} was lost: {lost}", f"rank {rank}")
-            self._fail(self._consult_rank_0(MessageType.PEER_LOST, rank, loss))
+            self._fail(self._loss(lost))
         finally:
             self._free()
 
-    def _advance(self) -> MessageType:
-        """Moves the buckets on; returns what this end waits for."""
+    def _advance(self) -> None:
         forward = None if self._following is None else self._forward
         with self._lock:
             for bucket in self._buckets:
@@ -365,42 +296,17 @@ class _UcxLink(Link):
                     self._forwarded_bytes += sum(c.nbytes for c in bucket.chunks[1:])
                 bucket.done.set()
             if any(bucket.sends for bucket in self._buckets):
-                return MessageType.FORWARDING
-            return MessageType.RECEIVING if self._buckets else MessageType.WORKING
-
-    def _consult_rank_0(
-        self, type_: MessageType, rank: int, error: TransportError
-    ) -> TransportError:
-        """Reports a failure to rank 0; returns its reason, since it hears of the others too.
-
-        If it gives none in time, returns ``error``.
-        """
-        if self._place.rank == 0:
-            return error
-        self._channel.send_rank(type_, rank)
-        deadline = time.monotonic() + _BLAME_SECONDS
-        try:
-            while time.monotonic() < deadline:
-                self._channel.read(_BLAME_SECONDS / 10)
-                self._detector.check()
-        except TransportError as reason:
-            return reason
-        return error
+                self._waits_for = self._rank + 1
+            else:
+                self._waits_for = self._rank - 1 if self._buckets else None
 
     def _free(self) -> None:
         self._fail(TransportError("the link's thread failed"))  # if nothing else has
-        failure = self._failure
-        if self._place.rank == 0 and failure is not None and failure.peer is not None:
-            self._channel.send_rank(MessageType.ABORTED, int(failure.peer.removeprefix("rank ")))
-        self._channel.hang_up()
         with self._lock:
             buckets = list(self._buckets)
             self._buckets.clear()
         self._previous = self._following = None
-        try:
-            self._all_released = self._worker.close(buckets)
-        finally:
-            self._channel.close()
+        self._all_released = self._worker.close(buckets)
 
 
 @contextlib.contextmanager

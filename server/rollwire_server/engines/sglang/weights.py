@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rollwire_transport import TensorSpec, describe, sum_digests, tensor_digest
-from rollwire_transport._tensors import nbytes
+from rollwire_transport._manifest import nbytes
 
 from rollwire_server.engines.base import ChangedWeightsError, EngineError, TornWeightsError
 from rollwire_server.engines.memory import StagedTensors, allocate_on_devices, allocate_on_host

@@ -6,6 +6,7 @@ listens. The others connect there over TCP, and send the secret and their rank.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import secrets
 import socket
@@ -46,10 +47,8 @@ def connect_ranks(group: ProcessGroup, host: str | None, timeout: float) -> dict
 def _accept_others(
     group: ProcessGroup, host: str, size: int, timeout: float
 ) -> dict[int, Connection]:
-    from rollwire_transport._links.rendezvous import listen
-
     try:
-        listener, rendezvous = listen(host, 0)
+        listener = _listen(host)
     except (OSError, ValueError) as error:
         _broadcast(group, "")
         raise PublishError(
@@ -59,7 +58,7 @@ def _accept_others(
     connections: dict[int, Connection] = {}
     try:
         with listener:
-            _broadcast(group, f"{secret} {rendezvous}")
+            _broadcast(group, f"{secret} {listener.getsockname()[1]} {host}")
             deadline = time.monotonic() + timeout
             while missing := [rank for rank in range(1, size) if rank not in connections]:
                 try:
@@ -67,7 +66,7 @@ def _accept_others(
                     accepted, _ = listener.accept()
                 except TimeoutError as error:
                     raise PublishError(
-                        f"rank {missing[0]} did not come to {rendezvous} within {timeout:g} s"
+                        f"rank {missing[0]} did not come to {host} within {timeout:g} s"
                     ) from error
                 rank = _read_hello(accepted, secret, deadline)
                 if rank in missing:
@@ -82,19 +81,25 @@ def _accept_others(
 
 
 def _connect_to_rank_0(group: ProcessGroup, rank: int, timeout: float) -> Connection:
-    from rollwire_transport._links.rendezvous import parse_address
-
-    secret, _, rendezvous = _broadcast(group, "").partition(" ")
-    if not rendezvous:
+    invitation = _broadcast(group, "")
+    if not invitation:
         raise PublishError("rank 0 has found no address at which the ranks can meet")
+    secret, port, host = invitation.split(" ")
     try:
-        connected = socket.create_connection(parse_address(rendezvous), timeout=timeout)
+        connected = socket.create_connection((host, int(port)), timeout=timeout)
         connected.sendall(f"{secret}{rank:0{_RANK_BYTES}d}".encode())
     except OSError as error:
         raise PublishError(
-            f"rank 0 cannot be reached at {rendezvous}: {error}; pass another address as `host`"
+            f"rank 0 cannot be reached at {host}: {error}; pass another address as `host`"
         ) from error
     return Connection(connected)
+
+
+def _listen(host: str) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    if ipaddress.ip_address(address[0]).is_unspecified:
+        raise ValueError(f"host {host!r} is not an address at which others can reach this machine")
+    return socket.create_server(address[:2], family=family, backlog=512)
 
 
 def _read_hello(accepted: socket.socket, secret: str, deadline: float) -> int:
