@@ -4,7 +4,8 @@ python gpu_member.py receive DEVICE MIB EPOCH RANK WORLD_SIZE    writes its answ
                                                                  writes the digest
 python gpu_member.py send DEVICE MIB EPOCH WORLD_SIZE            reads the answer, writes the offer
 
-Answers and offers are hex, a line each. Both close their link once they read another line.
+Answers and offers are hex, a line each. Both close their link once they read another line; if that
+is "again", the receiver first receives another update.
 """
 
 from __future__ import annotations
@@ -34,18 +35,20 @@ def weights(mib: int, device: torch.device) -> dict[str, torch.Tensor]:
 def receive(device: torch.device, mib: int, epoch: str, rank: str, world_size: str) -> None:
     wanted = weights(mib, device)
     manifest = plan(describe_all(wanted), bucket_bytes=BUCKET_BYTES)
-    got = {name: torch.empty_like(tensor) for name, tensor in wanted.items()}
-    receiver = Receiver(manifest, got)
     link = open_link("nccl", epoch=epoch, rank=int(rank), world_size=int(world_size), device=device)
     tell(link.answer.hex())
     link.connect(TIMEOUT, bytes.fromhex(sys.stdin.readline()))
     try:
-        receiver.receive(link, first_bucket=0, bucket_timeout=TIMEOUT)
-        for name, tensor in got.items():
-            if not torch.equal(as_bytes(tensor), as_bytes(wanted[name])):
-                sys.exit(f"{name} came with other bytes")
-        tell(receiver.digest)
-        sys.stdin.readline()  # its end stays until the other one has finished
+        again = True
+        while again:
+            got = {name: torch.empty_like(tensor) for name, tensor in wanted.items()}
+            receiver = Receiver(manifest, got)
+            receiver.receive(link, first_bucket=0, bucket_timeout=TIMEOUT)
+            for name, tensor in got.items():
+                if not torch.equal(as_bytes(tensor), as_bytes(wanted[name])):
+                    sys.exit(f"{name} came with other bytes")
+            tell(receiver.digest)
+            again = sys.stdin.readline().strip() == "again"
     finally:
         link.close()
 

@@ -228,6 +228,16 @@ def test_a_member_that_never_connects_is_given_up_in_bounded_time() -> None:
     assert time.monotonic() - start < TIMEOUT / 2
 
 
+def test_a_group_moves_several_updates() -> None:
+    with group("epoch") as (link, process):
+        for number in range(3):
+            assert link.transfers == number
+            sender = send(link)
+            assert int(read(process)) == sender.digest
+            write(process, "again" if number < 2 else "close")
+        assert process.wait(TIMEOUT) == 0
+
+
 def test_the_streams_and_their_memory_are_used_again() -> None:
     transfer("first")
     torch.cuda.synchronize(HERE)
