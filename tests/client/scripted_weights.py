@@ -89,8 +89,12 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
         await super().stop()
         if self.update is not None:
             await self._leave(self.update)
+        await self._close_kept()
+
+    async def _close_kept(self) -> None:
         if self.kept is not None:
             await asyncio.to_thread(self.kept[1].close)
+            self.kept = None
 
     async def GetWeightSchema(self, request, context):  # noqa: N802
         self.schema_calls += 1
@@ -193,12 +197,13 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
             await asyncio.Event().wait()
         if request.step == weights_pb2.JOIN_STEP_PREPARE:
             await self._leave(update)
+            await self._close_kept()
             update.joined = request.epoch
             if self.refuse_joins:
                 self.refuse_joins -= 1
                 await refuse(context, grpc.StatusCode.ABORTED, "TRANSPORT_FAILED", "as scripted")
-            update.link = await asyncio.to_thread(
-                transport.open_link,
+            # Here and now: a caller that goes away must not lose it.
+            update.link = transport.open_link(
                 request.backend,
                 epoch=request.epoch,
                 rank=request.ranks[0],
