@@ -149,6 +149,8 @@ class Launcher:
         self._stop = threading.Event()
         self._started: Future[None] = Future()
         self._ended: Future[None] = Future()
+        for future in (self._started, self._ended):
+            future.set_running_or_notify_cancel()  # whoever waits for it cannot cancel it
         self._engine: Any = None
         self._other_children: set[BaseProcess] | None = None  # of this process, not SGLang's
         self._failures: processes.MemoryFile | None = None
@@ -273,7 +275,6 @@ class Launcher:
 
 
 def _settle(future: Future[None], function: Callable[[], None]) -> None:
-    future.set_running_or_notify_cancel()  # whoever waits for it cannot cancel it from now on
     try:
         function()
         future.set_result(None)
