@@ -92,8 +92,7 @@ class ServerSettings(BaseSettings):
         [],
         description="name=value for the engine; may be repeated; sglang: any argument of SGLang "
         "(tp-size=2), or unresponsive-seconds (20); synthetic: tokens-per-second of each sequence "
-        "(100; 0: as fast as possible), prefill-tokens-per-second (0: at once), vocab-size (512), "
-        "weight-bytes (4096)",
+        "(100; 0: as fast as possible), vocab-size (512), weight-bytes (4096)",
     )
     listen: Address = Field("127.0.0.1:50051", description="HOST:PORT of the API; port 0 picks one")
     ready_file: Path | None = Field(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 import time
+from dataclasses import fields
 
 import pytest
 import torch
 from pydantic import ValidationError
 from rollwire_server.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollwire_server.settings import ServerSettings
 from support.engines import Driver, running, spec
 
 
@@ -54,3 +57,10 @@ async def test_tokens_follow_from_seed_position_and_weights() -> None:
 def test_settings_that_make_no_sense(wrong: dict[str, float]) -> None:
     with pytest.raises(ValidationError, match=next(iter(wrong))):
         engine(**wrong)
+
+
+def test_the_help_names_its_settings() -> None:
+    told = ServerSettings.model_fields["engine_arg"].description or ""
+    names = re.findall(r"[a-z]+(?:-[a-z]+)+", told.partition("synthetic: ")[2])
+    own = [field.name for field in fields(SyntheticConfig)][3:]
+    assert [name.replace("-", "_") for name in names] == own
