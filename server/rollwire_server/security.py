@@ -150,8 +150,11 @@ class TokenAuthorizer:
                 if file.refresh():
                     changed.append(scope.value)
             except OSError as error:
-                why, event = error.strerror, "token file cannot be used: the last one counts"
-                log.warning(event, scope=scope.value, error=why)
+                log.warning(
+                    "token file cannot be used: the last one counts",
+                    scope=scope.value,
+                    error=error.strerror,
+                )
         if not changed:
             return
         try:

@@ -17,7 +17,7 @@ from rollwire.reasons import Reason
 from rollwire.v1 import weights_pb2, weights_pb2_grpc
 from rollwire_transport import PROTOCOL
 
-from rollwire_server.errors import ServiceError
+from rollwire_server.errors import ServiceError, bad_request
 from rollwire_server.rpc.validation import (
     check_id,
     check_manifest_size,
@@ -123,24 +123,20 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         self, request: weights_pb2.JoinTransportRequest, context: Context
     ) -> weights_pb2.JoinTransportResponse:
         if (step := JOIN_STEPS.get(request.step)) is None:
-            raise ServiceError(
-                Reason.BAD_REQUEST,
+            raise bad_request(
+                "step",
                 f"unknown step {request.step}: the trainer runs another version of rollwire, and "
                 "must run the server's",
-                field="step",
             )
         if len(request.ranks) != 1:
-            raise ServiceError(
-                Reason.BAD_REQUEST,
+            raise bad_request(
+                "ranks",
                 f"this server receives on one device and needs one rank, not {len(request.ranks)}",
-                field="ranks",
             )
         for field in ("epoch", "backend", "host"):
             check_id(field, getattr(request, field))
         if not request.epoch:
-            raise ServiceError(
-                Reason.BAD_REQUEST, "epoch is empty: a group needs a name", field="epoch"
-            )
+            raise bad_request("epoch", "epoch is empty: a group needs a name")
         left = context.time_remaining()
         answer, next_bucket = await self._updates.join(
             _publisher(request.publisher),
@@ -164,9 +160,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         self, request: weights_pb2.CommitWeightsRequest, _: Context
     ) -> weights_pb2.CommitWeightsResponse:
         if request.kv_policy not in KV_POLICY_FROM_PROTO:
-            raise ServiceError(
-                Reason.BAD_REQUEST, f"unknown KV policy {request.kv_policy}", field="kv_policy"
-            )
+            raise bad_request("kv_policy", f"unknown KV policy {request.kv_policy}")
         commit = await self._updates.commit(
             _publisher(request.publisher),
             _update_id(request.update_id),
@@ -232,7 +226,7 @@ def _schema_to_proto(specs: Iterable[transport.TensorSpec]) -> weights_pb2.GetWe
 def _publisher(message: weights_pb2.Publisher) -> PublisherId:
     check_id("publisher.id", message.id)
     if not message.id:
-        raise ServiceError(Reason.BAD_REQUEST, "a publisher needs an id", field="publisher.id")
+        raise bad_request("publisher.id", "a publisher needs an id")
     return PublisherId(message.id, message.term)
 
 
@@ -240,11 +234,10 @@ def _version(request: weights_pb2.UpdateWeightsRequest) -> int | None:
     if not request.HasField("version"):
         return None
     if request.version < 0:
-        raise ServiceError(
-            Reason.BAD_REQUEST,
+        raise bad_request(
+            "version",
             f"version {request.version} is negative: a version is the trainer's step, from 0 on; "
             "leave it out for an update without a version",
-            field="version",
         )
     return request.version
 
@@ -252,5 +245,5 @@ def _version(request: weights_pb2.UpdateWeightsRequest) -> int | None:
 def _update_id(update_id: str) -> str:
     check_id("update_id", update_id)
     if not update_id:
-        raise ServiceError(Reason.BAD_REQUEST, "an update needs an update_id", field="update_id")
+        raise bad_request("update_id", "an update needs an update_id")
     return update_id
