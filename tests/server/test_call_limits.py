@@ -122,6 +122,19 @@ async def receiving(most_calls: int) -> AsyncIterator[grpc.aio.Channel]:
         await server.stop(None)
 
 
+async def test_streams_that_wait_for_a_command_keep_none(quick: ServerProcess) -> None:
+    large = rollout_pb2.GenerateRequest(session_id="n" * len(LARGE))  # and no request_id
+    command = rollout_pb2.StreamRolloutsRequest(handle=1, start=large)
+    before = resident_bytes(quick.process.pid)
+    async with connected(quick.address) as api:
+        calls = [api.rollouts.StreamRollouts(timeout=60) for _ in range(6)]
+        for call in calls:
+            await call.write(command)
+            (refused,) = (await call.read()).events
+            assert refused.error.reason == "BAD_REQUEST"
+        assert resident_bytes(quick.process.pid) - before < 3 * LARGE_BYTES
+
+
 async def test_answers_that_nobody_takes_take_little(quick: ServerProcess) -> None:
     keys = [rollout_pb2.SequenceKey(request_id="n" * 250)] * 10_000
     abort = rollout_pb2.AbortRequest(sequences=keys).SerializeToString()

@@ -34,7 +34,7 @@ from rollwire_server.logs import bind, is_caller_fault
 from rollwire_server.security import scope_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
     from google.protobuf.descriptor import Descriptor
     from google.protobuf.message import Message
@@ -97,13 +97,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         respond = _responder(handler)
         one_response = not handler.response_streaming
 
-        async def serve(stream: Any, context: Context, admission: AsyncExitStack) -> None:
+        async def serve(context: Context, admission: AsyncExitStack) -> None:
             if self._authorizer is not None:
                 self._authorizer.authorize(scope_of(method), context.invocation_metadata() or ())
             client = client_of(context)
             admission.enter_context(self._counted(client, service, name))
             if handler.request_streaming:
-                await respond(self._parsed(stream, parser), context)
+                await respond(self._messages(parser, context), context)
                 return
             if one_response:
                 await admission.enter_async_context(self._turn(f"{client} {method}"))
@@ -111,11 +111,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             bind(**_logged_fields(request))
             await respond(request, context)
 
-        async def serve_or_abort(stream: Any, context: Context) -> None:
+        async def serve_or_abort(_: Any, context: Context) -> None:
             # An error keeps the call's message until it is sent: the call counts until then.
             async with AsyncExitStack() as admission:
                 try:
-                    await serve(stream, context, admission)
+                    await serve(context, admission)
                 except (ServiceError, EngineError) as raised:
                     error = from_engine_error(raised) if isinstance(raised, EngineError) else raised
                     self._counters.refusals[error.reason.name.lower()] += 1
@@ -129,10 +129,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     raise
 
         make: Callable[..., Handler] = grpc.stream_stream_rpc_method_handler
-        return make(
-            serve_or_abort,
-            response_serializer=handler.response_serializer,
-        )
+        return make(serve_or_abort, response_serializer=handler.response_serializer)
 
     @contextlib.contextmanager
     def _counted(self, client: str, service: str, name: str) -> Iterator[None]:
@@ -156,11 +153,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """Lets a few of that name through at once, and the rest one after the other."""
         return self._turns.setdefault(name, asyncio.Semaphore(CONCURRENT_MESSAGES))
 
-    async def _parsed(
-        self, stream: AsyncIterable[bytes], parser: MessageParser
-    ) -> AsyncIterator[Any]:
-        async for data in stream:
-            yield await parser.parse(data, self._counting_fields)
+    async def _messages(self, parser: MessageParser, context: Context) -> AsyncIterator[Any]:
+        while (data := await context.read()) is not grpc.aio.EOF:
+            message = await parser.parse(data, self._counting_fields)
+            del data
+            yield message
+            del message  # a stream that waits for the next one keeps none: each may be large
 
     async def _read_message(
         self, client: str, name: str, parser: MessageParser, context: Context

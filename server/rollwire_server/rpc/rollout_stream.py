@@ -138,6 +138,7 @@ class RolloutStream:
     async def _read_commands(self) -> None:
         async for command in self._commands:
             self._handle(command)
+            del command  # which may be large, while the next one does not come
             while len(self._refusals) >= MAX_PENDING_REFUSALS:  # until the client reads
                 self._refusals_sent.clear()
                 await self._refusals_sent.wait()
