@@ -151,7 +151,8 @@ async def sensible(api: Api, name: str) -> Message:
             stage_lease=duration_to_proto(5.0),
         ),
         "JoinTransport": weights_pb2.JoinTransportRequest(
-            **ids, epoch="e", backend="gloo", ranks=[1], world_size=2, rendezvous="127.0.0.1:1",
+            **ids, step=weights_pb2.JOIN_STEP_PREPARE, epoch="e", backend="gloo", ranks=[1],
+            world_size=2, host="127.0.0.1",
         ),
         "CommitWeights": weights_pb2.CommitWeightsRequest(**ids, expected_digest=1),
         "DiscardUpdate": weights_pb2.DiscardUpdateRequest(**ids),

@@ -42,8 +42,9 @@ def update(**fields: Any) -> weights_pb2.UpdateWeightsRequest:
 
 def join(**fields: Any) -> weights_pb2.JoinTransportRequest:
     right = {"publisher": ME, "update_id": "u", "epoch": "e", "backend": "gloo", "ranks": [1],
-             "world_size": 2, "rendezvous": "127.0.0.1:1"}  # fmt: skip
-    return weights_pb2.JoinTransportRequest(**{**right, **fields})
+             "world_size": 2, "host": "127.0.0.1"}  # fmt: skip
+    step = weights_pb2.JOIN_STEP_PREPARE
+    return weights_pb2.JoinTransportRequest(**{"step": step, **right, **fields})
 
 
 # A message for each field that has no length of its own: too much of it, and the refusal.
@@ -101,7 +102,8 @@ TOO_MUCH: dict[str, tuple[Any, str]] = {
     "JoinTransport.epoch": (join(epoch=LONG), "BAD_REQUEST"),
     "JoinTransport.backend": (join(backend=LONG), "BAD_REQUEST"),
     "JoinTransport.ranks": (join(ranks=range(1, 1000)), "BAD_REQUEST"),
-    "JoinTransport.rendezvous": (join(rendezvous=LONG), "BAD_REQUEST"),
+    "JoinTransport.host": (join(host=LONG), "BAD_REQUEST"),
+    "JoinTransport.offer": (join(offer=bytes(4 << 20)), "BAD_REQUEST"),
     "CommitWeights.publisher.id": (
         weights_pb2.CommitWeightsRequest(publisher={"id": LONG}),
         "BAD_REQUEST",

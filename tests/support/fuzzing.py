@@ -78,6 +78,7 @@ _FLOATS = [math.nan, math.inf, -math.inf, -1.0, -0.0, 1e-45, 1e-6, 0.5, 1.000000
 _EDGES: dict[int, list[Any]] = {
     F.TYPE_BOOL: [False, True],
     F.TYPE_STRING: ["", "a", "x" * 257, "\x00", "\u2028"],
+    F.TYPE_BYTES: [b"", b"\x00", b"\xff" * 257],
     F.TYPE_FLOAT: _FLOATS,
     F.TYPE_UINT32: [0, 1, I32, I32 + 1, U32],
     F.TYPE_UINT64: [0, 1, U32 + 1, I64, I64 + 1, U64],
