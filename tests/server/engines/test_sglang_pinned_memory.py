@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from rollwire_server.engines import memory as engine_memory
-from rollwire_server.engines.memory import allocate_on_host
+from rollwire_server.engines.memory import PinnedMemory, allocate_on_host
 from rollwire_server.engines.sglang import loader
 from support.engines import staged_update
 from support.sglang_weights import Copying, Fragile, weights_of
@@ -127,3 +127,29 @@ async def test_memory_is_unpinned_before_it_is_freed(
     assert len(here.held) == 2
     del memory
     assert len(here.held) == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "fails", "calls"),
+    [
+        ("cuda", False, ["cudaHostRegister", "cudaHostUnregister"]),
+        ("cuda", True, ["cudaHostRegister"]),
+        ("cpu", False, []),
+    ],
+)
+def test_only_what_was_pinned_is_unpinned(
+    monkeypatch: pytest.MonkeyPatch, device: str, fails: bool, calls: list[str]
+) -> None:
+    called = []
+
+    def call(_: PinnedMemory, name: str, address: int, *_more: int) -> None:
+        assert address == memory.data_ptr()
+        called.append(name)
+        if fails:
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(PinnedMemory, "_call", call)
+    memory = torch.empty(NBYTES, dtype=torch.uint8)
+    pinned = PinnedMemory(memory, torch.device(device))
+    pinned.release()
+    assert (pinned.error, called) == ("out of memory" if fails else None, calls)
