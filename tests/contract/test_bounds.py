@@ -8,7 +8,7 @@ import uuid
 
 import grpc
 import pytest
-from rollwire.v1 import common_pb2, rollout_pb2
+from rollwire.v1 import common_pb2, rollout_pb2, weights_pb2
 from support.calls import Api, Generation, Output, generate, reason_of, request
 from support.publishing import TERMS, Update, next_version, publish, random_weights, status
 
@@ -33,6 +33,20 @@ async def test_a_host_that_is_none(api: Api, host: str) -> None:
     change = await update(api, 1, await next_version(api))
     await change.announce()
     assert await refusal(change.prepare(uuid.uuid4().hex, host=host)) == "TRANSPORT_FAILED"
+    await change.transfer()
+    await change.commit()
+    assert (await generate(api, request((1,), 3))).reason == "LENGTH"
+
+
+async def test_an_offer_that_is_none(api: Api) -> None:
+    change = await update(api, 1, await next_version(api))
+    await change.announce()
+    for offer in (b"", b"\xff" * 257, bytes(4_000_000)):
+        epoch = uuid.uuid4().hex
+        await change.prepare(epoch)
+        async with asyncio.timeout(20):  # a large one is read at once
+            connecting = change.join(weights_pb2.JOIN_STEP_CONNECT, epoch, offer=offer)
+            assert await refusal(connecting) == "TRANSPORT_FAILED"
     await change.transfer()
     await change.commit()
     assert (await generate(api, request((1,), 3))).reason == "LENGTH"

@@ -99,6 +99,8 @@ class _AddressStore(dist.Store):  # type: ignore[name-defined,misc]  # torch's s
             if not self.own.done():
                 self.own.set_result(self._packed())
             self._values |= self._unpacked(self.theirs.result())
+            if key not in self._values:
+                raise LookupError("it has sent no address of gloo's")
         return self._values[key]
 
     def wait(self, keys: list[str], _timeout: timedelta | None = None) -> None:
@@ -113,11 +115,13 @@ class _AddressStore(dist.Store):  # type: ignore[name-defined,misc]  # torch's s
 
     def _unpacked(self, data: bytes) -> dict[str, bytes]:
         values = {}
-        while len(data) >= self._SIZES.size:
-            key_size, value_size = self._SIZES.unpack_from(data)
-            begin = self._SIZES.size + key_size
-            key = data[self._SIZES.size : begin].decode(errors="replace")
-            values[key], data = data[begin : begin + value_size], data[begin + value_size :]
+        at = 0
+        while at + self._SIZES.size <= len(data):
+            key_size, value_size = self._SIZES.unpack_from(data, at)
+            key_at = at + self._SIZES.size
+            value_at = key_at + key_size
+            at = value_at + value_size
+            values[data[key_at:value_at].decode(errors="replace")] = data[value_at:at]
         return values
 
 
