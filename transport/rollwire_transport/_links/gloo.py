@@ -206,6 +206,7 @@ class _GlooTransfer(Transfer):
 class _GlooLink(Link):
     def __init__(self, member: GroupMember) -> None:
         self.device = _CPU
+        self._epoch = member.epoch
         self._sends = member.rank == 0
         self._idle = True
         self._aborted = False
@@ -233,14 +234,14 @@ class _GlooLink(Link):
 
     def offers(self, answers: Mapping[int, bytes]) -> dict[int, bytes]:
         for peer, pair in self._pairs.items():
-            pair.store.theirs.set_result(answers[peer])
+            pair.store.theirs.set_result(_unsealed(self._epoch, answers[peer], peer))
         return self._addresses()
 
     def connect(self, timeout: float, offer: bytes = b"") -> None:
         if self._aborted:
             raise link_aborted()
         if not self._sends:
-            self._pairs[0].store.theirs.set_result(offer)
+            self._pairs[0].store.theirs.set_result(_unsealed(self._epoch, offer, 0))
         connecting: dict[Future[object], _Pair] = {
             cast("Future[object]", pair.connected): pair for pair in self._pairs.values()
         }
@@ -312,9 +313,10 @@ class _GlooLink(Link):
 
     def _addresses(self) -> dict[int, bytes]:
         try:
-            return {peer: pair.addresses() for peer, pair in self._pairs.items()}
+            addresses = {peer: pair.addresses() for peer, pair in self._pairs.items()}
         except (RuntimeError, CancelledError) as error:
             raise TransportError(f"gloo cannot listen: {_reason(error)}") from error
+        return {peer: _seal(self._epoch, data) + data for peer, data in addresses.items()}
 
     def _post(
         self,
@@ -349,6 +351,18 @@ def _connect(store: _AddressStore, epoch: str, rank: int, device: object) -> _Gr
 
 def _proof(epoch: str, rank: int) -> Tensor:
     return torch.tensor(list(hashlib.sha256(f"rollwire:{epoch}:{rank}".encode()).digest()))
+
+
+# Gloo ends the process that gets an address which it cannot read.
+def _seal(epoch: str, data: bytes) -> bytes:
+    return hashlib.sha256(f"rollwire:{epoch}:".encode() + data).digest()
+
+
+def _unsealed(epoch: str, sealed: bytes, peer: int) -> bytes:
+    data = sealed[hashlib.sha256().digest_size :]
+    if sealed != _seal(epoch, data) + data:
+        raise TransportError(f"rank {peer} sent no address of a member of this group", peer)
+    return data
 
 
 def _facing(host: str) -> str:
