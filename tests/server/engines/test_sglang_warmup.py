@@ -10,6 +10,7 @@ import pytest
 from rollwire_server.engines.base import EngineError, EngineLoad
 from rollwire_server.engines.sglang import SglangConfig, SglangEngine
 from rollwire_server.engines.sglang.sequences import SchedulerOutput
+from rollwire_server.engines.sglang.weights import SglangWeights
 from support.contract import flags
 from support.engines import Recorder
 from support.sglang_weights import DESCRIBED, FACTS
@@ -55,6 +56,9 @@ class Compiling:
     async def update(self, command: str, seconds: float) -> None:
         raise EngineError("warm by now")
 
+    async def barrier(self) -> None:
+        raise EngineError("SGLang is dead: unheard")
+
 
 async def warmed_up(
     folder: Path, context: int, *, dies_at: int = 0, refuses_at: int = 0
@@ -94,3 +98,22 @@ async def test_a_context_without_room_needs_none(tmp_path: Path) -> None:
     sent, end = await warmed_up(tmp_path, 8)
     assert not sent
     assert "warm by now" in end
+
+
+async def test_a_death_that_nobody_heard_of_before_it_served_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nothing(*_: object) -> int:
+        return 0
+
+    monkeypatch.setattr(SglangWeights, "read", nothing)
+    monkeypatch.setattr(SglangWeights, "allocate_staging", nothing)
+    flags("sglang", tmp_path)
+    config = SglangConfig(str(tmp_path / "model"), "auto", "cpu", 3, unresponsive_seconds=0.01)
+    engine, recorder = SglangEngine(config), Recorder()
+    engine._bridge = Compiling(engine, 8, 0, 0)  # type: ignore[assignment]
+    await engine.start("server", recorder)
+    async with asyncio.timeout(30):
+        await recorder.until(lambda: recorder.failure is not None)
+    assert str(recorder.failure) == "SGLang is dead: unheard"
+    await engine.stop()

@@ -251,7 +251,8 @@ class SglangEngine:
             async with self._commands:  # whose deadlines notice it too
                 try:
                     await self._bridge.barrier()
-                except EngineError:
+                except EngineError as error:
+                    self._on_death(error)  # unless reported: it may have died before it served
                     return
 
     def schema(self) -> list[TensorSpec]:

@@ -239,8 +239,8 @@ class Launcher:
             raise EngineError(f"needs {error.name}: pip install 'rollwire[sglang]'") from error
         manager = self._manager_class()
         self._other_children = set(active_children())
-        path = (failures := processes.MemoryFile()).path
-        self._failures = failures
+        self._failures = failures = processes.MemoryFile()
+        path = failures.path
 
         class OurEngine(Engine):  # type: ignore[misc]  # no types
             run_scheduler_process_func = staticmethod(partial(processes.run_scheduler, path))
