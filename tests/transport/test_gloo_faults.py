@@ -27,6 +27,7 @@ from rollwire_transport import (
     open_link,
     plan,
 )
+from rollwire_transport._links import gloo
 from support.footprint import Footprint
 from support.gloo import (
     MANIFEST,
@@ -134,6 +135,28 @@ def test_a_program_that_ends_with_a_message_under_way_ends_as_it_would() -> None
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_abort_at_the_moment_when_an_address_comes_is_one(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    ends = [open_link("gloo", epoch="epoch", rank=r, world_size=2) for r in range(2)]
+    unsealed = gloo._unsealed
+
+    def unsealed_late(epoch: str, sealed: bytes, peer: int) -> bytes:
+        if peer != rank:
+            ends[rank].abort()
+        return unsealed(epoch, sealed, peer)
+
+    monkeypatch.setattr(gloo, "_unsealed", unsealed_late)
+    try:
+        offers = ends[0].offers({1: ends[1].answer})
+        with pytest.raises(TransportError, match="aborted or closed at this end"):
+            ends[rank].connect(TIMEOUT, offers[1] if rank else b"")
+    finally:
+        for end in ends:
+            end.close()
 
 
 def test_an_abort_reaches_members_that_the_failed_one_did_not_talk_to() -> None:

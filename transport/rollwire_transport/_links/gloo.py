@@ -16,7 +16,7 @@ import socket
 import struct
 import threading
 import time
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -106,6 +106,10 @@ class _AddressStore(dist.Store):  # type: ignore[name-defined,misc]  # torch's s
     def wait(self, keys: list[str], _timeout: timedelta | None = None) -> None:
         for key in keys:
             self.get(key)
+
+    def give(self, theirs: bytes) -> None:
+        with contextlib.suppress(InvalidStateError):  # the link was aborted at this moment
+            self.theirs.set_result(theirs)
 
     def _packed(self) -> bytes:
         return b"".join(
@@ -234,14 +238,14 @@ class _GlooLink(Link):
 
     def offers(self, answers: Mapping[int, bytes]) -> dict[int, bytes]:
         for peer, pair in self._pairs.items():
-            pair.store.theirs.set_result(_unsealed(self._epoch, answers[peer], peer))
+            pair.store.give(_unsealed(self._epoch, answers[peer], peer))
         return self._addresses()
 
     def connect(self, timeout: float, offer: bytes = b"") -> None:
         if self._aborted:
             raise link_aborted()
         if not self._sends:
-            self._pairs[0].store.theirs.set_result(_unsealed(self._epoch, offer, 0))
+            self._pairs[0].store.give(_unsealed(self._epoch, offer, 0))
         connecting: dict[Future[object], _Pair] = {
             cast("Future[object]", pair.connected): pair for pair in self._pairs.values()
         }
