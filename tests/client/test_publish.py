@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import time
 import weakref
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import rollwire_transport as transport
 import torch
 from client.publishing import TIMEOUTS, holds, publish, publishing
 from client.scripted import until
@@ -31,7 +34,9 @@ from rollwire_client import (
     TransferError,
     UpdateRefusedError,
 )
+from rollwire_client._publishing import transfer
 from rollwire_client._publishing.publish import Publish
+from rollwire_client._publishing.transfer import WeightTransfer
 from rollwire_transport import Link, SharedDevice
 from rollwire_transport import _links as links
 from rollwire_transport._links.gloo import GlooBackend
@@ -310,6 +315,81 @@ async def test_a_report_of_the_former_group_that_comes_late_is_of_the_past() -> 
         servers[0].late_reports = 2
         assert (await publish(publisher)).failed == ()
         assert len(servers[0].joins) == 2
+
+
+async def test_nobody_is_blamed_where_a_kept_group_has_lost_a_member(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others have begun to receive, and report that the trainer has left, before it asks them
+    to join the next group."""
+    find_host = Publish._find_host
+
+    async def find_host_slowly(self: Publish) -> str:
+        await asyncio.sleep(0.5)
+        return await find_host(self)
+
+    async with publishing(3) as (servers, _, publisher):
+        await publish(publisher)
+        monkeypatch.setattr(Publish, "_find_host", find_host_slowly)
+        await servers[0]._close_kept()
+        assert (await publish(publisher, 2)).failed == ()
+        assert [(server.resumed, len(server.joins)) for server in servers] == [(0, 2)] + [
+            (1, 2)
+        ] * 2
+        assert "group of 3 failed" not in caplog.text
+
+
+@pytest.mark.parametrize("moment", ["formed", "opened"])
+async def test_a_publish_that_is_cancelled_as_its_group_is_ready_closes_its_link(
+    monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    opened: list[Link] = []
+    closed: list[Link] = []
+    open_link, form = transport.open_link, WeightTransfer._form
+
+    def open_and_note(*args: Any, **options: Any) -> Link:
+        link = open_link(*args, **options)
+        if options["rank"] == 0:
+            close = link.close
+            monkeypatch.setattr(link, "close", lambda: [closed.append(link), close()][-1])
+            opened.append(link)
+            if moment == "opened":
+                loop.call_soon_threadsafe(cancel)
+        return link
+
+    async def form_and_cancel(self: WeightTransfer, targets: Any) -> Any:
+        formed = await form(self, targets)
+        if moment == "formed":
+            loop.call_soon(cancel)
+        return formed
+
+    def cancel() -> None:
+        assert publisher._handle is not None
+        publisher._handle._task.cancel()
+
+    monkeypatch.setattr(transport, "open_link", open_and_note)
+    monkeypatch.setattr(WeightTransfer, "_form", form_and_cancel)
+    loop = asyncio.get_running_loop()
+    async with publishing(2) as (_, _, publisher):
+        with pytest.raises(asyncio.CancelledError):
+            await publish(publisher)
+        await until(lambda: closed == opened != [])
+
+
+def test_a_server_that_has_everything_is_not_behind() -> None:
+    """It reports no more."""
+    long_ago, now = time.monotonic() - 60, time.monotonic()
+
+    async def who_is_behind() -> int:
+        return transfer._who_is_behind(
+            [
+                Mock(staged=True, reported_at=long_ago, peer=None),
+                Mock(staged=False, reported_at=now, peer=None),
+            ],
+            2,
+        )
+
+    assert asyncio.run(who_is_behind()) == 2
 
 
 async def test_a_server_that_could_not_join_once_gets_another_chance() -> None:

@@ -144,6 +144,7 @@ class WeightTransfer:
         self._changes = changes
         self._timeouts = timeouts
         self._progress = progress
+        self._link: transport.Link | None = None  # of the group, until it is closed or kept
         self._closing: list[asyncio.Future[bool]] = []
         self._group_failures: Counter[PublishTarget] = Counter()
         self._source_timeout: SourceError | None = None
@@ -190,19 +191,18 @@ class WeightTransfer:
         """
         for target in targets:
             target.leave_group()
-        formed = await self._unless_one_fails(targets, self._form(targets))
-        if formed is None:
-            return
-        group, first_bucket = formed
-        kept = False
         try:
+            formed = await self._unless_one_fails(targets, self._form(targets))
+            if formed is None:
+                return
+            group, first_bucket = formed
             await self._unless_one_fails(targets, self._send(group.link, first_bucket), group.link)
             await self._wait_staged(targets)
-            if kept := all(target.staged for target in targets):
+            if all(target.staged for target in targets):
+                self._link = None
                 self._groups.keep(group)
         finally:
-            if not kept:
-                self._close(group.link)
+            self._close_link()
 
     async def _unless_one_fails(
         self,
@@ -224,6 +224,7 @@ class WeightTransfer:
         except transport.SharedDevice:
             raise
         except transport.TransportError as error:
+            self._close_link()
             await self._await_reason(targets)
             raise self._failure(targets, error, error.peer) from error
         finally:
@@ -275,9 +276,12 @@ class WeightTransfer:
     async def _form(self, targets: list[PublishTarget]) -> tuple[_Group, int] | None:
         """A group of these servers, and the first bucket to send; None if one is staged already."""
         if (kept := self._groups.take()) is not None:
+            self._link = kept.link
             if await self._resume(kept, targets):
                 return kept, 0
-            self._close(kept.link)
+            for target in targets:
+                target.leave_group()
+            self._close_link()
         host = await self._find_host()
         epoch = secrets.token_hex(16)
         backend = self._backends[0]
@@ -302,38 +306,34 @@ class WeightTransfer:
                 f"this trainer cannot open a group at {host}: {error}; nothing was sent, the "
                 "servers keep what they serve: pass another `backend` or `host`, or neither"
             ) from error
-        try:
-            requests = {
-                target: weights_pb2.JoinTransportRequest(
-                    step=weights_pb2.JOIN_STEP_PREPARE,
-                    epoch=epoch,
-                    backend=backend,
-                    ranks=[rank],
-                    world_size=world_size,
-                    host=host,
-                )
-                for rank, target in enumerate(targets, start=1)
-            }
-            answers = await self._join_all(requests)
-            # Of one that got the rest while it left the former group, there is no answer.
-            staged = [target for target, answer in answers.items() if not answer.answer]
-            if staged:
-                await self._wait_staged(staged)
-                self._close(link)
-                return None
-            first_bucket = min(answer.next_bucket for answer in answers.values())
-            offers = await run_in_thread(
-                lambda: link.offers({r: answers[t].answer for r, t in enumerate(targets, start=1)})
+        self._link = link
+        requests = {
+            target: weights_pb2.JoinTransportRequest(
+                step=weights_pb2.JOIN_STEP_PREPARE,
+                epoch=epoch,
+                backend=backend,
+                ranks=[rank],
+                world_size=world_size,
+                host=host,
             )
-            for rank, target in enumerate(targets, start=1):
-                requests[target].step = weights_pb2.JOIN_STEP_CONNECT
-                requests[target].offer = offers[rank]
-                requests[target].first_bucket = first_bucket
-            connecting = run_in_thread(lambda: link.connect(self._timeouts.join))
-            await self._join_all(requests, connecting)
-        except BaseException:
-            self._close(link)
-            raise
+            for rank, target in enumerate(targets, start=1)
+        }
+        answers = await self._join_all(requests)
+        # Of one that got the rest while it left the former group, there is no answer.
+        staged = [target for target, answer in answers.items() if not answer.answer]
+        if staged:
+            await self._wait_staged(staged)
+            return None
+        first_bucket = min(answer.next_bucket for answer in answers.values())
+        offers = await run_in_thread(
+            lambda: link.offers({r: answers[t].answer for r, t in enumerate(targets, start=1)})
+        )
+        for rank, target in enumerate(targets, start=1):
+            requests[target].step = weights_pb2.JOIN_STEP_CONNECT
+            requests[target].offer = offers[rank]
+            requests[target].first_bucket = first_bucket
+        connecting = run_in_thread(lambda: link.connect(self._timeouts.join))
+        await self._join_all(requests, connecting)
         members = tuple((target.address, target.server_id) for target in targets)
         return _Group(epoch, backend, self._device, link, members), first_bucket
 
@@ -362,9 +362,6 @@ class WeightTransfer:
         except _GroupError as refusal:
             logger.info("the transport group of the last update is not used again: %s", refusal)
             return False
-        except BaseException:
-            self._close(group.link)
-            raise
         return True
 
     async def _join_all(
@@ -501,10 +498,12 @@ class WeightTransfer:
 
     def _close_opened(self, opening: asyncio.Future[transport.Link]) -> None:
         if opening.exception() is None:
-            self._close(opening.result())
+            self._closing.append(run_in_thread(opening.result().close))
 
-    def _close(self, link: transport.Link) -> None:
-        self._closing.append(run_in_thread(link.close))
+    def _close_link(self) -> None:
+        if self._link is not None:
+            self._closing.append(run_in_thread(self._link.close))
+            self._link = None
 
 
 def _unstaged(targets: Sequence[PublishTarget]) -> list[PublishTarget]:
@@ -522,7 +521,9 @@ def _who_is_behind(targets: Sequence[PublishTarget], waits_for: int | None) -> i
         targets: The group, by rank from 1 on.
         waits_for: The rank that one member waits for.
     """
-    silence, rank = max((elapsed(t.reported_at), -r) for r, t in enumerate(targets, start=1))
+    # One that has everything reports no more.
+    waiting = [(elapsed(t.reported_at), -r) for r, t in enumerate(targets, start=1) if not t.staged]
+    silence, rank = max(waiting, default=(0.0, 0))
     if silence > _SILENT_SECONDS:
         return -rank
     return _follow(targets, waits_for or 0, lambda _: True)
