@@ -8,6 +8,7 @@ import uuid
 
 import grpc
 import pytest
+import rollwire_transport as transport
 from rollwire.v1 import common_pb2, rollout_pb2, weights_pb2
 from support.calls import Api, Generation, Output, generate, reason_of, request
 from support.publishing import TERMS, Update, next_version, publish, random_weights, status
@@ -50,6 +51,48 @@ async def test_an_offer_that_is_none(api: Api) -> None:
     await change.transfer()
     await change.commit()
     assert (await generate(api, request((1,), 3))).reason == "LENGTH"
+
+
+async def test_a_kept_group_is_used_again_once_and_by_those_who_know_it(api: Api) -> None:
+    former = await update(api, 1, await next_version(api))
+    await former.announce()
+    epoch = uuid.uuid4().hex
+    link = transport.open_link("gloo", epoch=epoch, rank=0, world_size=2)
+    try:
+        offers = link.offers({1: (await former.prepare(epoch)).answer})
+        connect = {"step": weights_pb2.JOIN_STEP_CONNECT, "epoch": epoch, "offer": offers[1]}
+        connecting = asyncio.create_task(former.join(**connect))
+        await asyncio.to_thread(link.connect, 20)
+        await connecting
+        await former.send(link)
+        await former.until(weights_pb2.UPDATE_PHASE_STAGED)
+        await former.commit()
+
+        change = await update(api, 2, await next_version(api))
+        await change.announce()
+        resume = weights_pb2.JOIN_STEP_RESUME
+        for other, transfers in ((epoch, 0), (epoch, 2), (uuid.uuid4().hex, 1)):
+            joining = change.join(resume, other, transfers=transfers)
+            assert await refusal(joining) == "TRANSPORT_FAILED"
+        for _ in range(2):
+            await change.join(resume, epoch, transfers=1)
+        # It would receive twice over one link.
+        assert await refusal(change.join(**connect)) == "TRANSPORT_FAILED"
+        await change.send(link)
+        await change.until(weights_pb2.UPDATE_PHASE_STAGED)
+        assert change.last.digest == change.sender.digest
+        await change.commit()
+    finally:
+        await asyncio.to_thread(link.close)
+
+    change = await update(api, 3, await next_version(api))
+    await change.announce()
+    await change.join(resume, epoch, transfers=2)
+    async with asyncio.timeout(5):  # whose other end is closed
+        await change.until(weights_pb2.UPDATE_PHASE_STALLED)
+    await change.transfer()
+    await change.commit()
+    assert (await status(api, verify=True)).intact
 
 
 @pytest.mark.parametrize("how", ["rollback", "untagged"])

@@ -347,7 +347,7 @@ class WeightUpdate:
 
     async def _connect(self, request: JoinRequest, timeout: float) -> None:
         link = self._link
-        if self._epoch != request.epoch or link is None:
+        if self._epoch != request.epoch or self._opening is None or link is None:
             raise ServiceError(
                 Reason.TRANSPORT_FAILED, "this server has not prepared for that group, or left it"
             )
@@ -379,7 +379,7 @@ class WeightUpdate:
             raise ServiceError(
                 Reason.TRANSPORT_FAILED, "this server is not in that group any more: form a new one"
             )
-        self._epoch, self._link = request.epoch, link
+        self._epoch, self._link, self._opening = request.epoch, link, None
         self._forwarded_bytes -= link.forwarded_bytes
         self._begin(link, request.first_bucket)
 
