@@ -16,7 +16,7 @@ import rollwire_transport as transport
 import torch
 from client.publishing import TIMEOUTS, holds, publish, publishing
 from client.scripted import until
-from client.scripted_weights import SCHEMA, PublishableServer, policy
+from client.scripted_weights import BUCKET_BYTES, SCHEMA, PublishableServer, policy
 from rollwire.v1 import weights_pb2
 from rollwire_client import (
     ClosedError,
@@ -88,6 +88,17 @@ async def test_a_publish_follows_another() -> None:
             assert {s.weights.version for s in report.servers} == {version}
             assert all(holds(server, version or 9) for server in servers)
         assert [server.weights.revision for server in servers] == [3, 3]
+
+
+async def test_of_several_publishers_the_last_keeps_its_group() -> None:
+    async with publishing(2) as (servers, fleet, first):
+        await publish(first)
+        second = Publisher(fleet, term=8, bucket_bytes=BUCKET_BYTES, timeouts=TIMEOUTS)
+        await publish(second, 2)
+        assert first._groups is not None
+        assert first._groups.take() is None
+        await publish(second, 3)
+        assert [server.resumed for server in servers] == [1, 1]
 
 
 async def test_a_publish_that_has_ended_keeps_no_tensor() -> None:

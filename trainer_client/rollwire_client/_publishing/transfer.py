@@ -13,9 +13,11 @@ import functools
 import logging
 import secrets
 import threading
+import weakref
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import rollwire_transport as transport
 from rollwire.deadlines import Timeout, elapsed
@@ -73,7 +75,12 @@ class _Group:
 
 
 class GroupKeeper:
-    """Keeps the transport group of the last update for the next one, for a while."""
+    """Keeps the transport group of a publisher's last update for the next one, for a while.
+
+    One group of each fleet is kept, since the servers keep only their last one.
+    """
+
+    _last: ClassVar[WeakKeyDictionary[ServerPool, weakref.ref[GroupKeeper]]] = WeakKeyDictionary()
 
     def __init__(self, pool: ServerPool) -> None:
         self._pool = pool
@@ -88,11 +95,18 @@ class GroupKeeper:
         return group
 
     def keep(self, group: _Group) -> None:
+        last = self._last.get(self._pool, lambda: None)()
+        if last is not None:
+            last.close()
+        self._last[self._pool] = weakref.ref(self)
         self._group = group
         try:
             self._expiring = self._pool.create_own_task(self._expire(group))
         except ClosedError:
-            self._group = None
+            self.close()
+
+    def close(self) -> None:
+        if (group := self.take()) is not None:
             run_in_thread(group.link.close)
 
     async def _expire(self, group: _Group) -> None:
