@@ -137,6 +137,17 @@ def test_a_program_that_ends_with_a_message_under_way_ends_as_it_would() -> None
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
+def test_a_receiver_that_cannot_listen_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("too many open files")
+
+    monkeypatch.setattr(gloo, "_connect", fail)
+    before = set(threading.enumerate())
+    with pytest.raises(TransportError, match="gloo cannot listen: too many open files"):
+        open_link("gloo", epoch="epoch", rank=1, world_size=2)
+    assert set(threading.enumerate()) <= before
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_abort_at_the_moment_when_an_address_comes_is_one(
     monkeypatch: pytest.MonkeyPatch, rank: int

@@ -229,7 +229,11 @@ class _GlooLink(Link):
         peers = range(1, member.world_size) if self._sends else [0]
         self._pairs = {peer: _Pair(member, device, peer) for peer in peers}
         if not self._sends:
-            self.answer = self._addresses()[0]
+            try:
+                self.answer = self._addresses()[0]
+            except TransportError:
+                self.close()
+                raise
 
     @property
     def waits_for(self) -> int | None:
