@@ -3,6 +3,9 @@
 Rank 0 has a pair, which is a gloo group of two, with every receiver, and sends each bucket to all
 of them side by side. A broadcast in one group would save some copies; but when it fails, it cannot
 say who failed and leaves the others waiting, and all members must reach each other.
+
+A connection that breaks in the middle of a message does not end gloo's wait for that message: who
+drives the group aborts the other end too.
 """
 
 from __future__ import annotations
