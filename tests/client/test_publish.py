@@ -34,9 +34,9 @@ from rollwire_client import (
     TransferError,
     UpdateRefusedError,
 )
-from rollwire_client._publishing import transfer
 from rollwire_client._publishing.publish import Publish
 from rollwire_client._publishing.transfer import WeightTransfer
+from rollwire_client._publishing.transport_group import who_is_behind
 from rollwire_transport import Link, SharedDevice
 from rollwire_transport import _links as links
 from rollwire_transport._links.gloo import GlooBackend
@@ -391,8 +391,8 @@ def test_a_server_that_has_everything_is_not_behind() -> None:
     """It reports no more."""
     long_ago, now = time.monotonic() - 60, time.monotonic()
 
-    async def who_is_behind() -> int:
-        return transfer._who_is_behind(
+    async def rank_behind() -> int:
+        return who_is_behind(
             [
                 Mock(staged=True, reported_at=long_ago, peer=None),
                 Mock(staged=False, reported_at=now, peer=None),
@@ -400,7 +400,7 @@ def test_a_server_that_has_everything_is_not_behind() -> None:
             2,
         )
 
-    assert asyncio.run(who_is_behind()) == 2
+    assert asyncio.run(rank_behind()) == 2
 
 
 async def test_a_server_that_could_not_join_once_gets_another_chance() -> None:

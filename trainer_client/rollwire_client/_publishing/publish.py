@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rollwire_client._fleet.server_pool import ServerPool
     from rollwire_client._publishing.sharded.coordination import Coordinator
     from rollwire_client._publishing.tensors import ChangeDetector, TensorSource
-    from rollwire_client._publishing.transfer import GroupKeeper
+    from rollwire_client._publishing.transport_group import GroupKeeper
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from rollwire_client._publishing.publish import Publish
     from rollwire_client._publishing.sharded.coordination import Coordinator
     from rollwire_client._publishing.tensors import TensorSource
-    from rollwire_client._publishing.transfer import GroupKeeper
+    from rollwire_client._publishing.transport_group import GroupKeeper
 
 
 class PublishHandle:
@@ -376,7 +376,7 @@ class Publisher:
         from rollwire_client._publishing.publish import Publish
         from rollwire_client._publishing.schema import match_schema
         from rollwire_client._publishing.tensors import ChangeDetector, device_of
-        from rollwire_client._publishing.transfer import GroupKeeper
+        from rollwire_client._publishing.transport_group import GroupKeeper
 
         detector = ChangeDetector()
         kv_policy = self._kv_policy if kv_policy is None else _check_kv_policy(kv_policy)

@@ -13,24 +13,26 @@ import functools
 import logging
 import secrets
 import threading
-import weakref
 from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
 
 import rollwire_transport as transport
 from rollwire.deadlines import Timeout, elapsed
-from rollwire.types import UpdatePhase
 from rollwire.v1 import weights_pb2
 
 from rollwire_client._concurrency import cancel_all, run_in_thread, run_to_end
 from rollwire_client._errors import (
-    ClosedError,
     RollwireError,
     SchemaMismatchError,
     SourceError,
     TransferError,
+)
+from rollwire_client._publishing.transport_group import (
+    GroupError,
+    TransportGroup,
+    explain_failure,
+    one_failed,
+    unstaged,
 )
 
 if TYPE_CHECKING:
@@ -39,83 +41,17 @@ if TYPE_CHECKING:
     import torch
 
     from rollwire_client._data import PublishTimeouts
-    from rollwire_client._fleet.server_pool import ServerPool
     from rollwire_client._publishing.publish_target import Changes, PublishTarget
     from rollwire_client._publishing.tensors import TensorSource
+    from rollwire_client._publishing.transport_group import GroupKeeper
 
 logger = logging.getLogger(__name__)
 
 # A server that is alive but fails in the transport may be the victim of another server once.
 _MAX_GROUP_FAILURES = 2
 
-_KEEP_SECONDS = 180.0  # an idle group; a firewall may forget its connections
 _CLOSE_SECONDS = 10.0
 _REASON_SECONDS = 0.5  # for a death, or this end of a group, to say why a server has failed
-_SILENT_SECONDS = 1.0  # without a report, of which there are four a second
-
-
-class _GroupError(Exception):
-    """A group failed; ``culprit`` is the server to blame, where it is known."""
-
-    def __init__(self, error: RollwireError, culprit: PublishTarget | None) -> None:
-        super().__init__(str(error))
-        self.error = error
-        self.culprit = culprit
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """A transport group: this end's link, and the address and id of each receiver."""
-
-    epoch: str
-    backend: str
-    device: torch.device | None
-    link: transport.Link
-    members: tuple[tuple[str, str], ...]
-
-
-class GroupKeeper:
-    """Keeps the transport group of a publisher's last update for the next one, for a while.
-
-    One group of each fleet is kept, since the servers keep only their last one.
-    """
-
-    _last: ClassVar[WeakKeyDictionary[ServerPool, weakref.ref[GroupKeeper]]] = WeakKeyDictionary()
-
-    def __init__(self, pool: ServerPool) -> None:
-        self._pool = pool
-        self._group: _Group | None = None
-        self._expiring: asyncio.Task[None] | None = None
-
-    def take(self) -> _Group | None:
-        """The group, whose user keeps it again or closes it."""
-        group, self._group = self._group, None
-        if self._expiring is not None:
-            self._expiring.cancel()
-        return group
-
-    def keep(self, group: _Group) -> None:
-        last = self._last.get(self._pool, lambda: None)()
-        if last is not None:
-            last.close()
-        self._last[self._pool] = weakref.ref(self)
-        self._group = group
-        try:
-            self._expiring = self._pool.create_own_task(self._expire(group))
-        except ClosedError:
-            self.close()
-
-    def close(self) -> None:
-        if (group := self.take()) is not None:
-            run_in_thread(group.link.close)
-
-    async def _expire(self, group: _Group) -> None:
-        try:
-            await asyncio.sleep(_KEEP_SECONDS)
-        finally:
-            if self._group is group:  # also when the fleet closes
-                self._group = None
-                await run_in_thread(group.link.close)
 
 
 class WeightTransfer:
@@ -182,7 +118,7 @@ class WeightTransfer:
             SourceError: It raised, or did not give a tensor in time.
             TransferError: No group can be formed from here.
         """
-        while members := _unstaged(targets):
+        while members := unstaged(targets):
             try:
                 await self._send_over_group(members)
             except transport.SharedDevice as shared:
@@ -190,7 +126,7 @@ class WeightTransfer:
                     raise TransferError(str(shared)) from shared
                 backend = self._backends.pop(0)
                 logger.info("%s, not %s: %s", self._backends[0], backend, shared)
-            except _GroupError as failure:
+            except GroupError as failure:
                 if self._source_timeout is not None:
                     raise self._source_timeout from failure
                 logger.warning("a transport group of %d failed: %s", len(members), failure)
@@ -201,7 +137,7 @@ class WeightTransfer:
         """Forms a group of these servers, sends to them, and keeps it for the next update.
 
         Raises:
-            _GroupError: Not all of them have everything.
+            GroupError: Not all of them have everything.
         """
         for target in targets:
             target.leave_group()
@@ -226,21 +162,21 @@ class WeightTransfer:
     ) -> Any:
         """Does a part of the work, and abandons it as soon as a server fails."""
         working = asyncio.create_task(work)
-        failing = asyncio.create_task(self._changes.until(lambda: _one_failed(targets)))
+        failing = asyncio.create_task(self._changes.until(lambda: one_failed(targets)))
         try:
             await asyncio.wait([working, failing], return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
                 waits_for = None if link is None else link.waits_for
                 await self._await_reason(targets, working)
                 if not working.done():
-                    raise self._failure(targets, None, waits_for)
+                    raise explain_failure(targets, None, waits_for)
             return await working
         except transport.SharedDevice:
             raise
         except transport.TransportError as error:
             self._close_link()
             await self._await_reason(targets)
-            raise self._failure(targets, error, error.peer) from error
+            raise explain_failure(targets, error, error.peer) from error
         finally:
             await cancel_all([working, failing])
 
@@ -258,36 +194,7 @@ class WeightTransfer:
         finally:
             await cancel_all([dying])
 
-    def _failure(
-        self,
-        targets: Sequence[PublishTarget],
-        error: transport.TransportError | None,
-        waits_for: int | None,
-    ) -> _GroupError:
-        """Why a group failed, and because of whom.
-
-        Args:
-            targets: The group, by rank from 1 on.
-            error: Of this end, if it failed by itself.
-            waits_for: The rank that this end was waiting for.
-        """
-        for target in targets:
-            if target.error is not None:
-                return _GroupError(target.error, target)
-        stalled = [t for t in targets if t.phase is UpdatePhase.STALLED]
-        late = next((t for t in stalled if t.timed_out), None)
-        if late is not None or isinstance(error, transport.TransportTimeout):
-            rank = _who_is_behind(targets, waits_for or (late.peer if late is not None else None))
-        else:  # a connection was lost
-            rank = waits_for or (stalled[0].peer or targets.index(stalled[0]) + 1 if stalled else 0)
-            rank = _follow(targets, rank, lambda target: target.phase is UpdatePhase.STALLED)
-        culprit = targets[rank - 1] if 0 < rank <= len(targets) else None
-        address = None if culprit is None else culprit.address
-        where = "" if address is None else f"{address}: "
-        why = str(error or "; ".join(f"{t.address} stalled: {t.detail}" for t in stalled))
-        return _GroupError(TransferError(f"{where}{why}", server=address), culprit)
-
-    async def _form(self, targets: list[PublishTarget]) -> tuple[_Group, int] | None:
+    async def _form(self, targets: list[PublishTarget]) -> tuple[TransportGroup, int] | None:
         """A group of these servers, and the first bucket to send; None if one is staged already."""
         if (kept := self._groups.take()) is not None:
             self._link = kept.link
@@ -349,9 +256,9 @@ class WeightTransfer:
         connecting = run_in_thread(lambda: link.connect(self._timeouts.join))
         await self._join_all(requests, connecting)
         members = tuple((target.address, target.server_id) for target in targets)
-        return _Group(epoch, backend, self._device, link, members), first_bucket
+        return TransportGroup(epoch, backend, self._device, link, members), first_bucket
 
-    async def _resume(self, group: _Group, targets: list[PublishTarget]) -> bool:
+    async def _resume(self, group: TransportGroup, targets: list[PublishTarget]) -> bool:
         """Whether the group of the last update can be used again: by all its members."""
         by_member = {(target.address, target.server_id): target for target in targets}
         if (
@@ -373,7 +280,7 @@ class WeightTransfer:
         }
         try:
             await self._join_all(requests)
-        except _GroupError as refusal:
+        except GroupError as refusal:
             logger.info("the transport group of the last update is not used again: %s", refusal)
             return False
         return True
@@ -386,7 +293,7 @@ class WeightTransfer:
         """Has all servers take a step at once, beside ``connecting``.
 
         Raises:
-            _GroupError: A server did not.
+            GroupError: A server did not.
             TransportError: ``connecting`` failed.
         """
         joining = {asyncio.create_task(t.join(request)): t for t, request in requests.items()}
@@ -406,7 +313,7 @@ class WeightTransfer:
             for task, target in joining.items():
                 if not task.done():
                     late = f"{target.address}: did not join within {limit:g} s"
-                    raise _GroupError(TransferError(late, server=target.address), target)
+                    raise GroupError(TransferError(late, server=target.address), target)
             if connecting is not None:
                 await connecting
             return {target: task.result() for task, target in joining.items()}
@@ -472,21 +379,21 @@ class WeightTransfer:
         """Waits for servers that were sent everything to verify it; those that do not, fail.
 
         Raises:
-            _GroupError: One stalled, or waits for one that failed.
+            GroupError: One stalled, or waits for one that failed.
         """
         limit = self._timeouts.staged
-        while (unstaged := _unstaged(targets)) and not _one_failed(targets):
+        while (waiting := unstaged(targets)) and not one_failed(targets):
             received = sum(target.received_bytes for target in targets)
 
             def moved(before: int = received) -> bool:
                 now = sum(target.received_bytes for target in targets)
-                return now != before or _one_failed(targets) or not _unstaged(targets)
+                return now != before or one_failed(targets) or not unstaged(targets)
 
             try:
                 async with Timeout(limit):
                     await self._changes.until(moved)
             except TimeoutError:
-                for target in unstaged:
+                for target in waiting:
                     target.fail(
                         TransferError(
                             f"{target.address}: got everything, but did not verify it within "
@@ -494,15 +401,15 @@ class WeightTransfer:
                             server=target.address,
                         )
                     )
-        if unstaged:
+        if waiting:
             # The others may have all, or wait for this one.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_REASON_SECONDS):
-                    await self._changes.until(lambda: not _unstaged(targets))
-            if _unstaged(targets):
-                raise self._failure(targets, None, None)
+                    await self._changes.until(lambda: not unstaged(targets))
+            if unstaged(targets):
+                raise explain_failure(targets, None, None)
 
-    def _blame(self, group: list[PublishTarget], failure: _GroupError) -> None:
+    def _blame(self, group: list[PublishTarget], failure: GroupError) -> None:
         suspects = group if failure.culprit is None else [failure.culprit]
         for suspect in suspects:
             self._group_failures[suspect] += 1
@@ -520,45 +427,6 @@ class WeightTransfer:
             self._link = None
 
 
-def _unstaged(targets: Sequence[PublishTarget]) -> list[PublishTarget]:
-    return [target for target in targets if target.error is None and not target.staged]
-
-
-def _one_failed(targets: Sequence[PublishTarget]) -> bool:
-    return any(t.error is not None or t.phase is UpdatePhase.STALLED for t in targets)
-
-
-def _who_is_behind(targets: Sequence[PublishTarget], waits_for: int | None) -> int:
-    """The rank that a group waits for, or 0 if it is not known.
-
-    Args:
-        targets: The group, by rank from 1 on.
-        waits_for: The rank that one member waits for.
-    """
-    # One that has everything reports no more.
-    waiting = [(elapsed(t.reported_at), -r) for r, t in enumerate(targets, start=1) if not t.staged]
-    silence, rank = max(waiting, default=(0.0, 0))
-    if silence > _SILENT_SECONDS:
-        return -rank
-    return _follow(targets, waits_for or 0, lambda _: True)
-
-
-def _follow(
-    targets: Sequence[PublishTarget], rank: int, blames: Callable[[PublishTarget], bool]
-) -> int:
-    """The last of the ranks that wait for, or have lost, one another, beginning with ``rank``."""
-    seen: set[int] = set()
-    while 0 < rank <= len(targets) and blames(targets[rank - 1]):
-        seen.add(rank)
-        following = targets[rank - 1].peer or 0
-        if following in seen:  # of two, the second does not take what the first forwards
-            return max(rank, following)
-        if following == 0:
-            return rank
-        rank = following
-    return rank
-
-
 async def _raise_if_failed(
     joined: asyncio.Task[weights_pb2.JoinTransportResponse],
     target: PublishTarget,
@@ -573,9 +441,9 @@ async def _raise_if_failed(
             done, _ = await asyncio.wait([connecting], timeout=_REASON_SECONDS)
             if done and isinstance(connecting.exception(), transport.TransportError):
                 return
-        raise _GroupError(error, target) from error
+        raise GroupError(error, target) from error
     except RollwireError as error:
-        raise _GroupError(error, target) from error
+        raise GroupError(error, target) from error
 
 
 async def _wait_closed(closing: Sequence[asyncio.Future[bool]]) -> None:
