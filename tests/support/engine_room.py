@@ -18,10 +18,12 @@ from rollwire_server.sleep import SleepController
 from rollwire_server.state import StateChange, StateMachine
 from rollwire_server.weights.manager import UpdateManager
 from rollwire_server.weights.state import WeightState
-from rollwire_server.weights.update import JoinRequest, JoinStep, PublisherId
+from rollwire_server.weights.transport_group import JoinRequest, JoinStep
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from rollwire_server.weights.update import PublisherId
 
 
 @contextlib.asynccontextmanager

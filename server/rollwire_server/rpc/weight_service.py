@@ -25,12 +25,8 @@ from rollwire_server.rpc.validation import (
     read_duration,
 )
 from rollwire_server.state import Rpc
-from rollwire_server.weights.update import (
-    JoinRequest,
-    JoinStep,
-    PublisherId,
-    UpdateAnnouncement,
-)
+from rollwire_server.weights.transport_group import JoinRequest, JoinStep
+from rollwire_server.weights.update import PublisherId, UpdateAnnouncement
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -17,7 +17,8 @@ from rollwire_server.engines.base import EngineError
 from rollwire_server.errors import ServiceError, bad_request, from_engine_error, result_of, spawn
 from rollwire_server.logs import bind
 from rollwire_server.state import Rpc
-from rollwire_server.weights.update import KeptGroup, WeightUpdate
+from rollwire_server.weights.transport_group import KeptGroup
+from rollwire_server.weights.update import WeightUpdate
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from rollwire_server.engines.base import Engine
     from rollwire_server.state import StateMachine
     from rollwire_server.weights.state import WeightState
+    from rollwire_server.weights.transport_group import JoinRequest
     from rollwire_server.weights.update import (
-        JoinRequest,
         PublisherId,
         UpdateAnnouncement,
         UpdateProgress,
