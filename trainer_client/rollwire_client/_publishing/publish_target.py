@@ -12,7 +12,7 @@ import grpc
 from rollwire.conversion import KV_POLICY_TO_PROTO, UPDATE_PHASE_FROM_PROTO, weight_tag_from_proto
 from rollwire.deadlines import Deadline, Timeout
 from rollwire.types import UpdatePhase, version_text, weights_text
-from rollwire.v1 import weights_pb2, weights_pb2_grpc
+from rollwire.v1 import weights_pb2
 from rollwire_transport import PROTOCOL
 
 from rollwire_client._errors import (
@@ -84,7 +84,7 @@ class PublishTarget:
         self.detail = ""  # of why it STALLED
         self.committed: weights_pb2.CommitWeightsResponse | None = None
         self._client = client
-        self._stub = weights_pb2_grpc.WeightServiceStub(client.channel)
+        self._stub = client.weight_service
         self._publisher = publisher
         self._update_id = update_id
         self._timeouts = timeouts

@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from rollwire.types import KvPolicy
-from rollwire.v1 import weights_pb2, weights_pb2_grpc
+from rollwire.v1 import weights_pb2
 
 from rollwire_client._arguments import checked_version, integer
 from rollwire_client._concurrency import LoopAffinity
@@ -191,10 +191,9 @@ class Publisher:
             return self._schema
         problems: list[RollwireError] = []
         for server in self._pool.servers:
-            stub = weights_pb2_grpc.WeightServiceStub(server.client.channel)
             try:
                 answer = await unary(
-                    stub.GetWeightSchema,
+                    server.client.weight_service.GetWeightSchema,
                     weights_pb2.GetWeightSchemaRequest(),
                     server=server.address,
                     timeout=self._timeouts.call,
