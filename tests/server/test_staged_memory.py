@@ -133,6 +133,31 @@ async def test_an_update_whose_memory_is_not_let_go_of_ends(
         await reports.aclose()
 
 
+async def test_an_update_whose_link_breaks_in_an_unforeseen_way_has_a_lease_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("something unforeseen")
+
+    monkeypatch.setattr(Failing, "connect", broken)
+    monkeypatch.setattr(transport, "open_link", lambda *_, **__: Failing(lets_go=True))
+    async with updating() as room, asyncio.timeout(60):
+        updates, manifest = room.updates, room.manifest
+        reports = updates.announce(UpdateAnnouncement(PUBLISHER, "u", 1, False, manifest, 0.2))
+        await anext(reports)
+        with pytest.raises(ServiceError, match="something unforeseen") as refused:
+            await joined(updates, PUBLISHER, "u")
+        assert refused.value.reason is Reason.TRANSPORT_FAILED
+        assert (await anext(reports)).phase is UpdatePhase.STALLED
+
+        async def until_discarded() -> None:
+            async for _ in reports:
+                pass
+
+        with pytest.raises(ServiceError, match="its publisher did nothing"):
+            await until_discarded()
+
+
 @pytest.mark.usefixtures("no_collector")
 async def test_a_discarded_update_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "open_link", lambda *_, **__: Failing(lets_go=True))

@@ -308,6 +308,10 @@ class WeightUpdate:
         except transport.TransportError as error:
             self._check_still_wanted(request)
             raise self._stalled(error) from error
+        except Exception as error:
+            log.exception("a bug: connecting failed")
+            self._check_still_wanted(request)
+            raise self._stalled(RuntimeError(f"{type(error).__name__}: {error}")) from error
         self._check_still_wanted(request)
         self._begin(link, request.first_bucket)
 
