@@ -116,6 +116,24 @@ def chain(
         link.close()
 
 
+@pytest.mark.parametrize(
+    "offer",
+    [
+        b"",
+        bytes(11),
+        ucx._OFFER.pack(0, 5) + b"there",
+        ucx._OFFER.pack(1 << 20, 6) + b"there",
+        ucx._OFFER.pack(1 << 20, 0),
+    ],
+    ids=["nothing", "short", "no chunks", "half an address", "no address"],
+)
+def test_an_offer_that_is_none_is_refused(offer: bytes) -> None:
+    link = open_link("ucx", epoch="e", rank=1, world_size=2)
+    with pytest.raises(TransportError, match=r"rank 0 sent"):
+        link.connect(START, offer)
+    link.close()
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_everything_arrives_bit_for_bit(count: int, weights: dict[str, torch.Tensor]) -> None:
     sender = Sender(plan(describe_all(weights), bucket_bytes=BUCKET))

@@ -180,6 +180,9 @@ class _UcxLink(Link):
             raise TransportError(f"rank 0 sent {len(offer)} bytes as an offer of UCX", 0)
         self._chunk_bytes, size = _OFFER.unpack_from(offer)
         addresses = offer[_OFFER.size :]
+        has_previous = self._rank > 0
+        if not self._chunk_bytes or size > len(addresses) or bool(size) != has_previous:
+            raise TransportError("rank 0 sent what is not an offer of UCX", 0)
         with self._lock:
             self._check()
             self._previous = self._worker.connect(addresses[:size])
