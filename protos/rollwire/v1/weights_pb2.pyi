@@ -80,16 +80,22 @@ class _JoinStepEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JoinStep.Val
     JOIN_STEP_UNSPECIFIED: _JoinStep.ValueType  # 0
     """is refused: a trainer of another version"""
     JOIN_STEP_PREPARE: _JoinStep.ValueType  # 1
+    """open this end of a new group"""
     JOIN_STEP_CONNECT: _JoinStep.ValueType  # 2
+    """connect to the other members"""
     JOIN_STEP_RESUME: _JoinStep.ValueType  # 3
+    """use the group of the last update again"""
 
 class JoinStep(_JoinStep, metaclass=_JoinStepEnumTypeWrapper): ...
 
 JOIN_STEP_UNSPECIFIED: JoinStep.ValueType  # 0
 """is refused: a trainer of another version"""
 JOIN_STEP_PREPARE: JoinStep.ValueType  # 1
+"""open this end of a new group"""
 JOIN_STEP_CONNECT: JoinStep.ValueType  # 2
+"""connect to the other members"""
 JOIN_STEP_RESUME: JoinStep.ValueType  # 3
+"""use the group of the last update again"""
 Global___JoinStep: _TypeAlias = JoinStep  # noqa: Y015
 
 @_typing.final

@@ -110,10 +110,11 @@ class WeightServiceServicer(object):
 
     def JoinTransport(self, request, context):
         """Joins the transport group of an announced update, and leaves the update's former group if it had one. The trainer is
-        rank 0 of the group, and calls it on all others at once, twice: JOIN_STEP_PREPARE, which returns the server's answer;
-        and with the offer that it makes of all answers JOIN_STEP_CONNECT, which returns when the server is connected.
+        rank 0 of the group. It calls all servers of the group at once, in two steps. PREPARE returns what the trainer needs
+        to reach the server, its answer. From all answers the trainer makes an offer to each server, and sends it with
+        CONNECT, which returns when the server is connected.
 
-        A group outlives its update: the next one may use it again by JOIN_STEP_RESUME alone, if all members are the same.
+        A group is kept after its update. If the next update has the same members, one call with RESUME uses it again.
         Each step is idempotent, and a no-op once the update is staged: a new group has only the servers that lack buckets.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
