@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/
 
+# A run starts Python hundreds of times: what it compiles is kept, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Tests wait more than they compute, so four side by side suit two cores. Alone, to debug one:
 # .venv/bin/pytest tests/…
 JOBS ?= 4

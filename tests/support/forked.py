@@ -33,6 +33,7 @@ _context.set_forkserver_preload(
         "transformers.models.auto.modeling_auto",
         "transformers.models.qwen2.modeling_qwen2",
         "transformers.models.qwen3_moe.modeling_qwen3_moe",
+        "support.frozen",
     ]
 )
 
