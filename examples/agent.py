@@ -29,7 +29,7 @@ async def converse(fleet: Fleet, prompt: list[int], seed: int) -> Conversation:
         sampling = Sampling(
             max_new_tokens=32,
             stop_token_ids=CALLS,
-            seed=seed * TURNS + turn,  # a turn with the seed of another would draw alike
+            seed=seed * TURNS + turn,  # two turns with one seed would make the same draws
         )
         finish = (await session.generate(sampling)).finish
         if finish is None or finish.reason is not FinishReason.STOP:
@@ -46,7 +46,7 @@ async def run(servers: list[str], agents: int) -> None:
             *(converse(fleet, [100 + agent, 200, 300], seed=agent) for agent in range(agents))
         )
     for agent, conversation in enumerate(conversations):
-        tensors = conversation.to_tensors()  # the mask has the tool's words out of the loss
+        tensors = conversation.to_tensors()  # the mask keeps the tool's tokens out of the loss
         cached = [turn.finish.cached_prompt_tokens for turn in conversation.turns if turn.finish]
         print(
             f"agent {agent}: {len(conversation.turns)} turns, {len(tensors.token_ids)} tokens, "

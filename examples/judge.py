@@ -19,13 +19,13 @@ VOTES = 8
 
 async def reward(judges: Fleet, answer: Trajectory) -> float:
     """The share of votes that are for it."""
-    text = answer.prompt_ids + answer.token_ids  # a real judge is asked a question after that
+    text = answer.prompt_ids + answer.token_ids  # a real judge's prompt would ask a question too
     votes = await asyncio.gather(
         *(
             judges.generate(
                 text,
                 Sampling(max_new_tokens=1, seed=vote, temperature=0.1),
-                session_id=answer.request_id,  # all votes where the text has been read already
+                session_id=answer.request_id,  # all votes go to the server that read it
             )
             for vote in range(VOTES)
         )

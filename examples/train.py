@@ -79,7 +79,7 @@ async def train(servers: list[str], folder: Path, steps: int) -> None:
                 )
             )
             rewards = torch.tensor([reward(trajectory) for trajectory in trajectories])
-            # In a thread: the event loop goes on looking after the servers.
+            # In a thread, so that the event loop can watch the servers meanwhile.
             await asyncio.to_thread(learn, model, optimizer, trajectories, rewards)
             model.save_pretrained(folder)
             print(f"version {version}: reward {rewards.mean():.3f}", flush=True)

@@ -224,7 +224,7 @@ class Display:
             self._console.print(f"{what} …", soft_wrap=True)
 
     def note(self, what: str) -> None:
-        """Says that something went wrong, and that the demo goes on."""
+        """Says that something went wrong, and that the demo continues."""
         self._console.print(Text(what, style="yellow"), soft_wrap=True)
 
     def step(self, history: TrainingHistory) -> None:

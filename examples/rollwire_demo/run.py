@@ -40,7 +40,7 @@ POLL_SECONDS = 0.05
 
 
 class DemoError(RollwireError):
-    """The demo cannot go on."""
+    """The demo cannot continue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,12 +221,12 @@ class _TrainingLoop:
         return report
 
     async def _watch(self, server: Server) -> None:
-        """Says that a server died; the others go on with its sequences."""
+        """Says that a server died; the others continue its sequences."""
         death = await server.died()
         self._alive.discard(server.address)
         if not self._alive:
             raise DemoError(f"{death}; none is left")
-        self._display.note(f"{death}; the others go on with its sequences")
+        self._display.note(f"{death}; the others continue its sequences")
 
 
 def _training_batch(answers: Sequence[ScoredAnswer]) -> tuple[Tensor, Tensor, Tensor]:

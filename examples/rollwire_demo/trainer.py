@@ -175,8 +175,8 @@ def check_labels(
             worst = max(worst, error)
             if error > TOLERANCE:
                 problems.append(
-                    f"sequence {trajectory.request_id}: a token tagged {_named(version)} has not "
-                    f"the log-probability which that gives it, but one {error:.2g} off"
+                    f"sequence {trajectory.request_id}: the log-probability of a token tagged "
+                    f"{_named(version)} is {error:.2g} off"
                 )
     return CheckResult(len(trajectories), tokens, len(versions), worst, tuple(problems))
 
@@ -193,7 +193,7 @@ def _wrong_tags(
             yield f"{prefix}, which was never published"
         elif digests.get(tag.version, tag.digest) != tag.digest:
             yield (
-                f"{prefix} with digest {tag.digest:016x}; published was {digests[tag.version]:016x}"
+                f"{prefix} with digest {tag.digest:016x}; {digests[tag.version]:016x} was published"
             )
         if segment.oldest_kv_revision != tag.revision:
             yield (

@@ -83,7 +83,7 @@ def _cut(message: str) -> str:
     return encoded[:MAX_MESSAGE_BYTES].decode(errors="ignore") + " …"
 
 
-# Work that goes on when its caller goes away.
+# Work that continues when its caller goes away.
 
 
 def spawn(
@@ -94,7 +94,7 @@ def spawn(
 
 
 async def result_of(task: asyncio.Task[T | ServiceError]) -> T:
-    """Waits for a spawned task, which goes on when its waiter is cancelled."""
+    """Waits for a spawned task, which continues when its waiter is cancelled."""
     result = await asyncio.shield(task)
     if isinstance(result, ServiceError):
         try:

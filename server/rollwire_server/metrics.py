@@ -37,7 +37,7 @@ STAGING_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 STAGING = "Time to receive and verify an update, while sampling continues."
 COMMIT_HISTOGRAMS = (
     ("commit_paused", "Time for which a commit held sampling.", PAUSE_BUCKETS),
-    ("commit_apply", "Part of that in which weights were put in place.", PAUSE_BUCKETS),
+    ("commit_apply", "Time for which a commit put weights in place.", PAUSE_BUCKETS),
     ("update_staging", STAGING, STAGING_BUCKETS),
 )
 

@@ -231,7 +231,7 @@ class RolloutServer:
     async def _drain(self, updates: UpdateManager) -> None:
         log.info("draining", live=self._sequences.live, seconds=self._settings.drain_seconds)
         self._state.apply(StateChange.DRAIN)
-        discarding = updates.discard_current(Reason.DRAINING, "the server goes down")
+        discarding = updates.discard_current(Reason.DRAINING, "the server is shutting down")
         waits: list[asyncio.Future[Any]] = [
             asyncio.gather(discarding, self._sequences.wait_idle()),
             asyncio.create_task(self._stop_now.wait()),
@@ -246,5 +246,5 @@ class RolloutServer:
             for wait in waits:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
-        interrupted = await self._sequences.interrupt_all("the server goes down")
+        interrupted = await self._sequences.interrupt_all("the server is shutting down")
         log.info("drained", interrupted=interrupted)

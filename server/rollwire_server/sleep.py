@@ -36,7 +36,7 @@ class SleepController:
 
     async def sleep(self, weights: SleepingWeights) -> int:
         """Interrupts all sequences, then frees the KV cache and the weights as asked; returns the
-        bytes freed. When the engine fails to sleep, the server goes on serving.
+        bytes freed. When the engine fails to sleep, the server continues to serve.
         """
         return await result_of(spawn(self._tasks, self._sleep(weights), "sleep"))
 
@@ -91,7 +91,7 @@ class SleepController:
                     await self._updates.weights.reloaded()
             except EngineError as error:
                 log.error("the server cannot wake up", why=str(error))  # noqa: TRY400  no bug
-                state = "the server sleeps on: wake it up again, or use another server"
+                state = "the server still sleeps: call WakeUp again, or use another server"
                 raise from_engine_error(error, state) from error
             empty = discarded and not reload_checkpoint
             self._state.apply(StateChange.WOKE_EMPTY if empty else StateChange.WOKE)

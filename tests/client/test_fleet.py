@@ -318,7 +318,7 @@ async def test_attempts_without_a_token_are_limited(pair: list[ScriptedServer]) 
         server.default = interrupt
         server.scripts = [after(2, interrupt)]
     async with fleet_of(*pair) as fleet:
-        with pytest.raises(RolloutFailedError, match="gave the sequence up") as caught:
+        with pytest.raises(RolloutFailedError, match="interrupted the sequence") as caught:
             await fleet.generate(PROMPT, request_id="hopeless")
     assert "hopeless" in str(caught.value)
     assert len(caught.value.causes) == 3

@@ -224,7 +224,7 @@ def test_what_servers_have_no_use_for_is_to_be_left_out(name: str, advice: str) 
 def test_a_shard_is_to_be_gathered() -> None:
     for shard in (torch.zeros(0), torch.zeros(64)):
         answer = told({**DENSE, "model.embed_tokens.weight": shard}, DENSE)
-        assert answer.endswith("the servers want [16, 8]: its shards are to be gathered first, as "
+        assert answer.endswith("the servers want [16, 8]: gather its shards first, as "
                                "for a checkpoint (ZeRO-3, FSDP)")  # fmt: skip
 
 

@@ -75,7 +75,7 @@ async def test_those_that_came_learn_at_once_that_another_did_not(
     trainer = Trainer(monkeypatch, 3)
     leading, coming = trainer.come(0, timeout=1), trainer.come(1)
     with contextlib.closing((await coming)[0]) as connection:
-        with pytest.raises(PublishError, match=r"rank 2 did not come to .* within 1 s"):
+        with pytest.raises(PublishError, match=r"rank 2 did not connect to .* within 1 s"):
             await leading
         with pytest.raises(PublishError, match="rank 0 did not publish: rank 2 did not come"):
             await Participant(connection, {}, 600).run("publishes")

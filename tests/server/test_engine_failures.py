@@ -209,7 +209,7 @@ async def test_a_server_without_memory_to_wake_up_sleeps_on(start_server: StartS
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=60)
             assert reason_of(caught.value) == "NO_MEMORY"
-            assert "sleeps on" in caught.value.details()
+            assert "still sleeps" in caught.value.details()
             assert (await api.info()).state == common_pb2.SERVER_STATE_SLEEPING
         await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=60)
         after = await generate(api, request((4, 5), 30, seed=1))
@@ -228,7 +228,7 @@ async def test_a_checkpoint_that_is_gone_when_the_server_wakes_up(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await api.rollouts.WakeUp(reload, timeout=30)
         assert reason_of(caught.value) == "ENGINE_FAILED"
-        assert "there is no such directory; the server sleeps on" in caught.value.details()
+        assert "there is no such directory; the server still sleeps" in caught.value.details()
         assert (await api.info()).state == common_pb2.SERVER_STATE_SLEEPING
         shutil.move(tmp_path / "elsewhere", model)
         await api.rollouts.WakeUp(reload, timeout=30)

@@ -43,7 +43,10 @@ HELL = {
         with_tensors(A, TensorSpec("b", "nn.Module", (5,))),
         "unknown dtype 'nn.Module'",
     ),
-    "twice the same name": (with_tensors(A, TensorSpec("a", "float32", (5,))), "there twice"),
+    "twice the same name": (
+        with_tensors(A, TensorSpec("a", "float32", (5,))),
+        "an earlier tensor has the same name",
+    ),
     "no name": (with_tensors(A, TensorSpec("", "float32", (5,))), "1 to 4096 bytes"),
     "an endless name": (with_tensors(A, TensorSpec("b" * 10**7, "float32", (5,))), "4096 bytes"),
     "half a character": (with_tensors(A, TensorSpec("\ud800", "float32", (5,))), "Unicode"),
@@ -232,9 +235,9 @@ def test_every_misfit_is_named() -> None:
     with pytest.raises(ManifestError) as caught:
         compare(manifest, SCHEMA)
     assert sorted(caught.value.problems) == [
-        "embedding has dtype float32, wanted is bfloat16",
-        "embedding has shape [4, 8], wanted is [8, 4]",
-        "head has alias_of nothing, wanted is embedding",
+        "embedding has dtype float32, expected bfloat16",
+        "embedding has shape [4, 8], expected [8, 4]",
+        "head has alias_of nothing, expected embedding",
         "norm is missing",
         "stranger is unknown here",
     ]

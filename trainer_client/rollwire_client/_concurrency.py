@@ -197,7 +197,7 @@ class WorkerThread:
 
     def abandon(self, call: Call[T], error: Exception) -> None:
         """Leaves the thread to a call that has begun, whose result is now ``error``; a new thread
-        goes on with the rest.
+        makes the other calls.
         """
         waiting = self._stop()
         if not call.result.done():

@@ -96,7 +96,7 @@ class UnavailableError(RollwireError):
 
 
 class ServerUnreachableError(UnavailableError):
-    """Nothing answers at the address, or the link to it is lost."""
+    """Nothing answers at the address, or the connection to it is lost."""
 
 
 class ServerNotReadyError(UnavailableError):
@@ -164,7 +164,7 @@ class RolloutFailedError(RollwireError):
 
 
 class PublishError(RollwireError):
-    """A publish cannot go on."""
+    """A publish cannot continue."""
 
     scope = ErrorScope.UPDATE
 

@@ -1,8 +1,8 @@
 """Routing replay: which experts a mixture of experts chose for each token, merged by position.
 
-Row i is the routing of token i of prompt + output, as an input: the pass that computed it went on
-to token i + 1. The last token was never an input and has no row. A server sends the rows of a pass
-in order; after a commit that recomputes, and on the next server, a pass begins again at row 0.
+Row i is the routing of token i of prompt + output, as an input. The last token was never an input
+and has no row. A server sends the rows of a pass in order. After a commit that recomputes, and on
+the next server, a new pass begins at row 0.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ class TrajectoryBuilder:
         return made
 
     def begin(self, request_id: str, replay: RoutingReplay | None) -> None:
-        """The sequence begins, or goes on, under this request."""
+        """The sequence begins, or continues, under this request."""
         self._request_id, self.finish = request_id, None
         known = self._routing()
         self.routing = RoutingBuilder(replay, len(self.prompt_ids)) if replay is not None else None

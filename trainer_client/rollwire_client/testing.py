@@ -208,7 +208,7 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
             await asyncio.wait([reading, cutting], return_when=asyncio.FIRST_COMPLETED)
             if cut.is_set():
                 async with lock:
-                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the link was cut")
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection was cut")
             await asyncio.gather(*tasks)
         finally:
             self._streams.discard(cut)
@@ -254,7 +254,7 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
             self._live.discard(sequence)
 
     def _reason(self, sequence: _Sequence) -> FinishReason | None:
-        """Why the sequence ends now; None if it goes on."""
+        """Why the sequence ends now; None if it continues."""
         request, output = sequence.request, sequence.output
         most = request.sampling.max_new_tokens or self._context_length
         room = self._context_length - len(request.prompt_token_ids)

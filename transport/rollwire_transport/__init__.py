@@ -7,8 +7,8 @@ The trainer ``plan``s a ``Manifest`` of the tensors that it ``describe``s; a ser
 and ``compare``s it with its schema. All members of a group ``open_link``, receivers give their
 ``Link.answer`` to the trainer, it gives each of them an offer, and all ``connect``. A ``Sender``
 sends over the link, and a ``Receiver`` puts what arrives into its tensors. When a group fails, the
-remaining members form another one and go on from the lowest bucket that one of them misses. A group
-that has moved an update can move the next one.
+remaining members form another one and continue from the lowest bucket that one of them lacks. A
+group that has moved an update can move the next one.
 """
 
 from rollwire_transport._concurrency import on_side_stream

@@ -70,7 +70,7 @@ def compare(manifest: Manifest, schema: Sequence[TensorSpec]) -> None:
             problems.append(f"{name} is unknown here")
             continue
         problems += [
-            f"{name} has {what} {got}, wanted is {want_}"
+            f"{name} has {what} {got}, expected {want_}"
             for what, got, want_ in (
                 ("dtype", spec.dtype, want.dtype),
                 ("shape", list(spec.shape), list(want.shape)),
@@ -98,7 +98,7 @@ def _tensor_problems(tensors: Sequence[TensorSpec], sizes: list[int | None]) -> 
         if not _is_text(spec.name):
             yield f"{label}: its name is not valid Unicode"
         if spec.name in specs:
-            yield f"{label}: its name is there twice"
+            yield f"{label}: an earlier tensor has the same name"
         specs.setdefault(spec.name, spec)
         size: int | None = ITEMSIZES.get(spec.dtype)
         if size is None:

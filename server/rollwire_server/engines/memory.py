@@ -176,7 +176,7 @@ def allocate_on_host(specs: Sequence[TensorSpec]) -> StagingMemory:
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
     what = f"an update of {size >> 20} MiB cannot be staged in host memory"
     try:
-        with allocating(what, "leave the server more memory"):
+        with allocating(what, "give the server more memory"):
             os.posix_fallocate(descriptor, 0, size)
             part = {"path": path, "size": size, "inode": os.fstat(descriptor).st_ino}
             memory = StagingMemory([_open(part, 0)], [part], part_of)
@@ -194,7 +194,7 @@ def allocate_on_devices(
     part_of, sizes = _divide(specs, parts=len(devices))
     with allocating(
         f"an update of {sum(sizes) >> 20} MiB cannot be staged on {len(devices)} devices",
-        "give SGLang less (--engine-arg mem-fraction-static=…) or start with --staging host",
+        "give SGLang less memory (--engine-arg mem-fraction-static=…), or use --staging host",
     ):
         memories = [
             torch.empty(size, dtype=torch.uint8, device=device)

@@ -173,7 +173,7 @@ class SyntheticEngine:
     async def stage(self, manifest: Manifest) -> Mapping[str, Tensor]:
         self._awake_state()
         what = f"an update of {self._config.weight_bytes >> 20} MiB cannot be staged"
-        with allocating(what, "leave the server more memory"):
+        with allocating(what, "give the server more memory"):
             return {spec.name: torch.empty(spec.shape) for spec in manifest.tensors}
 
     async def commit(

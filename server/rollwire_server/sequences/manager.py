@@ -153,7 +153,7 @@ class Sequences:
         return await self._finish_all(FinishReason.ABORTED, "aborted by a caller")
 
     async def interrupt_all(self, message: str) -> int:
-        """Gives up every live sequence, so that it goes on elsewhere; returns how many."""
+        """Interrupts every live sequence, so that it can continue elsewhere; returns how many."""
         return await self._finish_all(FinishReason.INTERRUPTED, message)
 
     async def wait_idle(self) -> None:
@@ -215,7 +215,7 @@ class Sequences:
                 self._end(sequence, _end_of(sequence, end))
 
     def on_failure(self, error: BaseException) -> None:
-        """The engine is dead: its sequences go on elsewhere, the server goes down."""
+        """The engine is dead: its sequences can continue elsewhere, the server stops."""
         for sequence in self._registry.live():
             self._finish(sequence, FinishReason.INTERRUPTED, f"the engine died: {error}")
         self._engine_died(error)

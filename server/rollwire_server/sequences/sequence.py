@@ -57,7 +57,7 @@ class Request:
         return maximum is not None and version is not None and version > maximum
 
     def violated_bound(self, version: int | None) -> str:
-        """The bound that keeps it from going on under ``version``; "" where none does."""
+        """The bound that keeps it from continuing under ``version``; "" where none does."""
         if self.needs_older(version):
             return f"beyond max_weight_version {self.max_weight_version}"
         if self.needs_newer(version):
@@ -199,7 +199,7 @@ class Cursor:
         self._extra = 0  # index of the next extra
 
     def supersede(self) -> None:
-        """Ends this cursor where it is: a newer stream reads the sequence on.
+        """Ends this cursor where it is: a newer stream reads the rest of the sequence.
 
         It lets the sequence go and keeps an empty one with this end, so that a stream that is read
         late holds no tokens.

@@ -78,7 +78,9 @@ class WeightState:
             except ChangedWeightsError:
                 return False
             except EngineError as error:
-                raise from_engine_error(error, "so nothing is known of what serves") from error
+                raise from_engine_error(
+                    error, "it is not known whether the serving weights are intact"
+                ) from error
             if committed is self._digests:  # else there was a commit meanwhile
                 return digests == committed
 

@@ -166,7 +166,7 @@ async def test_a_reward_that_never_returns_drops_its_group(
             assert ids(batch.finished) == ["1", "3", "4"]
             (dropped,) = batch.dropped.of(DropReason.UNSCORED).groups
             assert str(dropped.error) == (
-                "reward took longer than 0.2 s for prompt '2': it was given up"
+                "reward took longer than 0.2 s for prompt '2': it was abandoned"
             )
             told = [r.getMessage() for r in caplog.records]
             assert any("prompt '2' (epoch 0) is dropped as unscored" in t for t in told)

@@ -103,7 +103,7 @@ async def test_what_cannot_be_served_is_refused_with_one_line(tmp_path: Path) ->
         assert "cannot be used" in await refusal(model="builtin:tiny", device=wrong)
     assert "4096" in await refusal(model="builtin:tiny", context_length=5000)
     many = await refusal(model="builtin:tiny", max_running_sequences=10**7)
-    assert "run fewer of them" in many
+    assert "lower --max-running" in many
     many = await refusal(model="builtin:tiny", max_running_sequences=10**7, context_length=4000)
     assert "does not fit" in many
 

@@ -103,7 +103,7 @@ def test_another_content_under_the_same_version_fails(
     other = retagged(trajectory, 2, replace(trajectory.segments[2].weights, digest=5))
     result = check_labels(model, [other], weights, DIGESTS)
     assert result.worst_error <= TOLERANCE
-    assert "published was 00000000000000de" in result.problems[0]
+    assert "00000000000000de was published" in result.problems[0]
 
 
 def test_a_version_that_was_never_published_fails(

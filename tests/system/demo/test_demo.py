@@ -76,7 +76,7 @@ def test_the_demo_goes_on_without_a_server_that_dies_and_ends_on_ctrl_c(
     process = demo()
     lines_until(process, "step and version")
     kill_server(tmp_path, 0)
-    lines_until(process, "was killed by signal 9; the others go on")
+    lines_until(process, "was killed by signal 9; the others continue its sequences")
     lines_until(process, "step and version")
     process.send_signal(signal.SIGINT)
     told, _ = process.communicate(timeout=SECONDS)

@@ -50,7 +50,7 @@ class Noticed(logging.Handler):
         self.at: dict[str, float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "goes on elsewhere" in record.msg and isinstance(record.args, tuple):
+        if "continues elsewhere" in record.msg and isinstance(record.args, tuple):
             self.at.setdefault(str(record.args[1]), time.monotonic())
 
 

@@ -108,7 +108,7 @@ async def test_a_renewal_that_is_half_done_is_passed_over(
                 with pytest.raises(ServerUnreachableError, match=r"refused|closed"):
                     await client.info()
                 await asyncio.sleep(0)
-        warnings = [r.getMessage() for r in caplog.records if "last ones count" in r.getMessage()]
+        warnings = [r.getMessage() for r in caplog.records if "stays in effect" in r.getMessage()]
         assert len(warnings) == 1
         assert str(secret.ca) in warnings[0]
         secret.ca.write_bytes(before[1])

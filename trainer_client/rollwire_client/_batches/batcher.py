@@ -307,8 +307,8 @@ class Batcher:
             version = policy.version if policy is not None else None
         if self.version is not None and version is None:
             raise ValueError(
-                f"the trainer has no version, and was at {self.version}: a batcher goes with one "
-                "run, whose versions rise; publish first, or pass version=…"
+                f"the trainer has no version, and was at {self.version}: a batcher is for "
+                "one run, whose versions rise; publish first, or pass version=…"
             )
         return version
 

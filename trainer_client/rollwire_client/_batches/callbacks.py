@@ -80,7 +80,7 @@ class CallbackRunner:
         return call.result.result()
 
     async def _watch(self) -> None:
-        """Gives up a call whose time is up, also one that goes on without its waiter: it must not
+        """Abandons a call whose time is up, also one that nobody waits for any more: it must not
         block those behind it for ever.
         """
         while self._calls:
@@ -101,16 +101,16 @@ class CallbackRunner:
             seconds = time.monotonic() - started
             if seconds >= self.timeout:
                 raise CallbackError(
-                    f"{name} took longer than {self.timeout:g} s for {subject}: it was given up",
+                    f"{name} took longer than {self.timeout:g} s for {subject}: it was abandoned",
                     callback=name,
                 )
             if seconds < next_log:
                 continue
             next_log = 2 * seconds
-            given_up = f"; it is given up after {self.timeout:g} s"
+            limit = f"; it is abandoned after {self.timeout:g} s"
             logger.warning(
                 "%s has taken %.0f s for %s, and has not returned%s",
-                name, seconds, subject, given_up if self.timeout < math.inf else "",
+                name, seconds, subject, limit if self.timeout < math.inf else "",
             )  # fmt: skip
 
     def close(self) -> None:

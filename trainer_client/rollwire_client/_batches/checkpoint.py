@@ -101,7 +101,7 @@ def read(path: Path, sampler: GroupSampler) -> BufferContents:
         _check(all(a.number < b.number for a, b in pairwise(steps)), "steps out of order")
         groups = [_group(group, size) for group in message.groups]
         keys = {(group.prompt.id, group.prompt.epoch) for group in groups}
-        _check(len(keys) == len(groups), "a prompt is there twice")
+        _check(len(keys) == len(groups), "a prompt occurs twice")
     except (ValueError, TypeError, RollwireError, RecursionError) as error:
         raise BufferFileError(f"{path} cannot be what a Batcher saved: {error}") from error
     return BufferContents(version, message.handed_out, message.dropped, steps, groups)
@@ -120,8 +120,8 @@ def _content(path: Path) -> bytes:
     digest, content = rest[:_DIGEST_BYTES], rest[_DIGEST_BYTES:]
     if hashlib.sha256(content).digest() != digest:
         raise BufferFileError(
-            f"{path} is damaged: its content has not the digest that was saved with it; use an "
-            f"older checkpoint's, or go on without"
+            f"{path} is damaged: its content does not match the digest in the file; use the "
+            f"file of an older checkpoint, or continue without one"
         )
     return content
 
@@ -214,7 +214,7 @@ def _sample(index: int, prompt_ids: Sequence[int], message: SavedSample) -> Live
     finish = None
     if message.HasField("finish"):
         finish = finish_from_proto(message.finish)
-        _check(finish is not None, "an end for no known reason")
+        _check(finish is not None, "a finish without a known reason")
     routing = _routing(message.routing) if message.HasField("routing") else None
     _check(
         routing is None or routing.num_rows <= max(len(prompt_ids) + tokens - 1, 0),

@@ -116,7 +116,7 @@ class GroupSampler:
         return LiveGroup(prompt, samples)
 
     async def sample(self, group: LiveGroup) -> None:
-        """Samples all members to their ends; each goes on from what it has.
+        """Samples all members to their ends; each continues from what it has.
 
         An error that ends the group ends the other samples too; another one is raised when all
         samples have ended.
@@ -150,7 +150,9 @@ class GroupSampler:
                 failures = 1 if progressed else failures + 1
                 if failures > self.refills:
                     raise
-                logger.warning("%s; sample %d of %s again", error, sample.index, group.prompt.id)
+                logger.warning(
+                    "%s; sample %d of %s is sampled again", error, sample.index, group.prompt.id
+                )
                 if server_failed:  # the same draws would fail again
                     sample.refills += 1
                     sample.rollout = None
@@ -183,7 +185,9 @@ def checked_prompt(prompt: Prompt) -> Prompt:
     prompt.id.encode()  # a buffer file must be able to hold it
     epoch = operator.index(prompt.epoch)
     if not -(1 << 63) <= epoch < 1 << 63:
-        raise ValueError(f"the epoch of prompt {prompt.id!r} is {epoch}, from -2^63 to 2^63 - 1")
+        raise ValueError(
+            f"the epoch of prompt {prompt.id!r} is {epoch}, not from -2^63 to 2^63 - 1"
+        )
     if prompt.sampling is not None and prompt.sampling.seed is not None:
         raise ValueError(f"the sampling of prompt {prompt.id!r} has a seed: leave it out")
     return replace(prompt, epoch=epoch, token_ids=checked_token_ids(prompt.token_ids))
@@ -195,7 +199,7 @@ def check_unique(prompt: Prompt, known: set[tuple[str, int]]) -> None:
     if key in known:
         raise ValueError(
             f"prompt {prompt.id!r} of epoch {prompt.epoch} is under way already: the seeds of its "
-            "samples would be equal; give each pass over the data its epoch"
+            "samples would be equal; give each pass over the data its own epoch"
         )
     known.add(key)
 
@@ -207,7 +211,7 @@ def sample_seed(run_seed: int, prompt_id: str, epoch: int, index: int, refills: 
 
 def ends_group(error: Exception) -> bool:
     """Whether the error is of this group alone. Others every group would meet: ``collect`` raises
-    those, and the group goes on in the next batch.
+    those, and the group continues in the next batch.
     """
     return not isinstance(error, RollwireError) or error.scope is ErrorScope.SEQUENCE
 
@@ -232,7 +236,7 @@ def _error(task: asyncio.Task[None], group: LiveGroup) -> Exception | None:
 
 
 def _server_failed(error: RollwireError) -> bool:
-    """Whether a server failed at the sequence, so that going on from its tokens does not help."""
+    """Whether a server failed at the sequence, so that continuing from its tokens does not help."""
     if isinstance(error, RolloutFailedError):
         return error.of_servers
     return isinstance(error, ServerFailedError)

@@ -1,9 +1,9 @@
 """The trainer's steps in their order: the unit that lag is counted in.
 
-A version is a label. It may jump (a trainer that starts again goes on above the highest version of
-the servers) or fall (in a rollback). A publish is one step, whatever its label; so is the way from
-a saved buffer to the first version of the next process. Versions that somebody else publishes are
-counted by their labels.
+A version is a label. It may jump (a trainer that starts again continues above the highest version
+of the servers) or fall (in a rollback). A publish is one step, whatever its label; so is the way
+from a saved buffer to the first version of the next process. Versions that somebody else publishes
+are counted by their labels.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class TrainerSteps:
         if number < self._now:
             if self.version is not None and version < self.version:
                 raise ValueError(
-                    f"the trainer's version is {version}, and was {self.version}: a batcher goes "
-                    "with one run, whose versions rise, unless servers are rolled back"
+                    f"the trainer's version is {version}, and was {self.version}: a batcher is "
+                    "for one run, whose versions rise unless servers are rolled back"
                 )
             last, _ = next(reversed(self._numbers), (None, None))
             jump = 1 if last is None or self._resumes else max(version - last, 1)

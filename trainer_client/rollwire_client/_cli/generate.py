@@ -71,7 +71,7 @@ async def generate(
         seed=seed,
     )
     # A server that is not up, or not ready, is waited for, ``timeout`` seconds each; one that is
-    # paused, until it goes on.
+    # paused, until it is resumed.
     fleet = Fleet(
         [server],
         timeouts=Timeouts(start=timeout, call=timeout, probe=timeout),

@@ -156,7 +156,7 @@ async def _with_progress(handle: PublishHandle) -> PublishReport:
 def _table(report: PublishReport) -> Table:
     version = "untagged" if report.version is None else f"version {report.version}"
     table = shared.table(
-        "server", "what came of it",
+        "server", "result",
         ">revision", ">received MB", ">staging s", ">paused ms", ">held",
         title=f"{version}, digest {shared.hex_digest(report.digest)}: {report.bytes / 1e6:.1f} MB "
         f"to {servers_text(len(report.servers))} in {report.seconds:.2f} s",

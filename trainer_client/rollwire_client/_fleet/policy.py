@@ -103,8 +103,8 @@ class Policy:
         return version > policy.version
 
     def min_version(self, after: WeightTag) -> int | None:
-        """The oldest version under which a sequence may go on whose last token ``after`` sampled;
-        None: any. There must be a policy.
+        """The oldest version under which a sequence may continue whose last token ``after``
+        sampled; None: any. There must be a policy.
         """
         policy = self.current
         is_pending = self._pending is not None and self._pending.is_same(after)

@@ -79,8 +79,8 @@ class Retries:
 class Rollout:
     """One sequence: the request, what came so far, and the failures since the last new token.
 
-    It goes on from what ``output`` has, and appends what comes. Weights that were committed before
-    those of its last token sample none after it.
+    It continues from what ``output`` has, and appends what comes. Weights that were committed
+    before those of its last token sample none after it.
     """
 
     def __init__(
@@ -169,7 +169,8 @@ class Rollout:
     def _end(self, server: ServerHandle, finish: Finish | None) -> None:
         if finish is not None and finish.reason is FinishReason.INTERRUPTED:
             raise ServerNotReadyError(
-                f"{server.address}: gave the sequence up: {finish.message}", server=server.address
+                f"{server.address}: interrupted the sequence: {finish.message}",
+                server=server.address,
             )
         self.output.finish = finish
 
@@ -216,7 +217,7 @@ class Rollout:
             self._unplaced += self._clock() - began
 
     async def _recover(self, server: ServerHandle, failure: RollwireError) -> None:
-        """The rule of failover: whether and when a sequence goes on elsewhere after a failure;
+        """The rule of failover: whether and when a sequence continues elsewhere after a failure;
         raises if it does not.
         """
         if len(self.output.token_ids) > self._counted:
@@ -229,7 +230,7 @@ class Rollout:
         if given_up or not (failure.elsewhere or too_new or step_failed):
             raise failure
         self._detach()
-        logger.info("%s: sequence %s goes on elsewhere", failure, self._request.request_id)
+        logger.info("%s: sequence %s continues elsewhere", failure, self._request.request_id)
         if too_new:  # no failure either way: another server may serve an older version
             server.refused_as_too_new(self._request.max_weight_version)
         elif step_failed:  # of the sequence, most likely: one other server may show that it is not
@@ -263,7 +264,7 @@ class Rollout:
             request.min_weight_version = self._min_version
 
     def _bound(self, server: ServerHandle) -> int | None:
-        """The oldest version under which the sequence may go on at a server."""
+        """The oldest version under which the sequence may continue at a server."""
         bounds = (self._min_version, server.min_version(self.output.newest))
         return max((bound for bound in bounds if bound is not None), default=None)
 

@@ -63,7 +63,7 @@ class WaitReason(enum.Enum):
     )
     RESUME = (
         5.0,
-        "rollouts wait at paused servers (%d): %s; they go on once these are resumed",
+        "rollouts wait at paused servers (%d): %s; they continue once these are resumed",
         "no rollout waits at a paused server any more, after %.0f s",
     )
 

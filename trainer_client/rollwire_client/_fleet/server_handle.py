@@ -65,7 +65,7 @@ class ServerHandle:
         self._on_change = on_change  # called whenever it is ready, and when what it says changes
         self._on_identity = on_identity  # called when another process answers, or none
         self._policy = policy
-        # What it said when it gave up a sequence, since it was ready.
+        # What it said when a sequence failed there, since it was ready.
         self._last_message = ""
         # The weights that it was known to have, and the version below which it refused a sequence.
         self._refused: tuple[WeightTag | None, int] | None = None
@@ -124,7 +124,7 @@ class ServerHandle:
         return not self.is_newer_than(max_version) and self.info.state not in _CURABLE
 
     def min_version(self, after: WeightTag | None) -> int | None:
-        """The oldest version under which a sequence may go on here whose last token ``after``
+        """The oldest version under which a sequence may continue here whose last token ``after``
         sampled: none that was committed before that. None: any.
         """
         if after is None or self._policy.current is not None:

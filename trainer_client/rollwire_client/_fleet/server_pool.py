@@ -81,7 +81,7 @@ class AddressSource:
         else:
             raise TypeError(
                 f"addresses is the text {addresses!r}: give a list of HOST:PORT, "
-                f"or {_DNS}NAME:PORT for a name that is resolved again and again"
+                f"or {_DNS}NAME:PORT for a name that is resolved periodically"
             )
 
     async def resolve(self, timeout: float) -> tuple[str, ...]:
@@ -174,7 +174,7 @@ class ServerPool:
     def rollout(
         self, output: TrajectoryBuilder, sampling: Sampling, options: RolloutOptions
     ) -> Rollout:
-        """A rollout that has not begun, and goes on from what ``output`` has."""
+        """A rollout that has not begun, and continues from what ``output`` has."""
         request = generate_request(output.prompt_ids, sampling, options)
         output.begin(request.request_id, options.get("routed_experts"))
         return Rollout(request, output, self.router, self._retries)

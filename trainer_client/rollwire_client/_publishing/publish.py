@@ -153,7 +153,7 @@ class Publish:
                 target.fail(
                     DigestMismatchError(
                         f"{target.address}: received an update of digest {target.digest:016x}, "
-                        f"sent was {digest:016x}",
+                        f"but {digest:016x} was sent",
                         server=target.address,
                     )
                 )

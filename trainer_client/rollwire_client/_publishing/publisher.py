@@ -123,7 +123,7 @@ class PublishHandle:
 class Publisher:
     """Publishes one trainer's policies to a fleet, one at a time.
 
-    A server that fails or falls silent is left out after a bounded time; the others go on and
+    A server that fails or falls silent is left out after a bounded time; the others
     commit. Serving weights are not touched before the commit, so a publish that fails leaves the
     servers as they were.
 

@@ -95,7 +95,7 @@ def _select(
         got, want = replace(transport.describe(local_name, tensor), name=name), wanted[name]
         if got.shape != want.shape:
             if got.shape == (0,) or (len(got.shape) == 1 < len(want.shape)):
-                advice = "its shards are to be gathered first, as for a checkpoint (ZeRO-3, FSDP)"
+                advice = "gather its shards first, as for a checkpoint (ZeRO-3, FSDP)"
             else:
                 advice = "split or reshape it"
             shapes.append(

@@ -132,7 +132,9 @@ class _WatchedFiles:
         except (OSError, ValueError) as error:
             if str(error) != self._problem:
                 self._problem = str(error)
-                logger.warning("files cannot be used, the last ones count: %s", error)
+                logger.warning(
+                    "files cannot be used, their last good content stays in effect: %s", error
+                )
             return False
         self._problem = ""
         self._stamps = stamps

@@ -101,7 +101,7 @@ class Attempt:
         self._stream.abort(self)
 
     def detach(self) -> None:
-        """What still comes is not added to the sequence, which may go on elsewhere."""
+        """What still comes is not added to the sequence, which may continue elsewhere."""
         self._output = None
 
     def append(
@@ -138,8 +138,8 @@ class Attempt:
         prompt, output = routing.prompt_length, self.budget
         if rows.end > prompt + output:
             raise ValueError(
-                f"the routing of token {rows.end - 1} came, of {prompt} of the prompt and at most "
-                f"{output} of the output"
+                f"the routing of token {rows.end - 1} came, but the prompt has {prompt} tokens "
+                f"and the output at most {output}"
             )
         routing.add(rows)
 
@@ -300,7 +300,7 @@ class Stream:
             and sum(counts) == len(token_ids) == len(logprobs)
         ):
             raise self.protocol_error(
-                f"the columns of a message do not fit each other: {len(handles)} handles, "
+                f"the columns of a message differ in length: {len(handles)} handles, "
                 f"{len(token_ids)} token ids, {len(logprobs)} log-probabilities"
             )
         attempts, to_wake = self._attempts, self._to_wake

@@ -104,8 +104,8 @@ class ModelRunner:
         tokens, context = len(spec.prompt) + len(spec.prefix), self.scheduler.context
         if not spec.prompt or tokens >= context:
             raise EngineError(
-                f"a sequence of {tokens} tokens cannot be sampled: 1 to {context - 1} leave room "
-                "for another"
+                f"a sequence of {tokens} tokens cannot be sampled: it must have 1 to "
+                f"{context - 1}, so that one more fits into the context"
             )
         self._submitted += 1
 
@@ -148,7 +148,7 @@ class ModelRunner:
         checkpoint = checkpoint_tensors(self._read_checkpoint()) if reload_checkpoint else None
         if self._asleep:
             try:
-                with allocating("the engine cannot wake up", "leave it more memory"):
+                with allocating("the engine cannot wake up", "free memory on its device"):
                     self._cache.reallocate()
                     self.weights.wake()
             except EngineError:
@@ -193,7 +193,7 @@ class ModelRunner:
         """
         try:
             return [self._forward(plan)]
-        except Exception as error:  # whatever it is, other sequences can go on
+        except Exception as error:  # whatever it is, other sequences can continue
             traceback.clear_frames(error.__traceback__)  # they hold the step's memory
             slots = plan.slots
             self._log_failure(error, sequences=len(slots))

@@ -127,12 +127,12 @@ def _context_length(
         if config.context_length > fits:
             raise EngineError(
                 f"a context of {config.context_length} tokens does not fit: {limit} running "
-                "sequences; ask for less of either"
+                "sequences: lower --context-length or --max-running"
             )
         return config.context_length
     longest = min(max_context, CPU_CONTEXT_CAP) if device.type == "cpu" else max_context
     if fits < min(longest, MIN_CONTEXT):
-        raise EngineError(f"{limit} running sequences; run fewer of them")
+        raise EngineError(f"{limit} running sequences: lower --max-running")
     return min(longest, fits)
 
 

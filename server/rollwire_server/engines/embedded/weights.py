@@ -98,7 +98,7 @@ class ModelWeights:
         if how is SleepingWeights.HOST_BACKUP:
             with allocating(
                 f"{freed >> 20} MiB of weights cannot be kept in pinned host memory",
-                "leave the server more of it, or let it sleep with weights KEEP or DISCARD",
+                "give the server more host memory, or let it sleep with weights KEEP or DISCARD",
             ):
                 self._backup = [tensor.detach().to("cpu").pin_memory() for tensor in tensors]
         else:
@@ -151,7 +151,7 @@ def allocate_staging(targets: Mapping[str, Tensor], staging: Staging) -> dict[st
     def allocate(where: str, max_bytes: float = math.inf, **options: Any) -> dict[str, Tensor]:
         with allocating(
             f"an update of {needed >> 20} MiB cannot be staged {where}",
-            "start the server with another --staging, or leave it more memory",
+            "start the server with another --staging, or give it more memory",
         ):
             return allocate_slabs(targets, max_bytes, **options)
 

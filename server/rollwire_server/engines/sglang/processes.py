@@ -64,8 +64,8 @@ def report_results_at_pause(scheduler: type) -> None:
     """Has SGLang report what it has sampled when it pauses in place.
 
     With overlapped steps one result waits in ``result_queue`` while the next step runs. A pause
-    would leave it there until sampling goes on, and its tokens would be reported after the commit,
-    under the new weights. So it is reported at once, and skipped when its turn comes.
+    would leave it there until sampling continues, and its tokens would be reported after the
+    commit, under the new weights. So it is reported at once, and skipped when its turn comes.
     """
     pause, process = scheduler.pause_generation, scheduler.process_batch_result  # type: ignore[attr-defined]
     settled = SimpleNamespace(reqs=[])  # an empty batch, for code that looks ahead
@@ -123,7 +123,7 @@ def shorten_running_outputs(streamer: type) -> None:
 
 
 def _just_runs(req: Any) -> bool:
-    """Whether a sequence goes on and has nothing to report but tokens."""
+    """Whether a sequence continues and has nothing to report but tokens."""
     return bool(
         req.send_token_offset
         and req.stream

@@ -52,7 +52,7 @@ def _accept_others(
     except (OSError, ValueError) as error:
         _broadcast(group, "")
         raise PublishError(
-            f"the ranks cannot meet at {host}: {error}; pass another address as `host`"
+            f"the ranks cannot connect at {host}: {error}; pass another address as `host`"
         ) from error
     secret = secrets.token_hex(_SECRET_BYTES // 2)
     connections: dict[int, Connection] = {}
@@ -66,7 +66,7 @@ def _accept_others(
                     accepted, _ = listener.accept()
                 except TimeoutError as error:
                     raise PublishError(
-                        f"rank {missing[0]} did not come to {host} within {timeout:g} s"
+                        f"rank {missing[0]} did not connect to {host} within {timeout:g} s"
                     ) from error
                 rank = _read_hello(accepted, secret, deadline)
                 if rank in missing:
@@ -83,7 +83,7 @@ def _accept_others(
 def _connect_to_rank_0(group: ProcessGroup, rank: int, timeout: float) -> Connection:
     invitation = _broadcast(group, "")
     if not invitation:
-        raise PublishError("rank 0 has found no address at which the ranks can meet")
+        raise PublishError("rank 0 has found no address at which the other ranks can connect")
     secret, port, host = invitation.split(" ")
     try:
         connected = socket.create_connection((host, int(port)), timeout=timeout)
