@@ -77,7 +77,7 @@ async def test_those_that_came_learn_at_once_that_another_did_not(
     with contextlib.closing((await coming)[0]) as connection:
         with pytest.raises(PublishError, match=r"rank 2 did not connect to .* within 1 s"):
             await leading
-        with pytest.raises(PublishError, match="rank 0 did not publish: rank 2 did not come"):
+        with pytest.raises(PublishError, match="rank 0 did not publish: rank 2 did not connect"):
             await Participant(connection, {}, 600).run("publishes")
 
 
@@ -88,7 +88,7 @@ async def test_a_stranger_who_trickles_does_not_hold_up_the_end(
     leading = trainer.come(0, timeout=0.3)
     sent = await asyncio.to_thread(_trickle, trainer, leading.done)
     assert sent < HELLO_BYTES
-    with pytest.raises(PublishError, match="rank 1 did not come"):
+    with pytest.raises(PublishError, match="rank 1 did not connect"):
         await leading
 
 

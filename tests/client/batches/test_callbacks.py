@@ -125,7 +125,7 @@ async def test_a_call_that_takes_long_is_told_by_name(
 
     def told() -> bool:
         line = (
-            r"reward has taken \d+ s for prompt '1', and has not returned; it is given up after 6"
+            r"reward has taken \d+ s for prompt '1', and has not returned; it is abandoned after 6"
         )
         return any(re.search(line, record.getMessage()) for record in caplog.records)
 

@@ -214,7 +214,7 @@ def _sample(index: int, prompt_ids: Sequence[int], message: SavedSample) -> Live
     finish = None
     if message.HasField("finish"):
         finish = finish_from_proto(message.finish)
-        _check(finish is not None, "a finish without a known reason")
+        _check(finish is not None, "a sequence that ended for no known reason")
     routing = _routing(message.routing) if message.HasField("routing") else None
     _check(
         routing is None or routing.num_rows <= max(len(prompt_ids) + tokens - 1, 0),
