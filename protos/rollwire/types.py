@@ -93,7 +93,7 @@ class WeightTag:
     """The weights that sampled a token, or that a server holds.
 
     Attributes:
-        version: The trainer's step; None for the initial checkpoint and for untagged updates.
+        version: The trainer's step; None for the initial checkpoint and updates without a version.
         revision: Number of the commit on its server process; 0: the weights it started with.
         server_id: Id of the server process; revisions count per process.
         digest: 64-bit digest of the content: equal on all servers that hold the same weights.

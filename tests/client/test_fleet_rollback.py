@@ -343,7 +343,7 @@ async def test_weights_without_a_version_are_told_as_such() -> None:
         for server in servers:
             server.refuse_update = ("STAGING_FAILED", {})
         with pytest.raises(
-            PublishFailedError, match="an untagged update was not published"
+            PublishFailedError, match="an update without a version was not published"
         ) as caught:
             await publish(publisher, None, seed=2)
         assert "serves version 5" in str(caught.value)

@@ -87,7 +87,7 @@ def _mismatch(name: str, value: object, expected: str) -> str:
 
 
 def update_text(version: int | None) -> str:
-    return "an untagged update" if version is None else f"version {version}"
+    return "an update without a version" if version is None else f"version {version}"
 
 
 def servers_text(count: int) -> str:

@@ -22,8 +22,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class SavedBuffer(_message.Message):
-    """What a trainer's library saves beside a checkpoint; never on a wire. A file is the line "rollwire buffer 1", the SHA-256
-    of what follows, and one SavedBuffer.
+    """The file that Batcher.save writes; it is never sent. A file is the line "rollwire buffer 1", the SHA-256 digest of
+    the rest, and one SavedBuffer.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -36,21 +36,22 @@ class SavedBuffer(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
-    """of the run: the samples go on with the draws that they began with"""
+    """of the run; the seeds of all samples follow from it"""
     group_size: _builtins.int
     version: _builtins.int
-    """the trainer's step of the latest batch"""
+    """the trainer's version at its latest batch"""
     handed_out: _builtins.int
-    """groups, as the next one"""
+    """number of groups that batches have returned"""
     dropped: _builtins.int
+    """number of groups that were dropped"""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___SavedGroup]:
-        """neither handed out nor dropped yet, the oldest first"""
+        """neither returned nor dropped yet, oldest first"""
 
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___SavedStep]:
-        """The latest that the trainer came to, in order: what lag is counted in. Empty in files of older releases: `version`
-        alone is known then.
+        """The trainer's latest steps, oldest first; lag is counted in them. Files of older releases have none: `version` is
+        then the only known step.
         """
 
     def __init__(
@@ -84,9 +85,9 @@ class SavedStep(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """rises; versions that others published count by their labels, so that it may leave some out"""
+    """Rises. A version that somebody else published counts by its number, so steps may be missing in between."""
     version: _builtins.int
-    """absent: an untagged policy"""
+    """absent: the policy has no version"""
     digest: _builtins.int
     """of the policy; absent: not known"""
     def __init__(
@@ -123,13 +124,14 @@ class SavedGroup(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     prompt_id: _builtins.str
     epoch: _builtins.int
+    """number of the pass over the data"""
     info: _builtins.str
-    """the caller's own, as JSON"""
+    """the caller's data, as JSON"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SavedSample]:
-        """all members, also those of which nothing is sampled yet"""
+        """all members, also those without tokens"""
 
     @_builtins.property
     def sampling(self) -> _rollout_pb2.SamplingParams:
@@ -169,7 +171,7 @@ class SavedSample(_message.Message):
     request_id: _builtins.str
     reward: _builtins.float
     refills: _builtins.int
-    """how often it was begun anew"""
+    """how often it was begun again, each time with another seed"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -178,13 +180,13 @@ class SavedSample(_message.Message):
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___SavedSegment]: ...
     @_builtins.property
     def finish(self) -> _rollout_pb2.Finish:
-        """absent: it goes on"""
+        """absent: the sample is not complete"""
 
     @_builtins.property
     def servers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def routing(self) -> Global___SavedRouting:
-        """absent: it was not asked for"""
+        """absent: it was not requested"""
 
     def __init__(
         self,
@@ -211,7 +213,7 @@ Global___SavedSample: _TypeAlias = SavedSample  # noqa: Y015
 
 @_typing.final
 class SavedRouting(_message.Message):
-    """Of the tokens from the first on, a row each."""
+    """The experts of the first `num_rows` tokens of prompt + output."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -255,7 +257,7 @@ Global___SavedRouting: _TypeAlias = SavedRouting  # noqa: Y015
 
 @_typing.final
 class SavedSegment(_message.Message):
-    """Tokens from the end of the segment before it on."""
+    """Tokens, or rows of routing, that follow the segment before it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -263,6 +265,7 @@ class SavedSegment(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     OLDEST_KV_REVISION_FIELD_NUMBER: _builtins.int
     end: _builtins.int
+    """index after the last token or row"""
     oldest_kv_revision: _builtins.int
     @_builtins.property
     def weights(self) -> _common_pb2.WeightTag: ...

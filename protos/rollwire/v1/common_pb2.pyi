@@ -87,7 +87,9 @@ class WeightTag(_message.Message):
     SERVER_ID_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """The trainer's step, as given to UpdateWeights. Absent for the initial checkpoint and for untagged updates."""
+    """The trainer's step, as given to UpdateWeights. Absent for the initial checkpoint and for updates without a
+    version.
+    """
     revision: _builtins.int
     """Counts the commits of this server process, from 0. It changes whenever the weights do, with or without a version."""
     server_id: _builtins.str

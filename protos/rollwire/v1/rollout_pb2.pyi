@@ -1048,8 +1048,8 @@ class GetServerInfoResponse(_message.Message):
     kv_tokens_used: _builtins.int
     kv_tokens_total: _builtins.int
     highest_version: _builtins.int
-    """The highest version that this process has ever committed, whatever it serves now: untagged updates and rollbacks do
-    not change it. A trainer that restarts continues above it.
+    """The highest version that this process has ever committed, whatever it serves now: rollbacks and updates without a
+    version do not change it. A trainer that restarts continues above it.
     """
     sampled_tokens: _builtins.int
     """since this process started"""

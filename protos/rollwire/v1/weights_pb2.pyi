@@ -265,7 +265,8 @@ class UpdateWeightsRequest(_message.Message):
     STAGE_LEASE_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     version: _builtins.int
-    """The trainer's step, from 0 on. Absent: an untagged update, whose tokens carry a new revision and no version.
+    """The trainer's step, from 0 on. Absent: an update without a version. Its tokens have a new revision and no
+    version.
 
     The server compares it with the last version that it has committed. A higher version is accepted. With an equal
     version and an equal digest, the commit answers already_current. An equal version with another digest is refused

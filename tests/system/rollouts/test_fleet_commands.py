@@ -127,7 +127,7 @@ def test_publish_shows_a_bar_on_a_terminal(two: list[ServerProcess], checkpoint:
         assert process.wait(SECONDS) == 0
         os.close(process.terminal)
     assert "━" in shown
-    assert "untagged, digest" in shown
+    assert "an update without a version, digest" in shown
 
 
 def test_top_off_a_terminal_looks_once(two: list[ServerProcess]) -> None:

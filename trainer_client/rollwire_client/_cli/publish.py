@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rollwire.types import KvPolicy
 
-from rollwire_client._arguments import servers_text
+from rollwire_client._arguments import servers_text, update_text
 from rollwire_client._cli import shared
 from rollwire_client._errors import MissingDependencyError, SourceError
 from rollwire_client._fleet.fleet import Fleet
@@ -51,7 +51,7 @@ async def publish(
     ],
     version: Annotated[
         int | None,
-        typer.Option(min=0, max=2**63 - 1, help="The trainer's step. Default: an untagged update."),
+        typer.Option(min=0, max=2**63 - 1, help="The trainer's step. Default: none."),
     ] = None,
     kv_policy: Annotated[
         KvPolicy, typer.Option(help="What to do with the keys and values of running sequences.")
@@ -154,12 +154,12 @@ async def _with_progress(handle: PublishHandle) -> PublishReport:
 
 
 def _table(report: PublishReport) -> Table:
-    version = "untagged" if report.version is None else f"version {report.version}"
     table = shared.table(
         "server", "result",
         ">revision", ">received MB", ">staging s", ">paused ms", ">held",
-        title=f"{version}, digest {shared.hex_digest(report.digest)}: {report.bytes / 1e6:.1f} MB "
-        f"to {servers_text(len(report.servers))} in {report.seconds:.2f} s",
+        title=f"{update_text(report.version)}, digest {shared.hex_digest(report.digest)}: "
+        f"{report.bytes / 1e6:.1f} MB to {servers_text(len(report.servers))} "
+        f"in {report.seconds:.2f} s",
     )  # fmt: skip
     for server in report.servers:
         table.add_row(

@@ -156,8 +156,8 @@ class Fleet:
     async def newest_version(self) -> int | None:
         """The newest version that any answering server has committed; None if there is none.
 
-        After a restart, a trainer's next version must be above this one, also if an untagged update
-        was published since.
+        After a restart, a trainer's next version must be above this one, also if an update without
+        a version was published since.
 
         Raises:
             UnavailableError: No server answers.

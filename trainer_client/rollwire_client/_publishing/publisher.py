@@ -239,7 +239,7 @@ class Publisher:
         """Announces a new policy to the fleet; the rest of the publish runs in the background.
 
         Args:
-            version: The trainer's step; None for an untagged update.
+            version: The trainer's step; None: the update has no version.
             tensors: The policy by name, as in a checkpoint. The tensors must not change until
                 ``handle.released``: an in-place change ends the publish, if torch counts it (it
                 does not count writes through ``tensor.data``, by CUDA graphs, or to tensors of
