@@ -1,4 +1,5 @@
-"""Checks how the product's modules depend on each other, and that a class name means one thing.
+"""Checks how the product's modules depend on each other, and that a class name means one thing,
+with or without an underscore before it.
 
 Imports that only type checkers see count: who reads a module reads them too.
 """
@@ -20,9 +21,6 @@ PACKAGES = {
     "rollwire_client": ("trainer_client", {"rollwire", "rollwire_transport", "rollwire_demo"}),
     "rollwire_demo": ("examples", {"rollwire_client"}),
 }
-
-# Class names that stand more than once, and why.
-SAME_NAMES: dict[str, str] = {}
 
 
 def main() -> int:
@@ -101,19 +99,12 @@ def _names(modules: dict[str, ast.Module]) -> list[str]:
     places = defaultdict(list)
     for name, tree in modules.items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append(name)
-    more = {name: where for name, where in places.items() if len(where) > 1}
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(name)
     return [
-        *(
-            f"class {name} stands in {', '.join(where)}: give each meaning a name of its own"
-            for name, where in sorted(more.items())
-            if name not in SAME_NAMES
-        ),
-        *(
-            f"class {name} stands once: take it from SAME_NAMES"
-            for name in SAME_NAMES.keys() - more
-        ),
+        f"class {name} stands in {', '.join(where)}: give each meaning a name of its own"
+        for name, where in sorted(places.items())
+        if len(where) > 1
     ]
 
 

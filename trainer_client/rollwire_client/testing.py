@@ -40,7 +40,7 @@ Sampler = Callable[[Sequence[int], Sequence[int]], int]
 
 
 @dataclass(eq=False)
-class _Sequence:
+class _FakeSequence:
     """A sequence under way; ``ended`` gets the reason if it is ended early."""
 
     handle: int
@@ -96,7 +96,7 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
         version = checked_version("version", version)
         self._weights = common_pb2.WeightTag(server_id=uuid.uuid4().hex, version=version)
         self._highest_version = version
-        self._live: set[_Sequence] = set()
+        self._live: set[_FakeSequence] = set()
         self._streams: set[asyncio.Event] = set()  # set: the stream is to be cut
         self._server: grpc.aio.Server | None = None
 
@@ -183,7 +183,7 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> None:
         cut, tasks = asyncio.Event(), set[asyncio.Task[Any]]()
         lock = asyncio.Lock()  # gRPC sends one thing at a time
-        live = dict[int, _Sequence]()
+        live = dict[int, _FakeSequence]()
 
         async def write(**fields: Any) -> None:
             message = rollout_pb2.StreamRolloutsResponse(weights=self._weights, **fields)
@@ -198,7 +198,9 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
                     continue
                 self.requests.append(message.start)
                 output = list(message.start.output_token_ids)
-                sequence = live[message.handle] = _Sequence(message.handle, message.start, output)
+                sequence = live[message.handle] = _FakeSequence(
+                    message.handle, message.start, output
+                )
                 tasks.add(asyncio.create_task(self._play(sequence, write)))
 
         self._streams.add(cut)
@@ -214,7 +216,7 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
             self._streams.discard(cut)
             await cancel_all([reading, cutting, *tasks])
 
-    async def _play(self, sequence: _Sequence, write: Callable[..., Awaitable[None]]) -> None:
+    async def _play(self, sequence: _FakeSequence, write: Callable[..., Awaitable[None]]) -> None:
         if sequence.request.routed_experts and self._routing is None:
             error = rollout_pb2.SequenceError(
                 code=grpc.StatusCode.INVALID_ARGUMENT.value[0],
@@ -253,7 +255,7 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
         finally:
             self._live.discard(sequence)
 
-    def _reason(self, sequence: _Sequence) -> FinishReason | None:
+    def _reason(self, sequence: _FakeSequence) -> FinishReason | None:
         """Why the sequence ends now; None if it continues."""
         request, output = sequence.request, sequence.output
         most = request.sampling.max_new_tokens or self._context_length
@@ -264,14 +266,14 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
             return FinishReason.LENGTH
         return sequence.ended.result() if sequence.ended.done() else None
 
-    def _may_sample(self, sequence: _Sequence) -> bool:
+    def _may_sample(self, sequence: _FakeSequence) -> bool:
         request = sequence.request
         least = request.min_weight_version if request.HasField("min_weight_version") else None
         version = self._weights.version if self._weights.HasField("version") else None
         new_enough = least is None or (version is not None and version >= least)
         return self.state is ServerState.SERVING and new_enough
 
-    def _routed(self, sequence: _Sequence) -> list[rollout_pb2.SequenceEvent]:
+    def _routed(self, sequence: _FakeSequence) -> list[rollout_pb2.SequenceEvent]:
         """The experts of the tokens that the next one is drawn from, each sent once."""
         request, start = sequence.request, sequence.routed
         if not request.routed_experts or self._routing is None:
@@ -295,7 +297,7 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
         )
         return [rollout_pb2.SequenceEvent(handle=sequence.handle, routed_experts=[rows])]
 
-    def _next(self, sequence: _Sequence) -> int:
+    def _next(self, sequence: _FakeSequence) -> int:
         request, output = sequence.request, sequence.output
         if self._sample is not None:
             return self._sample(tuple(request.prompt_token_ids), tuple(output))

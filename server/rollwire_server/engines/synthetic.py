@@ -62,7 +62,7 @@ class SyntheticConfig:
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _SyntheticSequence:
     spec: SequenceSpec
     length: int  # output tokens, with the prefix
     kv_revision: int  # of its oldest key or value
@@ -80,7 +80,7 @@ class _State:
     sink: Sink
     tag: WeightTag
     weight: Tensor
-    running: dict[int, _Sequence] = field(default_factory=dict)
+    running: dict[int, _SyntheticSequence] = field(default_factory=dict)
     waiting: deque[SequenceSpec] = field(default_factory=deque)
     held: bool = False
     asleep: bool = False
@@ -260,7 +260,7 @@ class SyntheticEngine:
             return None
         while state.waiting and len(state.running) < self._config.max_running_sequences:
             spec = state.waiting.popleft()
-            state.running[spec.key] = _Sequence(spec, len(spec.prefix), state.tag.revision)
+            state.running[spec.key] = _SyntheticSequence(spec, len(spec.prefix), state.tag.revision)
         sampled = list(state.running.values())
         if not sampled:
             return None
@@ -279,7 +279,7 @@ class SyntheticEngine:
                 step.ends.append(SequenceEnd(sequence.spec.key, reason))
         return step
 
-    def _draw(self, sequence: _Sequence, weights: int) -> int:
+    def _draw(self, sequence: _SyntheticSequence, weights: int) -> int:
         sampling = sequence.spec.sampling
         banned = sampling.stop_token_ids if sequence.length < sampling.min_new_tokens else ()
         seed = sampling.seed if sampling.temperature else 0
@@ -291,7 +291,7 @@ class SyntheticEngine:
                 return token
         raise AssertionError
 
-    def _add_extras(self, sequence: _Sequence, step: Step) -> None:
+    def _add_extras(self, sequence: _SyntheticSequence, step: Step) -> None:
         spec, extras = sequence.spec, SequenceExtras()
         if spec.top_logprobs:
             k = spec.top_logprobs
@@ -305,7 +305,7 @@ class SyntheticEngine:
         if extras != SequenceExtras():
             step.extras[spec.key] = extras
 
-    def _end_reason(self, sequence: _Sequence, token: int) -> EndReason | None:
+    def _end_reason(self, sequence: _SyntheticSequence, token: int) -> EndReason | None:
         sampling = sequence.spec.sampling
         if token in sampling.stop_token_ids:
             return EndReason.STOP

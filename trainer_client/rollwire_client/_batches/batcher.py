@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 from rollwire.types import version_text
 
 from rollwire_client._arguments import checked_version, integer, seconds
-from rollwire_client._batches import checkpoint
+from rollwire_client._batches import buffer_file
 from rollwire_client._batches.batch import Drop, Tail
 from rollwire_client._batches.batch_collector import BatchCollector, PromptSource
 from rollwire_client._batches.callbacks import CallbackRunner, score
@@ -272,14 +272,14 @@ class Batcher:
             OSError: The file cannot be written.
         """
         self._buffer.add_prompts()
-        contents = checkpoint.BufferContents(
+        contents = buffer_file.BufferContents(
             version=self.version,
             handed_out=self.handed_out,
             dropped=self.dropped + len(self._buffer.dropped),
             steps=self._buffer.steps.saved(),
             groups=list(self._buffer.groups.values()),
         )
-        checkpoint.write(Path(path), self._sampler, contents)
+        buffer_file.write(Path(path), self._sampler, contents)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Loads the groups that another process saved; they continue in the next batch.
@@ -292,7 +292,7 @@ class Batcher:
         """
         if self._buffer.groups or self._collecting:
             raise RuntimeError("this batcher has groups of its own: load into a new one")
-        contents = checkpoint.read(Path(path), self._sampler)
+        contents = buffer_file.read(Path(path), self._sampler)
         for group in contents.groups:
             self._buffer.add_group(group)
         self.version = contents.version

@@ -73,7 +73,7 @@ class _Work(Protocol):
     def wait(self, timeout: timedelta) -> bool: ...
 
 
-class _Group(Protocol):  # what is used of ProcessGroupGloo, which torch's stubs lack
+class _ProcessGroup(Protocol):  # what is used of ProcessGroupGloo, which torch's stubs lack
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> _Work: ...
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> _Work: ...
 
@@ -142,7 +142,7 @@ class _Pair:
     def __init__(self, member: GroupMember, device: object, peer: int) -> None:
         self.peer = peer
         self.store = _AddressStore()
-        self._group: list[_Group] = []  # which the thread drops at its end
+        self._group: list[_ProcessGroup] = []  # which the thread drops at its end
         self._other = 1 if member.rank == 0 else 0
         self.thread = DetachedWorker(self._group, "rollwire-gloo")
         store, epoch, own = self.store, member.epoch, 1 - self._other
@@ -343,14 +343,14 @@ class _GlooLink(Link):
         return _GlooTransfer(self, (header, payload), posted)
 
 
-def _connect(store: _AddressStore, epoch: str, rank: int, device: object) -> _Group:
+def _connect(store: _AddressStore, epoch: str, rank: int, device: object) -> _ProcessGroup:
     """Connects a pair; each end proves that it knows the epoch."""
     backend = dist.ProcessGroupGloo
     options = backend._Options()  # type: ignore[attr-defined]  # noqa: SLF001
     options._devices = [device]  # noqa: SLF001
     options._timeout = timedelta(seconds=_CONNECT_SECONDS)  # noqa: SLF001
     options._threads = 1  # noqa: SLF001 - for collectives, of which there are none
-    group = cast("_Group", backend(store, rank, 2, options))
+    group = cast("_ProcessGroup", backend(store, rank, 2, options))
     own, expected = _proof(epoch, rank), _proof(epoch, 1 - rank)
     theirs = torch.zeros_like(own)
     for work in (group.send([own], 1 - rank, _PROOF), group.recv([theirs], 1 - rank, _PROOF)):

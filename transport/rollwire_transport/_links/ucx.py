@@ -78,7 +78,7 @@ class UcxBackend(Backend):
 
 
 @dataclass(slots=True, eq=False)
-class _Bucket(Transfer):
+class _UcxTransfer(Transfer):
     """A bucket in flight, as its chunks, the header first.
 
     Rank 0 sends all of them at once. Other ranks receive each in their order, and forward it if a
@@ -139,7 +139,7 @@ class _UcxLink(Link):
         self._following: Any = None
         self._wake = threading.Event()
         self._lock = threading.Lock()  # guards what follows
-        self._buckets: deque[_Bucket] = deque()
+        self._buckets: deque[_UcxTransfer] = deque()
         self._forwarded_bytes = 0
         self._failure: TransportError | None = None
         self._pending = 0  # requests in flight at the last poll
@@ -200,7 +200,7 @@ class _UcxLink(Link):
     def receive(self, header: Tensor, payload: Tensor) -> Transfer:
         return self._post(header, payload, self._receive)
 
-    def wait_for(self, bucket: _Bucket, timeout: float) -> None:
+    def wait_for(self, bucket: _UcxTransfer, timeout: float) -> None:
         if not bucket.done.wait(timeout):
             peer = self._waits_for
             who = "" if peer is None else f": rank {peer} is behind"
@@ -230,10 +230,12 @@ class _UcxLink(Link):
                 bucket.done.set()
         self._wake.set()
 
-    def _post(self, header: Tensor, payload: Tensor, begin: Callable[[_Bucket], None]) -> Transfer:
+    def _post(
+        self, header: Tensor, payload: Tensor, begin: Callable[[_UcxTransfer], None]
+    ) -> Transfer:
         size = self._chunk_bytes
         pieces = [payload[start : start + size] for start in range(0, payload.numel(), size)]
-        bucket = _Bucket(self, [libucx.array(tensor) for tensor in (header, *pieces)])
+        bucket = _UcxTransfer(self, [libucx.array(tensor) for tensor in (header, *pieces)])
         with self._lock:
             self._check()
             self._buckets.append(bucket)
@@ -244,11 +246,11 @@ class _UcxLink(Link):
         self._wake.set()
         return bucket
 
-    def _send(self, bucket: _Bucket) -> None:
+    def _send(self, bucket: _UcxTransfer) -> None:
         for chunk in bucket.chunks:
             bucket.sends.append(self._forward(chunk))
 
-    def _receive(self, bucket: _Bucket) -> None:
+    def _receive(self, bucket: _UcxTransfer) -> None:
         for chunk in bucket.chunks:
             tag = self._tag(self._rank, chunk.nbytes)
             with _lost(previous=True):

@@ -27,7 +27,7 @@ from rollwire_client import (
     Trajectory,
     WeightTag,
 )
-from rollwire_client._batches.checkpoint import BufferContents, read, write
+from rollwire_client._batches.buffer_file import BufferContents, read, write
 from rollwire_client._batches.group import GroupSampler, LiveGroup, LiveSample
 from rollwire_client._batches.trainer_steps import TrainerStep
 from rollwire_client._trajectory import TrajectoryBuilder
