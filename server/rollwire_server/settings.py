@@ -85,8 +85,8 @@ class ServerSettings(BaseSettings):
     )
     engine: Literal["embedded", "sglang", "synthetic"] = Field(
         "embedded",
-        description="embedded: the built-in engine; synthetic: random tokens at a set rate, "
-        "without a model",
+        description="embedded: plain PyTorch, in this process; sglang: SGLang; synthetic: random "
+        "tokens at a set rate, without a model",
     )
     engine_arg: list[str] = Field(
         [],
@@ -121,7 +121,9 @@ class ServerSettings(BaseSettings):
         "certificates",
     )
     rollout_token_file: Path | None = Field(
-        None, description="bearer token for Generate, StreamRollouts, Abort by id, GetServerInfo"
+        None,
+        description="bearer token for Generate, StreamRollouts, Abort by id, GetServerInfo, "
+        "reflection",
     )
     control_token_file: Path | None = Field(
         None, description="bearer token for every call; outside loopback tokens need TLS"
@@ -185,7 +187,11 @@ def read_settings(arguments: list[str]) -> ServerSettings:
     """The settings from flags and environment; exits with one line when they are wrong."""
     source: CliSettingsSource[ServerSettings] = CliSettingsSource(
         ServerSettings,
-        root_parser=_ArgumentParser(prog="rollwire-server", description=ServerSettings.__doc__),
+        root_parser=_ArgumentParser(
+            prog="rollwire-server",
+            description=ServerSettings.__doc__,
+            formatter_class=_HelpFormatter,
+        ),
         cli_parse_args=arguments,
         cli_kebab_case=True,
         cli_implicit_flags=True,
@@ -199,6 +205,13 @@ def read_settings(arguments: list[str]) -> ServerSettings:
         problems = str(error)
     print(f"rollwire-server: {problems} (--help lists the flags)", file=sys.stderr)  # noqa: T201
     sys.exit(2)
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Leaves out defaults that say nothing."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        return re.sub(r" \(default: (null|\[\])\)$", "", action.help or "")
 
 
 class _ArgumentParser(argparse.ArgumentParser):

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from rollwire.v1 import common_pb2, rollout_pb2
-from rollwire_server.settings import read_settings
+from rollwire_server.settings import ServerSettings, read_settings
 from support.calls import Generation, Stream, connected, details_of, generate, reason_of, request
 from support.health import ready
 from support.publishing import Update, random_weights, status
@@ -22,6 +22,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LONG = 4000
+
+
+def test_the_help_has_every_flag_and_its_default_if_it_has_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        read_settings(["--help"])
+    shown = capsys.readouterr().out
+    assert all("--" + n.replace("_", "-") in shown for n in ServerSettings.model_fields)
+    assert "(default: 1024)" in shown
+    assert "null" not in shown
 
 
 @pytest.mark.parametrize(

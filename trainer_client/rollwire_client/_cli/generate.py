@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.text import Text
-from rollwire.types import FinishReason, WeightTag
+from rollwire.types import FinishReason, WeightTag, weights_text
 
 from rollwire_client._cli import shared
 from rollwire_client._concurrency import cancel_all
@@ -162,8 +162,7 @@ class _TextView:
         if self._terminal:
             for tag, count in self._counts.items():
                 line = Text("■ ", style=self._colour(tag))
-                version = f"{shared.version_name(tag)}, revision {tag.revision}"
-                line.append(f"{version}: {count} tokens", style="default")
+                line.append(f"{weights_text(tag)}: {count} tokens", style="default")
                 self._console.print(line)
         if finish is not None and self._terminal:
             self._console.print(Text(self._summary(finish), style="dim"))

@@ -35,7 +35,8 @@ Answers = dict[str, shared.Answer]
 async def info(
     context: typer.Context,
     servers: Annotated[
-        list[str], typer.Argument(parser=shared.parse_address, metavar="HOST:PORT...")
+        list[str],
+        typer.Argument(parser=shared.parse_address, metavar="HOST:PORT...", help="The servers."),
     ],
     *,
     timeout: shared.AnswerTimeout = 5.0,

@@ -22,8 +22,6 @@ from rollwire_client._fleet.server_pool import Addresses, AddressSource
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable
 
-    from rollwire.types import WeightTag
-
 P = ParamSpec("P")
 
 Answer = ServerInfo | RollwireError
@@ -99,10 +97,6 @@ def state_text(state: ServerState) -> str:
 
 def version_cell(version: int | None) -> str:
     return "-" if version is None else str(version)
-
-
-def version_name(weights: WeightTag) -> str:
-    return "no version" if weights.version is None else f"version {weights.version}"
 
 
 def hex_digest(digest: int) -> str:

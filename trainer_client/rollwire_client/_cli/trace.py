@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rollwire.types import version_text, weights_text
 
 from rollwire_client._cli import shared
 from rollwire_client._data import Sampling, ServerInfo
@@ -151,12 +152,12 @@ def _draw(
     now: float,
 ) -> None:
     """What a server answers now; at the poll before, the weights were ``was``."""
-    tag, name = info.weights, shared.version_name(info.weights)
+    tag, name = info.weights, version_text(info.weights.version)
     timeline.cover(group, 1, info.state.value, before, now)
     timeline.cover(group, 2, name, before, now)
     if was is not None and tag != was:
         what = "commit" if tag.server_id == was.server_id else "new process"
-        timeline.instant(group, 2, f"{what}: {name}, revision {tag.revision}", now)
+        timeline.instant(group, 2, f"{what}: {weights_text(tag)}", now)
     timeline.counter(
         group, "sequences", now,
         running=info.running_sequences, waiting=info.waiting_sequences, held=info.held_sequences,
@@ -180,7 +181,7 @@ async def _sample(
                 if now - before > _PAUSE:
                     timeline.cover(_SEQUENCES, row, "no tokens", before, now - _TOKENS)
                     before = now - _TOKENS
-                name = shared.version_name(chunk.weights)
+                name = version_text(chunk.weights.version)
                 tokens = len(chunk.token_ids)
                 timeline.cover(_SEQUENCES, row, name, before, now, tokens=tokens)
                 before = now

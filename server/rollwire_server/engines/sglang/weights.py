@@ -248,7 +248,7 @@ def describe_checkpoint(
 def check_folder(folder: Path) -> None:
     """Raises EngineError with one line if this is not a checkpoint that SGLang can load."""
     if str(folder).startswith("builtin:"):
-        raise EngineError(f"{folder} is a model of the built-in engine: SGLang takes a directory")
+        raise EngineError(f"{folder} is a model of the embedded engine: SGLang takes a directory")
     if not folder.is_dir():
         raise EngineError(f"no model at {folder}: there is no such directory")
     if not (folder / "config.json").is_file():
