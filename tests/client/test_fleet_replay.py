@@ -157,7 +157,7 @@ async def test_rows_that_no_server_sent_are_missing(server: ScriptedServer) -> N
         ((0, 0, 0, {}), "routing of 0 tokens"),
         ((0, 3, 0, {"top_k": 0, "experts": b""}), "top 0"),
         ((1, 3, 0, {}), "tokens 0 to 0 never came"),
-        ((0, 12, 0, {}), "token 11 came, of 3 of the prompt and at most 8 of the output"),
+        ((0, 12, 0, {}), "token 11 came, but the prompt has 3 tokens and the output at most 8"),
         ((0, 1, 0, {"num_tokens": 2**31, "num_layers": 2**31}), "came in 4 bytes"),
     ],
 )

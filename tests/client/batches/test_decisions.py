@@ -40,8 +40,8 @@ async def test_a_group_that_decide_fails_at_is_dropped_and_the_run_goes_on() -> 
         assert ids(batch.finished) == ["3"]
         assert fates(batch.dropped) == [("1", DropReason.FAILED), ("2", DropReason.FAILED)]
         first, second = (str(group.error) for group in batch.dropped.groups)
-        assert first == "decide failed at the group of prompt '1': LookupError('no such answer')"
-        assert second == "decide returned None, not a Decision, of prompt '2'"
+        assert first == "decide failed for the group of prompt '1': LookupError('no such answer')"
+        assert second == "decide returned None, not a Decision, for the group of prompt '2'"
 
 
 async def test_a_decide_that_fails_at_every_group_is_told() -> None:

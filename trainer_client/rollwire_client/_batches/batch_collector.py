@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FAILURES_IN_A_ROW = 8  # of groups: then every group is taken to fail so
+_FAILURES_IN_A_ROW = 8  # of groups: more would fail in the same way
 _STOP_TIMEOUT = 0.05  # seconds for the iterator to return what it is about to return
 _TURN = 0.05  # seconds of reading at once, unless one prompt takes longer
 _END: Any = object()
@@ -153,7 +153,7 @@ class BatchCollector:
         finally:
             self.buffer.start_all(self.plan.oldest_version)
         if (error := self.prompts.error) is not None:
-            error.add_note("So failed `prompts`, which collect takes its prompts from.")
+            error.add_note("`prompts`, which collect reads, raised this.")
             raise error
         if self._may_start():
             self.prompts.request(self.buffer.room())
@@ -198,11 +198,11 @@ class BatchCollector:
             raise
         except Exception as error:
             raise CallbackError(
-                f"decide failed at {subject}: {error!r}", callback="decide"
+                f"decide failed for {subject}: {error!r}", callback="decide"
             ) from error
         if not isinstance(decision, Decision):
             raise CallbackError(
-                f"decide returned {decision!r:.80}, not a Decision, of prompt {group.prompt.id!r}",
+                f"decide returned {decision!r:.80}, not a Decision, for {subject}",
                 callback="decide",
             )
         return decision
@@ -213,7 +213,7 @@ class BatchCollector:
         try:
             stops = await self.hooks.call("stop", self.stop, self._progress(), subject="the batch")
         except Exception as error:
-            error.add_note("So failed `stop`, which collect was given.")
+            error.add_note("`stop`, which collect called, raised this.")
             raise
         if not isinstance(stops, bool):
             raise TypeError(f"stop returned {stops!r}, not True or False")
