@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import enum
-import errno
 import hmac
-import ipaddress
 import ssl
 from typing import TYPE_CHECKING
 
 import grpc
 import structlog
 from grpc_health.v1 import health
+from rollwire.credentials import WatchedFiles, is_loopback
 from rollwire.reasons import Reason
 from rollwire.v1 import rollout_pb2, weights_pb2
 
@@ -19,7 +18,7 @@ from rollwire_server.errors import ServiceError
 from rollwire_server.settings import StartError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from rollwire_server.settings import ServerSettings
@@ -57,47 +56,6 @@ def scope_of(method: str) -> Scope:
     return SCOPES.get(method, Scope.ROLLOUT)  # such as reflection
 
 
-class _WatchedFile:
-    """A file's content, reloaded when it changes; the last one while it cannot be read."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read_at: tuple[int, int] | None = None
-        self._problem = ""
-        self.content = b""
-        try:
-            self.refresh()
-        except OSError as error:
-            raise StartError(f"cannot read {path}: {error.strerror}") from error
-
-    def refresh(self) -> bool:
-        """Reloads the file if it changed; returns whether the content is another one.
-
-        Raises OSError when it cannot be read, or is empty, as a file is that is just being written:
-        once for each problem, since calls come often.
-        """
-        try:
-            return self._read_if_changed()
-        except OSError as error:
-            known, self._problem = self._problem, str(error)
-            if self._problem == known:
-                return False
-            raise
-
-    def _read_if_changed(self) -> bool:
-        stat = self._path.stat()
-        now = (stat.st_mtime_ns, stat.st_ino)
-        if now == self._read_at:
-            return False
-        content = self._path.read_bytes()
-        if not content.strip():
-            raise OSError(errno.ENODATA, "it is empty", str(self._path))
-        self._problem = ""
-        self._read_at = now
-        before, self.content = self.content, content
-        return content != before
-
-
 class TokenAuthorizer:
     """Raises StartError when tokens would travel unencrypted, or protect too little."""
 
@@ -106,16 +64,14 @@ class TokenAuthorizer:
             Scope.ROLLOUT: settings.rollout_token_file,
             Scope.CONTROL: settings.control_token_file,
         }
-        self._files = {
-            scope: _WatchedFile(path) for scope, path in paths.items() if path is not None
-        }
+        self._files = {scope: _watch(path) for scope, path in paths.items() if path is not None}
         if Scope.ROLLOUT in self._files and Scope.CONTROL not in self._files:
             raise StartError(
                 "--rollout-token-file alone would leave weight updates open to all: give "
                 "--control-token-file too"
             )
         self._tokens = self._read_tokens()
-        if self._files and settings.tls_cert is None and not _is_loopback(settings.listen):
+        if self._files and settings.tls_cert is None and not is_loopback(settings.listen):
             raise StartError(
                 f"tokens would travel unencrypted to {settings.listen}: give --tls-cert and "
                 "--tls-key, or listen on a loopback address"
@@ -165,7 +121,7 @@ class TokenAuthorizer:
             log.info("tokens read again", scopes=changed)
 
     def _read_tokens(self) -> dict[Scope, bytes]:
-        tokens = {scope: file.content.strip() for scope, file in self._files.items()}
+        tokens = {scope: file.contents[0].strip() for scope, file in self._files.items()}
         if len(set(tokens.values())) < len(tokens):
             raise StartError(
                 "the rollout token and the control token are the same, so that every client that "
@@ -179,26 +135,18 @@ def server_credentials(settings: ServerSettings) -> grpc.ServerCredentials | Non
         if settings.tls_cert is settings.tls_key is settings.tls_client_ca:
             return None
         raise StartError("--tls-cert and --tls-key belong together, --tls-client-ca needs both")
-    cert, key, client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
-    files = [_WatchedFile(path) for path in (key, cert, client_ca) if path is not None]
-    try:
-        _check_pem(cert, key, client_ca)
-    except (ssl.SSLError, ValueError) as error:
-        named = ", ".join(str(path) for path in (cert, key, client_ca) if path is not None)
-        why = f"no certificate and key that belong together: {named}: {error}"
-        raise StartError(why) from error
+    files = _watch(settings.tls_key, settings.tls_cert, settings.tls_client_ca, check=_check_pem)
 
     def configuration() -> grpc.ServerCertificateConfiguration:
-        private, chain, *ca = (file.content for file in files)
+        private, chain, ca = files.contents
         return grpc.ssl_server_certificate_configuration(
-            [(private, chain)], root_certificates=ca[0] if ca else None
+            [(private, chain)], root_certificates=ca or None
         )
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
         try:
-            if not any([file.refresh() for file in files]):  # refresh every file  # noqa: C419
+            if not files.refresh():
                 return None
-            _check_pem(cert, key, client_ca)  # one file may be replaced before the other
         except (OSError, ValueError) as error:
             log.warning("TLS files cannot be used: the last ones count", error=str(error))
             return None
@@ -208,16 +156,30 @@ def server_credentials(settings: ServerSettings) -> grpc.ServerCredentials | Non
     return grpc.dynamic_ssl_server_credentials(
         configuration(),
         changed,  # type: ignore[arg-type]  # the stubs lack None: unchanged
-        require_client_authentication=client_ca is not None,
+        require_client_authentication=settings.tls_client_ca is not None,
     )
 
 
-def _check_pem(cert: Path, key: Path, client_ca: Path | None) -> None:
-    """Raises ssl.SSLError or ValueError when the files are invalid or do not belong together."""
+def _watch(*paths: Path | None, check: Callable[..., None] = lambda *_: None) -> WatchedFiles:
+    try:
+        return WatchedFiles(*paths, check=check)
+    except OSError as error:
+        raise StartError(f"cannot read {error.filename}: {error.strerror}") from error
+    except ValueError as error:
+        raise StartError(str(error)) from error
+
+
+def _check_pem(key: Path, cert: Path, client_ca: Path | None) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(cert, key, password=lambda: "")  # never asks on a terminal
-    if client_ca is not None:
-        context.load_verify_locations(client_ca)
+    try:
+        context.load_cert_chain(cert, key, password=lambda: "")  # never asks on a terminal
+        if client_ca is not None:
+            context.load_verify_locations(client_ca)
+    except (ssl.SSLError, ValueError) as error:
+        named = ", ".join(str(path) for path in (cert, key, client_ca) if path is not None)
+        raise ValueError(
+            f"no certificate and key that belong together: {named}: {error}"
+        ) from error
 
 
 def _bearer(metadata: Metadata) -> bytes:
@@ -227,13 +189,3 @@ def _bearer(metadata: Metadata) -> bytes:
             kind, _, token = text.partition(b" ")
             return token.strip() if kind.lower() == b"bearer" else b""
     return b""
-
-
-def _is_loopback(address: str) -> bool:
-    host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import ipaddress
 import logging
 import socket
 import ssl
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
+from rollwire.credentials import WatchedFiles, is_loopback
 from rollwire.deadlines import Timeout
 
 from rollwire_client._concurrency import LoopAffinity, check_grpc, use_grpc
@@ -22,8 +21,7 @@ from rollwire_client._rpc.status import error_from_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-
-    Stamp = tuple[int, int, int]
+    from pathlib import Path
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -99,59 +97,21 @@ class Credentials:
         return self.token is not None or self.token_file is not None
 
 
-class _WatchedFiles:
-    """The contents of files that belong together; the last good ones while they cannot be used.
+def _watch(*paths: Path | str | None, check: Callable[..., None] = lambda *_: None) -> WatchedFiles:
+    try:
+        return WatchedFiles(*paths, check=check)
+    except OSError as error:
+        raise CredentialsError(f"cannot read {error.filename}: {error.strerror}") from error
+    except ValueError as error:
+        raise CredentialsError(str(error)) from error
 
-    ``check`` gets the paths, and raises OSError or ValueError if they cannot be used. For a path
-    that is None the contents are None.
-    """
 
-    def __init__(
-        self, *paths: Path | str | None, check: Callable[..., None] = lambda *_: None
-    ) -> None:
-        self._paths = [None if path is None else Path(path) for path in paths]
-        self._check = check
-        self._problem = ""
-        try:
-            self._stamps = self._now()
-            self.contents = self._read()
-        except OSError as error:
-            raise CredentialsError(f"cannot read {error.filename}: {error.strerror}") from error
-        except ValueError as error:
-            raise CredentialsError(str(error)) from error
-
-    def refresh(self) -> bool:
-        """Reads them again if they changed; returns whether the contents have."""
-        try:
-            stamps = self._now()
-            if stamps == self._stamps:
-                return False
-            contents = self._read()
-            if self._now() != stamps:  # they are being written
-                return False
-        except (OSError, ValueError) as error:
-            if str(error) != self._problem:
-                self._problem = str(error)
-                logger.warning(
-                    "files cannot be used, their last good content stays in effect: %s", error
-                )
-            return False
-        self._problem = ""
-        self._stamps = stamps
-        before, self.contents = self.contents, contents
-        return contents != before
-
-    def _now(self) -> list[Stamp]:
-        stats = [path.stat() for path in self._paths if path is not None]
-        return [(stat.st_mtime_ns, stat.st_ino, stat.st_size) for stat in stats]
-
-    def _read(self) -> list[bytes | None]:
-        contents = [None if path is None else path.read_bytes() for path in self._paths]
-        for path, content in zip(self._paths, contents, strict=True):
-            if content is not None and not content.strip():
-                raise OSError(errno.ENODATA, "it is empty", str(path))
-        self._check(*self._paths)
-        return contents
+def _refresh(files: WatchedFiles) -> bool:
+    try:
+        return files.refresh()
+    except (OSError, ValueError) as error:
+        logger.warning("files cannot be used, their last good content stays in effect: %s", error)
+        return False
 
 
 def _check_tls(ca: Path | None, certificate: Path | None, key: Path | None) -> None:
@@ -170,7 +130,7 @@ def _check_tls(ca: Path | None, certificate: Path | None, key: Path | None) -> N
 def connect(address: str, credentials: Credentials) -> grpc.aio.Channel:
     """A channel to a server, to be closed by the caller; connects when it is used."""
     check_grpc()
-    if credentials.has_token and not credentials.secure and not _is_loopback(address):
+    if credentials.has_token and not credentials.secure and not is_loopback(address):
         raise CredentialsError(f"the token would travel unencrypted to {address}: use TLS")
     return _ServerChannel(address, credentials)
 
@@ -182,11 +142,11 @@ class _ServerChannel(grpc.aio.Channel):
         self._address = address
         self._credentials = credentials
         file = credentials.token_file
-        self._token_file = _WatchedFiles(file) if file is not None else None
-        self._files: _WatchedFiles | None = None
+        self._token_file = _watch(file) if file is not None else None
+        self._files: WatchedFiles | None = None
         if credentials.secure:
             files = credentials.ca, credentials.certificate, credentials.key
-            self._files = _WatchedFiles(*files, check=_check_tls)
+            self._files = _watch(*files, check=_check_tls)
         self._affinity = LoopAffinity(f"client of {address}")
         # A channel of gRPC keeps to the TLS files that it was made with.
         self._channel = self._connect()
@@ -252,8 +212,8 @@ class _ServerChannel(grpc.aio.Channel):
 
     def _token(self) -> str | None:
         if self._token_file is not None:
-            self._token_file.refresh()
-            return (self._token_file.contents[0] or b"").decode()
+            _refresh(self._token_file)
+            return self._token_file.contents[0].decode()
         token = self._credentials.token
         return token() if callable(token) else token
 
@@ -265,7 +225,7 @@ class _ServerChannel(grpc.aio.Channel):
         if (
             self._files is not None
             and before.get_state() is not grpc.ChannelConnectivity.READY
-            and self._files.refresh()
+            and _refresh(self._files)
         ):
             logger.info("%s: TLS files read again", self._address)
             self._channel = self._connect()
@@ -283,7 +243,7 @@ class _ServerChannel(grpc.aio.Channel):
         if self._files is None:
             channel = grpc.aio.insecure_channel(self._address, options=options)
         else:
-            ca, certificate, key = self._files.contents
+            ca, certificate, key = (content or None for content in self._files.contents)
             tls = grpc.ssl_channel_credentials(ca, key, certificate)
             channel = grpc.aio.secure_channel(self._address, tls, options=options)
         use_grpc(channel)
@@ -337,14 +297,6 @@ async def unary(
         if task is not None and task.cancelling():
             raise
         raise ClosedError(f"{server}: the client was closed", server=server) from None
-
-
-def _is_loopback(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def local_address(servers: Iterable[str]) -> str:
