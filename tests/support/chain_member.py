@@ -87,8 +87,9 @@ def obey(order: Order, receiver: Receiver, pipe: Connection) -> Answer:
     link = open_link("ucx", epoch=order.epoch, rank=order.rank, world_size=order.world_size)
     pipe.send(link.answer)
     try:
-        link.connect(20, pipe.recv())
         try:
+            link.connect(20, pipe.recv())
+            pipe.send("connected")
             receiver.receive(link, first_bucket=order.first_bucket, bucket_timeout=order.timeout)
             pipe.send("received")
             pipe.recv()

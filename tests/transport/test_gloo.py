@@ -109,34 +109,6 @@ def test_a_trainer_that_freezes_before_it_connects_is_given_up(how: str) -> None
     server.close()
 
 
-@pytest.mark.parametrize("change", ["empty", "nonsense", "long", "a byte", "of another group"])
-def test_an_address_that_is_none_is_refused(change: str) -> None:
-    """Gloo would end the process that reads it."""
-    trainer, server, other = opened(0), opened(1), opened(1, "another")
-    wrong = {
-        "empty": b"",
-        "nonsense": b"nonsense",
-        "long": bytes(4 << 20),
-        "a byte": server.answer[:-9] + bytes([server.answer[-9] ^ 1]) + server.answer[-8:],
-        "of another group": other.answer,
-    }[change]
-    with pytest.raises(TransportError, match="rank 1 sent no address") as caught:
-        trainer.offers({1: wrong})
-    assert caught.value.peer == 1
-    with pytest.raises(TransportError, match="rank 0 sent no address"):
-        server.connect(TIMEOUT, wrong)
-    for link in (trainer, server, other):
-        link.close()
-
-
-def test_only_members_who_know_the_epoch_get_in() -> None:
-    links = [opened(0, "secret"), opened(1, "guess")]
-    with pytest.raises(TransportError, match="no address of a member of this group"):
-        connect(links)
-    for link in links:
-        link.close()
-
-
 def test_strangers_who_connect_hurt_nobody() -> None:
     before = listening()
     trainer, server = opened(0), opened(1)

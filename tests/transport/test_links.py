@@ -20,7 +20,7 @@ from rollwire_transport import (
     available_backends,
     open_link,
 )
-from support.gloo import MANIFEST, TIMEOUT, WEIGHTS, group, in_thread, receiver
+from support.gloo import MANIFEST, TIMEOUT, WEIGHTS, connect, group, in_thread, receiver
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,6 +65,41 @@ def test_a_silent_sender_is_named(backend: str) -> None:
             receiver().receive(server, first_bucket=0, bucket_timeout=0.5)
         assert 0.5 <= time.monotonic() - began < TIMEOUT / 2
         assert caught.value.peer == 0
+
+
+def opened(backend: str, rank: int, epoch: str = "epoch") -> Link:
+    return open_link(backend, epoch=epoch, rank=rank, world_size=2)
+
+
+@usable
+@pytest.mark.parametrize("change", ["empty", "nonsense", "long", "a byte", "of another group"])
+def test_an_address_that_is_none_is_refused(backend: str, change: str) -> None:
+    """Gloo and UCX would end the process that reads it."""
+    trainer, server = opened(backend, 0), opened(backend, 1)
+    other = opened(backend, 1, "another")
+    wrong = {
+        "empty": b"",
+        "nonsense": b"\xff" * 200,
+        "long": bytes(4 << 20),
+        "a byte": server.answer[:-9] + bytes([server.answer[-9] ^ 1]) + server.answer[-8:],
+        "of another group": other.answer,
+    }[change]
+    with pytest.raises(TransportError, match="rank 1 sent no address") as caught:
+        trainer.offers({1: wrong})
+    assert caught.value.peer == 1
+    with pytest.raises(TransportError, match="rank 0 sent no address"):
+        server.connect(TIMEOUT, wrong)
+    for link in (trainer, server, other):
+        link.close()
+
+
+@usable
+def test_only_members_who_know_the_epoch_get_in(backend: str) -> None:
+    links = [opened(backend, 0, "secret"), opened(backend, 1, "guess")]
+    with pytest.raises(TransportError, match="no address of a member of this group"):
+        connect(links)
+    for link in links:
+        link.close()
 
 
 @usable
@@ -127,7 +162,7 @@ def test_who_is_waited_for_is_known(backend: str) -> None:
 @usable
 def test_what_was_opened_is_closed_without_having_connected(backend: str) -> None:
     for rank in (0, 1):
-        link = open_link(backend, epoch="epoch", rank=rank, world_size=2)
+        link = opened(backend, rank)
         assert link.close()
         with pytest.raises(TransportError):
             link.connect(TIMEOUT, bytes(100))

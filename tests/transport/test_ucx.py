@@ -26,7 +26,7 @@ from rollwire_transport import (
 from rollwire_transport._links import ucx
 from support import chain_member
 from support.chain_member import Answer, Order
-from support.gloo import connect
+from support.gloo import connect, in_thread
 from support.tensors import random_tensor
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ UCX = available_backends()["ucx"]
 pytestmark = pytest.mark.skipif(not UCX.ok, reason=UCX.reason)
 
 TIMEOUT = 60.0  # seconds that nothing should take, on a machine that is busy with other things
-START = 60.0  # for a process to import torch there
+START = 2 * TIMEOUT  # for a process to import torch there, or to give up a bucket
 SIZE, BUCKET = (20 << 20) + 12345, 5 << 20  # buckets of two chunks; the last is an odd one
 
 
@@ -110,28 +110,11 @@ def chain(
     for rank, member in enumerate(receivers, start=1):
         member.pipe.send(offers[rank])
     link.connect(START)
+    assert [member.read() for member in receivers] == ["connected"] * len(receivers)
     try:
         yield link
     finally:
         link.close()
-
-
-@pytest.mark.parametrize(
-    "offer",
-    [
-        b"",
-        bytes(11),
-        ucx._OFFER.pack(0, 5) + b"there",
-        ucx._OFFER.pack(1 << 20, 6) + b"there",
-        ucx._OFFER.pack(1 << 20, 0),
-    ],
-    ids=["nothing", "short", "no chunks", "half an address", "no address"],
-)
-def test_an_offer_that_is_none_is_refused(offer: bytes) -> None:
-    link = open_link("ucx", epoch="e", rank=1, world_size=2)
-    with pytest.raises(TransportError, match=r"rank 0 sent"):
-        link.connect(START, offer)
-    link.close()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -180,7 +163,7 @@ def test_when_a_member_dies_the_others_go_on_without_it(victim: int, how: str) -
             if victim == 1:  # else the relay before it may give up first
                 assert isinstance(caught.value, TransportTimeout) == (how == "stopped")
             answers = [member.answer() for member in survivors]
-            assert time.monotonic() - hit_at < timeout + 8
+            assert time.monotonic() - hit_at < timeout + TIMEOUT / 2
         if how == "killed":
             ranks = [rank for rank in (1, 2, 3) if rank != victim]
             named = {rank: a.peer for rank, a in zip(ranks, answers, strict=True) if a.error}
@@ -194,27 +177,28 @@ def test_when_a_member_dies_the_others_go_on_without_it(victim: int, how: str) -
             assert [m.answer().digest for m in survivors] == [sender.digest] * 2
 
 
-@pytest.mark.parametrize("rank", [1, 2])
-def test_the_trainers_death_reaches_all(rank: int) -> None:
-    with members(2) as receivers:
-        with chain(receivers) as link:
-            threading.Timer(0.2, link.abort).start()
-            start = time.monotonic()
-            answers = [member.answer() for member in receivers]
-            assert time.monotonic() - start < TIMEOUT / 2
-        assert [a.peer for a in answers] == [0, 1]  # each by its neighbour's end
+def test_the_trainers_death_reaches_all() -> None:
+    with members(2) as receivers, chain(receivers) as link:
+        start = time.monotonic()
+        link.abort()
+        answers = [member.answer() for member in receivers]
+        assert time.monotonic() - start < TIMEOUT / 2
+    assert [a.peer for a in answers] == [0, 1]  # each by its neighbour's end
 
 
-def test_an_abort_ends_what_waits_here_and_elsewhere(weights: dict[str, torch.Tensor]) -> None:
+def test_an_abort_ends_what_waits_here(weights: dict[str, torch.Tensor]) -> None:
     sender = Sender(plan(describe_all(weights), bucket_bytes=BUCKET))
     with members(2) as receivers, chain(receivers) as link:
-        receivers[1].hit(signal.SIGSTOP)
-        threading.Timer(0.3, link.abort).start()
+        receivers[1].hit(signal.SIGSTOP)  # the relay waits for it, and rank 0 for the relay
         start = time.monotonic()
-        with pytest.raises(TransportError, match="aborted"):
-            sender.send(link, weights.items, bucket_timeout=TIMEOUT)
+        with in_thread(lambda: sender.send(link, weights.items, bucket_timeout=TIMEOUT)) as sending:
+            while link.waits_for != 1:
+                assert time.monotonic() - start < TIMEOUT / 2
+                time.sleep(0.001)
+            link.abort()
+            with pytest.raises(TransportError, match="aborted"):
+                sending.result()
         assert time.monotonic() - start < TIMEOUT / 2
-        assert receivers[0].answer().peer in {0, 2}
         with pytest.raises(TransportError, match="aborted"):
             link.send(torch.zeros(4, dtype=torch.int64), weights["w"])
         link.abort()
@@ -228,14 +212,9 @@ def test_a_silent_sender_is_a_timeout_of_one_bucket() -> None:
 
 
 def test_messages_of_another_epoch_or_update_are_not_taken() -> None:
-    links = [
-        open_link("ucx", epoch=epoch, rank=rank, world_size=2)
-        for rank, epoch in enumerate(["secret", "guess"])
-    ]
+    links = [open_link("ucx", epoch="epoch", rank=rank, world_size=2) for rank in range(2)]
     connect(links)
     header, payload = torch.ones(4, dtype=torch.int64), torch.ones(64, dtype=torch.uint8)
-    for link in links:
-        link._epoch = "epoch"
     links[0].transfers = 1
     for epoch, transfers in (("guess", 1), ("epoch", 0)):
         links[1]._epoch, links[1].transfers = epoch, transfers

@@ -10,6 +10,7 @@ between them, and tells them when one has died: links need not notice.
 from __future__ import annotations
 
 import abc
+import hashlib
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -261,3 +262,25 @@ class Link(abc.ABC):
 
 def link_aborted() -> TransportError:
     return TransportError("the link was aborted or closed at this end")
+
+
+# Gloo and UCX end the process that gets an address which they cannot read.
+def sealed(epoch: str, data: bytes) -> bytes:
+    """An answer or an offer, with a proof that it is whole and of a member."""
+    return _seal(epoch, data) + data
+
+
+def unsealed(epoch: str, received: bytes, peer: int) -> bytes:
+    """What ``peer`` has sealed.
+
+    Raises:
+        TransportError: It was changed on its way, or is of another group.
+    """
+    data = received[hashlib.sha256().digest_size :]
+    if received != sealed(epoch, data):
+        raise TransportError(f"rank {peer} sent no address of a member of this group", peer)
+    return data
+
+
+def _seal(epoch: str, data: bytes) -> bytes:
+    return hashlib.sha256(f"rollwire:{epoch}:".encode() + data).digest()

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from rollwire_transport._concurrency import DetachedWorker
 from rollwire_transport._errors import TransportError, TransportTimeout
-from rollwire_transport._links.base import Backend, Link, Transfer, link_aborted
+from rollwire_transport._links.base import Backend, Link, Transfer, link_aborted, sealed, unsealed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -245,14 +245,14 @@ class _GlooLink(Link):
 
     def offers(self, answers: Mapping[int, bytes]) -> dict[int, bytes]:
         for peer, pair in self._pairs.items():
-            pair.store.give(_unsealed(self._epoch, answers[peer], peer))
+            pair.store.give(unsealed(self._epoch, answers[peer], peer))
         return self._addresses()
 
     def connect(self, timeout: float, offer: bytes = b"") -> None:
         if self._aborted:
             raise link_aborted()
         if not self._sends:
-            self._pairs[0].store.give(_unsealed(self._epoch, offer, 0))
+            self._pairs[0].store.give(unsealed(self._epoch, offer, 0))
         connecting: dict[Future[object], _Pair] = {
             cast("Future[object]", pair.connected): pair for pair in self._pairs.values()
         }
@@ -327,7 +327,7 @@ class _GlooLink(Link):
             addresses = {peer: pair.addresses() for peer, pair in self._pairs.items()}
         except (RuntimeError, CancelledError) as error:
             raise TransportError(f"gloo cannot listen: {_reason(error)}") from error
-        return {peer: _seal(self._epoch, data) + data for peer, data in addresses.items()}
+        return {peer: sealed(self._epoch, data) for peer, data in addresses.items()}
 
     def _post(
         self,
@@ -362,18 +362,6 @@ def _connect(store: _AddressStore, epoch: str, rank: int, device: object) -> _Pr
 
 def _proof(epoch: str, rank: int) -> Tensor:
     return torch.tensor(list(hashlib.sha256(f"rollwire:{epoch}:{rank}".encode()).digest()))
-
-
-# Gloo ends the process that gets an address which it cannot read.
-def _seal(epoch: str, data: bytes) -> bytes:
-    return hashlib.sha256(f"rollwire:{epoch}:".encode() + data).digest()
-
-
-def _unsealed(epoch: str, sealed: bytes, peer: int) -> bytes:
-    data = sealed[hashlib.sha256().digest_size :]
-    if sealed != _seal(epoch, data) + data:
-        raise TransportError(f"rank {peer} sent no address of a member of this group", peer)
-    return data
 
 
 def _facing(host: str) -> str:

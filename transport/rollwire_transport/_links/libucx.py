@@ -69,8 +69,8 @@ class Worker:
     def takes(self, device: torch.device) -> bool:
         return device.type == "cpu" or (device.type == "cuda" and self._context.cuda_support)
 
-    def connect(self, address: bytes) -> Any:
-        """A connection to another worker; None without an address."""
+    def connect(self, address: bytes, rank: int) -> Any:
+        """A connection to the worker of a rank; None without an address."""
         if not address:
             return None
         libucxx = load()
@@ -81,7 +81,7 @@ class Worker:
                 endpoint_error_handling=True,
             )
         except libucxx.UCXError as error:
-            raise TransportError(f"UCX cannot connect: {error}") from error
+            raise TransportError(f"rank {rank} cannot be reached: {error}", rank) from error
         self._endpoints.append(endpoint)
         return endpoint
 

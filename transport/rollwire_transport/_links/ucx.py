@@ -26,7 +26,7 @@ import torch
 from rollwire_transport._concurrency import packing_context
 from rollwire_transport._errors import TransportError, TransportTimeout
 from rollwire_transport._links import libucx
-from rollwire_transport._links.base import Backend, Link, Transfer, link_aborted
+from rollwire_transport._links.base import Backend, Link, Transfer, link_aborted, sealed, unsealed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -130,7 +130,7 @@ class _UcxLink(Link):
         self._rank = member.rank
         self.upstream = max(member.rank - 1, 0)
         self._worker = libucx.Worker(member.device, member.listen.ports)
-        self.answer = self._worker.address
+        self.answer = sealed(self._epoch, self._worker.address)
         self.device = member.device if self._worker.takes(member.device) else torch.device("cpu")
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._offer = b""
@@ -164,29 +164,27 @@ class _UcxLink(Link):
     def offers(self, answers: Mapping[int, bytes]) -> dict[int, bytes]:
         on_device = self.device.type == "cuda"
         chunk_bytes = _DEVICE_CHUNK_BYTES if on_device else _HOST_CHUNK_BYTES
-        addresses = {0: self.answer, **answers}
+        addresses = {0: self._worker.address}
+        addresses |= {rank: unsealed(self._epoch, answers[rank], rank) for rank in answers}
 
         def offer(rank: int) -> bytes:
-            previous = addresses.get(rank - 1, b"")
-            return _OFFER.pack(chunk_bytes, len(previous)) + previous + addresses.get(rank + 1, b"")
+            previous, following = (addresses.get(rank + step, b"") for step in (-1, 1))
+            return sealed(
+                self._epoch, _OFFER.pack(chunk_bytes, len(previous)) + previous + following
+            )
 
         self._offer = offer(0)
         return {rank: offer(rank) for rank in answers}
 
     def connect(self, timeout: float, offer: bytes = b"") -> None:
         del timeout  # UCX connects when something is sent
-        offer = offer or self._offer
-        if len(offer) < _OFFER.size:
-            raise TransportError(f"rank 0 sent {len(offer)} bytes as an offer of UCX", 0)
-        self._chunk_bytes, size = _OFFER.unpack_from(offer)
-        addresses = offer[_OFFER.size :]
-        has_previous = self._rank > 0
-        if not self._chunk_bytes or size > len(addresses) or bool(size) != has_previous:
-            raise TransportError("rank 0 sent what is not an offer of UCX", 0)
+        data = unsealed(self._epoch, offer if self._rank else self._offer, 0)
+        self._chunk_bytes, size = _OFFER.unpack_from(data)
+        addresses = data[_OFFER.size :]
         with self._lock:
             self._check()
-            self._previous = self._worker.connect(addresses[:size])
-            self._following = self._worker.connect(addresses[size:])
+            self._previous = self._worker.connect(addresses[:size], self._rank - 1)
+            self._following = self._worker.connect(addresses[size:], self._rank + 1)
             self._thread.start()
 
     def stream_context(self) -> contextlib.AbstractContextManager[None]:
