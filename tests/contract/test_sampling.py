@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import TYPE_CHECKING
 
@@ -113,10 +114,12 @@ async def test_the_temperature_is_what_draws(api: Api, policy: PreTrainedModel) 
         row = (logits(policy, PROMPT)[-1] / temperature).log_softmax(-1)
         expected = float((row.exp() * row).sum())
         spread = float((row.exp() * (row - expected) ** 2).sum()) ** 0.5
-        outputs = [
-            await generate(api, request(PROMPT, 1, temperature=temperature, seed=seed))
-            for seed in range(200)
-        ]
+        outputs = await asyncio.gather(
+            *(
+                generate(api, request(PROMPT, 1, temperature=temperature, seed=seed))
+                for seed in range(200)
+            )
+        )
         mean = sum(output.logprobs[0] for output in outputs) / len(outputs)
         assert abs(mean - expected) < 4 * spread / len(outputs) ** 0.5
 

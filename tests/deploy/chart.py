@@ -8,7 +8,7 @@ import os
 import subprocess
 import tarfile
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,11 @@ def documents(text: str) -> list[Object]:
 
 @dataclass(frozen=True)
 class Helm:
-    """The command, with a home of its own."""
+    """The command, with a home of its own. It renders the same once."""
 
     binary: Path
     home: Path
+    _rendered: dict[tuple[str, ...], Rendered] = field(default_factory=dict)
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         homes = {f"HELM_{kind}_HOME": str(self.home) for kind in ("CACHE", "CONFIG", "DATA")}
@@ -61,9 +62,11 @@ class Helm:
         return self.run("template", "fleet", str(CHART), "--values", str(values), *arguments)
 
     def render(self, example: str, *arguments: str) -> Rendered:
-        done = self.template(example, *arguments)
-        assert done.returncode == 0, done.stderr
-        return Rendered(documents(done.stdout))
+        if (rendered := self._rendered.get((example, *arguments))) is None:
+            done = self.template(example, *arguments)
+            assert done.returncode == 0, done.stderr
+            rendered = self._rendered[example, *arguments] = Rendered(documents(done.stdout))
+        return rendered
 
 
 @dataclass(frozen=True)
