@@ -240,7 +240,7 @@ def _training_batch(answers: Sequence[ScoredAnswer]) -> tuple[Tensor, Tensor, Te
 
 
 def _clearest(errors: ExceptionGroup[Exception]) -> Exception:
-    """What the demo itself says, before what follows from it; the group if there is a bug in it."""
+    """The error to show: the demo's own, if there is one; the whole group if one is a bug."""
     leaves = list(_leaves(errors))
     if not all(isinstance(leaf, RollwireError) for leaf in leaves):
         return errors

@@ -26,7 +26,7 @@ VOCABULARY = LETTERS + 2
 
 
 class Cipher:
-    """A secret alphabet, and random texts to write in it; ``seed`` is of both."""
+    """A secret alphabet, and random texts to write in it; ``seed`` fixes both."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(f"cipher {seed}")  # noqa: S311 - no secret but to the policy

@@ -64,8 +64,8 @@ def _detector() -> _StallDetector:
 
 
 def elapsed(since: float) -> float:
-    """Seconds since ``since`` (of ``time.monotonic``) in which the running loop was not stalled, as
-    far as known: stalls before the first use of this module in a loop are not.
+    """Seconds since ``since`` (of ``time.monotonic``) in which the running loop was not stalled.
+    Stalls before the first use of this module in a loop are not known.
     """
     detector = _detector()
     now = detector.check()

@@ -41,7 +41,7 @@ class SleepController:
         return await result_of(spawn(self._tasks, self._sleep(weights), "sleep"))
 
     async def wake(self, *, reload_checkpoint: bool) -> None:
-        """Takes the memory back. Where the weights were discarded, the server then awaits an
+        """Allocates the memory again. If the weights were discarded, the server then awaits an
         update, or reloads the checkpoint that it started with.
         """
         work = self._wake(reload_checkpoint=reload_checkpoint)

@@ -36,7 +36,7 @@ class _SwitchInterval:
 
     @contextlib.contextmanager
     def shortened(self) -> Iterator[None]:
-        """Has the threads of the process take turns every ``SWITCH_SECONDS`` within.
+        """Inside the block, the threads of the process take turns every ``SWITCH_SECONDS``.
 
         A bucket needs the interpreter several times on its way. By default Python lets a thread
         that computes keep it for 5 ms each time; beside an engine or a trainer that would take
@@ -122,7 +122,7 @@ def _wait_for_busy_threads() -> None:
 
 
 class StreamPool:
-    """Streams of nobody else's, used again: torch caches memory for each stream apart."""
+    """CUDA streams for one user each, kept for reuse: torch caches memory for each stream."""
 
     def __init__(self, priority: int) -> None:
         self._priority = priority
@@ -139,8 +139,8 @@ class StreamPool:
 
 
 PACKING_STREAMS = StreamPool(priority=0)
-# What waits for peers must hold up nobody else: torch hands out its few streams of each priority in
-# turn, and hardly anybody takes one of high priority.
+# Work that waits for peers must not hold up other work. torch gives out its few streams of each
+# priority in turn, and hardly anybody uses those of high priority.
 BROADCAST_STREAMS = StreamPool(priority=-1)
 # A pool of its own: what a source allocates is cached for its stream, which must come back for the
 # next update, even if links are closed in another order.

@@ -1,14 +1,14 @@
 """What every call passes through: its token, the limits of its client, its message, its failure.
 
-gRPC buffers a message whole as soon as somebody asks for it, and keeps what it has of one whose
-rest does not come. To bound memory, messages are read only after the caller's token was checked,
-and only a few of one client at a time. gRPC also keeps a response for as long as nobody takes it,
-so a call with one response has its turn until then. To read and write by itself, this serves every
-call as one of streams: over the wire they are the same.
+gRPC buffers a whole message once it is asked for, and keeps what has arrived of an incomplete one.
+To bound memory, messages are read only after the caller's token was checked, and only a few of one
+client at a time. gRPC also keeps a response until the client takes it, so a call with one response
+keeps its turn until then. To decide itself when to read and write, the interceptor serves every
+call as one with streams in both directions: on the wire they are the same.
 
-gRPC's own limit of length is one for all methods, and has to let manifests through. Parsing takes
-the event loop, and each empty message inside of a message takes some 80 bytes in place of two:
-thirty megabytes of nothing but those would take seconds, and gigabytes.
+gRPC has one limit of message size for all methods, which has to let manifests through. Parsing
+blocks the event loop, and an empty message inside a message takes two bytes on the wire and some 80
+in memory: thirty megabytes of them would take seconds and gigabytes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ LARGE_METHODS = {"Generate", "StreamRollouts", "UpdateWeights"}
 # Fields of the methods that take messages in any number. Their handlers check the number of each by
 # its name; this bound is a little less strict, and limits the work until then.
 MAX_FIELDS = {"Abort": 1 << 16, "UpdateWeights": 3 << 19}
-UNCOUNTED_BYTES = 1 << 16  # in so few there cannot be too many
+UNCOUNTED_BYTES = 1 << 16  # fewer bytes cannot hold too many
 
 CALLS_BESIDE_SEQUENCES = 1000  # of a method by one client, beyond those that sequences may have
 MAX_REFLECTIONS = 16  # for people, and each may bring a large message

@@ -160,7 +160,7 @@ class Sequences:
         await self._idle.wait()
 
     async def run(self) -> None:
-        """Takes sequences whose streams are gone out of the engine, until it is cancelled."""
+        """Aborts ended sequences in the engine, until it is cancelled."""
         while True:
             await self._abort_requested.wait()
             await self._abort_in_engine()

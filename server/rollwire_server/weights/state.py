@@ -110,8 +110,12 @@ class WeightState:
         same = announcement.version == now.version and digest == now.digest
         if same and self._state.current.ready:
             result = CommitResult(now, receive_ns=update.receive_ns, already_current=True)
-            told = {"revision": now.revision, "digest": f"{digest:016x}"}
-            log.info("already current", **update.log_fields, **told)
+            log.info(
+                "already current",
+                **update.log_fields,
+                revision=now.revision,
+                digest=f"{digest:016x}",
+            )
         else:
             result = await self._replace(update, digests, policy)
         self.committed_update_id, self.committed_at = announcement.update_id, time.time()

@@ -34,7 +34,7 @@ async def generate(
         str,
         typer.Option(parser=shared.parse_address, metavar="HOST:PORT", help="The server."),
     ],
-    prompt_ids: Annotated[Any, shared.token_ids("Token ids of the prompt.")],
+    prompt_ids: Annotated[Any, shared.token_ids_option("Token ids of the prompt.")],
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Most tokens to sample; the context may allow fewer.")
     ] = 32,
@@ -57,7 +57,9 @@ async def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Do not stop at an end-of-sequence token.")
     ] = False,
-    timeout: Annotated[float, shared.seconds("Seconds to wait until the server is up.")] = 60.0,
+    timeout: Annotated[
+        float, shared.seconds_option("Seconds to wait until the server is up.")
+    ] = 60.0,
     as_json: shared.Json = False,
 ) -> int:
     """Sample one sequence and show its tokens as they arrive, coloured by weight version."""

@@ -67,12 +67,14 @@ async def publish(
             "--allow-version-rollback", help="Allow a lower version than the servers have."
         ),
     ] = False,
-    timeout: Annotated[float, shared.seconds("Seconds to wait until a server is up.")] = 10.0,
+    timeout: Annotated[
+        float, shared.seconds_option("Seconds to wait until a server is up.")
+    ] = 10.0,
     as_json: shared.Json = False,
 ) -> int:
     """Make a checkpoint the policy of a fleet. Exit code 1 if a server does not commit it."""
     addresses, timeouts = shared.fleet_addresses(servers), Timeouts(start=timeout)
-    with checkpoint_tensors(checkpoint) as tensors:
+    with open_checkpoint(checkpoint) as tensors:
         async with Fleet(addresses, timeouts=timeouts, credentials=context.obj) as fleet:
             publisher = Publisher(fleet, kv_policy=kv_policy, backend=backend)
             handle = await publisher.publish(
@@ -91,7 +93,7 @@ async def publish(
 
 
 @contextlib.contextmanager
-def checkpoint_tensors(folder: Path) -> Iterator[Mapping[str, Tensor]]:
+def open_checkpoint(folder: Path) -> Iterator[Mapping[str, Tensor]]:
     """The tensors of all safetensors files in a folder, each read when it is asked for.
 
     Raises:

@@ -89,7 +89,7 @@ async def top(
     context: typer.Context,
     servers: shared.FleetServers,
     *,
-    interval: Annotated[float, shared.seconds("Seconds between two polls.")] = 1.0,
+    interval: Annotated[float, shared.seconds_option("Seconds between two polls.")] = 1.0,
     timeout: shared.AnswerTimeout = 5.0,
     as_json: shared.Json = False,
 ) -> int:

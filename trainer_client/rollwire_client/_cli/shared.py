@@ -65,18 +65,18 @@ def fleet_addresses(values: list[str]) -> Addresses:
     return servers
 
 
-def seconds(what: str, least: float = 0.1) -> Any:
+def seconds_option(what: str, least: float = 0.1) -> Any:
     return typer.Option(min=least, max=MAX_SECONDS, help=what)
 
 
-def token_ids(what: str) -> Any:
+def token_ids_option(what: str) -> Any:
     return typer.Option(parser=parse_token_ids, metavar="1,2,3", help=what)
 
 
 FleetServers = Annotated[
     list[str], typer.Argument(metavar="HOST:PORT...", help="The servers, or one dns:///NAME:PORT.")
 ]
-AnswerTimeout = Annotated[float, seconds("Seconds to wait for an answer.")]
+AnswerTimeout = Annotated[float, seconds_option("Seconds to wait for an answer.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 

@@ -39,12 +39,14 @@ async def trace(
     output: Annotated[Path, typer.Option(dir_okay=False, help="File to write.")] = Path(
         "trace.json"
     ),
-    seconds: Annotated[float, shared.seconds("Seconds to watch.")] = 10.0,
-    interval: Annotated[float, shared.seconds("Seconds between two polls.", 0.01)] = 0.05,
+    seconds: Annotated[float, shared.seconds_option("Seconds to watch.")] = 10.0,
+    interval: Annotated[float, shared.seconds_option("Seconds between two polls.", 0.01)] = 0.05,
     sequences: Annotated[
         int, typer.Option(min=0, help="Sequences that the command samples at a time, to show them.")
     ] = 4,
-    prompt_ids: Annotated[Any, shared.token_ids("Token ids of the sequences' prompt.")] = "1,2,3",
+    prompt_ids: Annotated[
+        Any, shared.token_ids_option("Token ids of the sequences' prompt.")
+    ] = "1,2,3",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 256,
     timeout: shared.AnswerTimeout = 5.0,
 ) -> int:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 # A session leaves its server once that has more outstanding tokens than twice those of the least
 # busy one, and this many more. Leaving costs the prefix cache: the next server reads the
 # conversation again, which takes about as long as a few thousand tokens of the others' decoding.
-# Twice, so that it does not leave for a difference which its own next turn would turn round.
+# Twice: else it would leave for a difference that its own next turn reverses.
 STICK_TOKENS = 4096
 
 _MAX_SESSIONS = 100_000  # remembered, the latest

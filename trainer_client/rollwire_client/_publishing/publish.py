@@ -176,7 +176,7 @@ class Publish:
 
         with self.pool.policy.committing(
             self.version,
-            None if self.manifest.partial else digest,  # of a partial update's result none is known
+            None if self.manifest.partial else digest,  # that of the result is not known then
             rollback=self.allow_version_rollback,
         ):
             await asyncio.gather(*(commit(target) for target in self._targets if target.staged))

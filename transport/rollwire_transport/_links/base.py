@@ -45,8 +45,8 @@ class ListenOptions:
     - nccl: on the interface in NCCL_SOCKET_IFNAME; on ephemeral ports.
 
     Ephemeral ports belong to the network namespace (net.ipv4.ip_local_port_range), and a process
-    without privileges cannot change them. So ``ports`` are kept to if these lie within them, and
-    else the backend is unavailable.
+    without privileges cannot change them. So a backend that uses them is available only if they lie
+    within ``ports``.
 
     Attributes:
         host: An IP address of this machine; None: the backend chooses.
@@ -92,7 +92,7 @@ class GroupMember:
         epoch: Names the group: random, and secret to its members.
         rank: 0 sends.
         world_size: Members, rank 0 included.
-        host: Under which receivers reach rank 0.
+        host: Address at which receivers reach rank 0.
         device: Where buckets lie, from ``Backend.bucket_device``.
         listen: Where this end may listen; rank 0's is not restricted.
     """

@@ -40,7 +40,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- /* All that has to do with going down follows from drainSeconds. */}}
 {{- define "rollwire.preStopSeconds" -}}5{{- end }}
 {{- define "rollwire.graceSeconds" -}}
-{{- /* 30: the last messages, and letting go of the GPU. */ -}}
+{{- /* 30: the last messages, and releasing the GPU. */ -}}
 {{ add (.Values.drainSeconds | ceil | int) (include "rollwire.preStopSeconds" .) 30 }}
 {{- end }}
 

@@ -110,7 +110,7 @@ class ModelWeights:
         return freed
 
     def wake(self) -> None:
-        """Takes back what ``sleep`` freed, or nothing if torch raises since there is no memory."""
+        """Allocates what ``sleep`` freed; nothing of it if torch raises for lack of memory."""
         if not self._freed_shapes:
             return
         owned = list(self._owned())
