@@ -193,6 +193,7 @@ class ServerHandle:
 
     def rejoin(self) -> None:
         self._set_status(ServerStatus.JOINING, self._not_ready("has not answered yet"))
+        self._tasks = []
         self._probe_now.set()
 
     def leave(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
