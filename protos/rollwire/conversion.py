@@ -55,9 +55,7 @@ SLEEPING_WEIGHTS_TO_PROTO = _to_proto(
     SleepingWeights, rollout_pb2.SleepingWeights, "SLEEPING_WEIGHTS_"
 )
 SLEEPING_WEIGHTS_FROM_PROTO = _from_proto(SLEEPING_WEIGHTS_TO_PROTO, SleepingWeights.HOST_BACKUP)
-UPDATE_PHASE_TO_PROTO = _to_proto(
-    UpdatePhase, weights_pb2.UpdatePhase, "UPDATE_PHASE_", local=UpdatePhase.ANNOUNCED
-)
+UPDATE_PHASE_TO_PROTO = _to_proto(UpdatePhase, weights_pb2.UpdatePhase, "UPDATE_PHASE_")
 UPDATE_PHASE_FROM_PROTO = _from_proto(UPDATE_PHASE_TO_PROTO)
 
 

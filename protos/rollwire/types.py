@@ -78,7 +78,7 @@ class UpdatePhase(enum.Enum):
     """How far a server is with a weight update."""
 
     ANNOUNCED = "announced"
-    """The server has not reported yet; only publishers use it."""
+    """The server is about to check it."""
     READY = "ready"
     """The update was checked, and memory is reserved for it."""
     RECEIVING = "receiving"

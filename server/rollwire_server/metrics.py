@@ -14,9 +14,9 @@ from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.core import InfoMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
-from rollwire.conversion import SERVER_STATE_TO_PROTO, UPDATE_PHASE_TO_PROTO
+from rollwire.conversion import SERVER_STATE_TO_PROTO
 from rollwire.reasons import Reason
-from rollwire.types import FinishReason, ServerState
+from rollwire.types import FinishReason, ServerState, UpdatePhase
 
 from rollwire_server import __version__
 from rollwire_server.counters import UpdateOutcome
@@ -126,7 +126,7 @@ class Metrics(Collector):
     def _weight_metrics(self) -> Iterator[Metric]:
         updates, weights = self._updates, self._updates.weights
         phase = updates.current.phase if updates.current is not None else None
-        phases = {p.value: int(p is phase) for p in UPDATE_PHASE_TO_PROTO}
+        phases = {p.value: int(p is phase) for p in UpdatePhase if p is not UpdatePhase.ANNOUNCED}
         what = "1 for the phase of the update under way, if there is one."
         yield _labelled(Gauge, "update_phase", what, "phase", phases)
         yield from _metrics(

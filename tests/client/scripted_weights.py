@@ -69,6 +69,7 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
         self.protocol = transport.PROTOCOL
         # Faults.
         self.hangs_in = ""  # the method that never answers
+        self.checks_for = 0.0  # seconds between its first report and the next
         self.refuse_update: tuple[str, dict[str, str]] | None = None
         self.silent_after: int | None = None  # the phase after which it reports nothing more
         self.late_reports = 0  # that its first group failed, which come when all is there
@@ -111,6 +112,12 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
         self.announced += 1
         if self.hangs_in == "UpdateWeights":
             await asyncio.Event().wait()
+        yield weights_pb2.UpdateWeightsResponse(
+            phase=weights_pb2.UPDATE_PHASE_ANNOUNCED,
+            transport_protocol=self.protocol,
+            transports=["gloo"],
+        )
+        await asyncio.sleep(self.checks_for)
         if self.refuse_update is not None:
             reason, metadata = self.refuse_update
             self.refuse_update = None if reason == "UPDATE_IN_PROGRESS" else self.refuse_update
@@ -145,6 +152,13 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
             if t.alias_of is None
         }
         update = self.update = Update(request, tensors, transport.Receiver(manifest, tensors))
+        kept = request.kept_group
+        if self.kept is not None and self.kept[0] == kept.epoch:
+            self.resumed += 1
+            update.joined, update.link = self.kept
+            self.kept = None
+            assert update.link.transfers == kept.transfers
+            self._begin(update, 0)
         try:
             while True:
                 update.changed.clear()
@@ -182,15 +196,6 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
     async def JoinTransport(self, request, context):  # noqa: N802
         update = self.update
         assert update is not None
-        if request.step == weights_pb2.JOIN_STEP_RESUME:
-            if self.kept is None or self.kept[0] != request.epoch:
-                await refuse(context, grpc.StatusCode.ABORTED, "TRANSPORT_FAILED", "as scripted")
-            self.resumed += 1
-            update.joined, update.link = self.kept
-            self.kept = None
-            assert update.link.transfers == request.transfers
-            self._begin(update, request.first_bucket)
-            return weights_pb2.JoinTransportResponse()
         if request.step == weights_pb2.JOIN_STEP_PREPARE:
             self.joins.append(request)
         if self.hangs_in == "JoinTransport":

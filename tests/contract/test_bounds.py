@@ -68,14 +68,15 @@ async def test_a_kept_group_is_used_again_once_and_by_those_who_know_it(api: Api
         await former.until(weights_pb2.UPDATE_PHASE_STAGED)
         await former.commit()
 
-        change = await update(api, 2, await next_version(api))
+        for other in (("", 0), (epoch, 0), (epoch, 2), (uuid.uuid4().hex, 1)):
+            change = await update(api, 2, await next_version(api), kept=other)
+            await change.announce()
+            assert (change.last.phase, change.last.epoch) == (weights_pb2.UPDATE_PHASE_READY, "")
+            await change.discard()
+        change = await update(api, 2, await next_version(api), kept=(epoch, 1))
         await change.announce()
-        resume = weights_pb2.JOIN_STEP_RESUME
-        for other, transfers in ((epoch, 0), (epoch, 2), (uuid.uuid4().hex, 1)):
-            joining = change.join(resume, other, transfers=transfers)
-            assert await refusal(joining) == "TRANSPORT_FAILED"
-        for _ in range(2):
-            await change.join(resume, epoch, transfers=1)
+        assert change.last.phase == weights_pb2.UPDATE_PHASE_RECEIVING
+        assert change.last.epoch == epoch
         # It would receive twice over one link.
         assert await refusal(change.join(**connect)) == "TRANSPORT_FAILED"
         await change.send(link)
@@ -85,9 +86,8 @@ async def test_a_kept_group_is_used_again_once_and_by_those_who_know_it(api: Api
     finally:
         await asyncio.to_thread(link.close)
 
-    change = await update(api, 3, await next_version(api))
+    change = await update(api, 3, await next_version(api), kept=(epoch, 2))
     await change.announce()
-    await change.join(resume, epoch, transfers=2)
     async with asyncio.timeout(5):  # whose other end is closed
         await change.until(weights_pb2.UPDATE_PHASE_STALLED)
     await change.transfer()

@@ -69,6 +69,7 @@ TOO_MUCH: dict[str, tuple[Any, str]] = {
     "Resume.pause_id": (rollout_pb2.ResumeRequest(pause_id=LONG), "BAD_REQUEST"),
     "UpdateWeights.publisher.id": (update(publisher={"id": LONG}), "BAD_REQUEST"),
     "UpdateWeights.update_id": (update(update_id=LONG), "BAD_REQUEST"),
+    "UpdateWeights.kept_group.epoch": (update(kept_group={"epoch": LONG}), "BAD_REQUEST"),
     "UpdateWeights.manifest.tensors": (
         update(manifest={"tensors": [weights_pb2.TensorSpec()] * 200_001}),
         "MANIFEST_MISMATCH",
@@ -160,9 +161,18 @@ async def test_too_much_is_refused_by_name(server: ServerProcess, name: str) -> 
     async with connected(server.address) as api:
         call = getattr(stub_of(api, method), method)(message, timeout=60)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await (call.read() if hasattr(call, "read") else call)
+            await ended(call)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert reason_of(caught.value) == expected
+
+
+async def ended(call: Any) -> None:
+    """Takes all that a call answers."""
+    if not hasattr(call, "read"):
+        await call
+        return
+    while await call.read():
+        pass
 
 
 def stub_of(api: Api, method: str) -> Any:

@@ -187,11 +187,12 @@ async def test_others_are_served_while_a_large_manifest_is_read(
 
 
 async def announce_raw(api: Api, announcement: bytes) -> tuple[float, str, float]:
-    """When an announcement began and was answered, and the refusal if it was one."""
+    """When an announcement began and was READY or refused, and the refusal if it was one."""
     method = api.channel.unary_stream("/rollwire.v1.WeightService/UpdateWeights")
     began, told = time.monotonic(), ""
     call = method(announcement, timeout=120)
     try:
+        assert await call.read()  # ANNOUNCED
         assert await call.read()
     except grpc.aio.AioRpcError as error:
         told = reason_of(error)

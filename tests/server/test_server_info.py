@@ -14,7 +14,6 @@ from rollwire_client._rpc.conversion import server_info_from_proto
 from rollwire_server.counters import ServerCounters
 from rollwire_server.engines.base import EngineInfo, EngineLoad
 from rollwire_server.rpc.rollout_service import RolloutService
-from rollwire_transport import ListenOptions
 
 FIELDS = {field.name for field in rollout_pb2.GetServerInfoResponse.DESCRIPTOR.fields}
 
@@ -35,7 +34,7 @@ async def busy_server() -> rollout_pb2.GetServerInfoResponse:
         SimpleNamespace(describe=lambda: engine, load=lambda: load),
         state,
         SimpleNamespace(by_activity=lambda: activity),
-        SimpleNamespace(frozen=False, listen=ListenOptions(), weights=weights),
+        SimpleNamespace(frozen=False, transports=["gloo"], weights=weights),
         None,
         ServerCounters(sampled_tokens=5),
         None,

@@ -57,6 +57,7 @@ class Update:
     term: int = 1
     lease: float = 30.0
     rollback: bool = False
+    kept: tuple[str, int] = ("", 0)  # the epoch of a group, and how many updates it has moved
     bucket_bytes: int = 65536
     update_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -71,7 +72,7 @@ class Update:
         self.last = weights_pb2.UpdateWeightsResponse()
 
     async def announce(self, manifest: weights_pb2.Manifest | None = None) -> None:
-        """Until READY."""
+        """Until READY, or RECEIVING in the group that was kept."""
         self.call = self.api.weights.UpdateWeights(
             weights_pb2.UpdateWeightsRequest(
                 publisher=self.who,
@@ -80,9 +81,12 @@ class Update:
                 allow_version_rollback=self.rollback,
                 manifest=manifest or conversion.manifest_to_proto(self.manifest),
                 stage_lease=duration_to_proto(self.lease),
+                kept_group=weights_pb2.KeptGroup(epoch=self.kept[0], transfers=self.kept[1]),
             ),
             timeout=60,
         )
+        await self.read()
+        assert self.last.phase == weights_pb2.UPDATE_PHASE_ANNOUNCED
         await self.read()
 
     async def read(self) -> bool:

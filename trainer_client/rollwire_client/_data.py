@@ -146,7 +146,7 @@ class PublishTimeouts:
     because nothing can be received then.
 
     Attributes:
-        call: For the answer to a short call.
+        call: For the answer to a short call, and for a server's first report on an update.
         ready: For a server to check an update and to reserve memory for it.
         silence: A server that reports nothing for this long is left out of the publish; servers
             report at least every half second.

@@ -59,6 +59,8 @@ class _UpdatePhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UpdatePha
     """the transport failed; buckets received so far are kept for the next group"""
     UPDATE_PHASE_STAGED: _UpdatePhase.ValueType  # 4
     """complete, every bucket verified; the last message"""
+    UPDATE_PHASE_ANNOUNCED: _UpdatePhase.ValueType  # 5
+    """the server is about to check it; only the first message"""
 
 class UpdatePhase(_UpdatePhase, metaclass=_UpdatePhaseEnumTypeWrapper): ...
 
@@ -69,6 +71,8 @@ UPDATE_PHASE_STALLED: UpdatePhase.ValueType  # 3
 """the transport failed; buckets received so far are kept for the next group"""
 UPDATE_PHASE_STAGED: UpdatePhase.ValueType  # 4
 """complete, every bucket verified; the last message"""
+UPDATE_PHASE_ANNOUNCED: UpdatePhase.ValueType  # 5
+"""the server is about to check it; only the first message"""
 Global___UpdatePhase: _TypeAlias = UpdatePhase  # noqa: Y015
 
 class _JoinStep:
@@ -83,8 +87,6 @@ class _JoinStepEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JoinStep.Val
     """open this end of a new group"""
     JOIN_STEP_CONNECT: _JoinStep.ValueType  # 2
     """connect to the other members"""
-    JOIN_STEP_RESUME: _JoinStep.ValueType  # 3
-    """use the group of the last update again"""
 
 class JoinStep(_JoinStep, metaclass=_JoinStepEnumTypeWrapper): ...
 
@@ -94,8 +96,6 @@ JOIN_STEP_PREPARE: JoinStep.ValueType  # 1
 """open this end of a new group"""
 JOIN_STEP_CONNECT: JoinStep.ValueType  # 2
 """connect to the other members"""
-JOIN_STEP_RESUME: JoinStep.ValueType  # 3
-"""use the group of the last update again"""
 Global___JoinStep: _TypeAlias = JoinStep  # noqa: Y015
 
 @_typing.final
@@ -254,6 +254,31 @@ class Manifest(_message.Message):
 Global___Manifest: _TypeAlias = Manifest  # noqa: Y015
 
 @_typing.final
+class KeptGroup(_message.Message):
+    """A transport group of an earlier update."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    TRANSFERS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.str
+    transfers: _builtins.int
+    """updates that it has moved"""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.str = ...,
+        transfers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "transfers", b"transfers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptGroup: _TypeAlias = KeptGroup  # noqa: Y015
+
+@_typing.final
 class UpdateWeightsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -263,6 +288,7 @@ class UpdateWeightsRequest(_message.Message):
     ALLOW_VERSION_ROLLBACK_FIELD_NUMBER: _builtins.int
     MANIFEST_FIELD_NUMBER: _builtins.int
     STAGE_LEASE_FIELD_NUMBER: _builtins.int
+    KEPT_GROUP_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     version: _builtins.int
     """The trainer's step, from 0 on. Absent: an update without a version. Its tokens have a new revision and no
@@ -284,6 +310,12 @@ class UpdateWeightsRequest(_message.Message):
         STAGED for its commit.
         """
 
+    @_builtins.property
+    def kept_group(self) -> Global___KeptGroup:
+        """The group that the trainer has kept. The trainer sends over it if all its members are RECEIVING in it, and these are
+        all servers of the update. Otherwise they form a new group.
+        """
+
     def __init__(
         self,
         *,
@@ -293,10 +325,11 @@ class UpdateWeightsRequest(_message.Message):
         allow_version_rollback: _builtins.bool = ...,
         manifest: Global___Manifest | None = ...,
         stage_lease: _duration_pb2.Duration | None = ...,
+        kept_group: Global___KeptGroup | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "manifest", b"manifest", "publisher", b"publisher", "stage_lease", b"stage_lease", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "kept_group", b"kept_group", "manifest", b"manifest", "publisher", b"publisher", "stage_lease", b"stage_lease", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "allow_version_rollback", b"allow_version_rollback", "manifest", b"manifest", "publisher", b"publisher", "stage_lease", b"stage_lease", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "allow_version_rollback", b"allow_version_rollback", "kept_group", b"kept_group", "manifest", b"manifest", "publisher", b"publisher", "stage_lease", b"stage_lease", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
@@ -306,7 +339,7 @@ Global___UpdateWeightsRequest: _TypeAlias = UpdateWeightsRequest  # noqa: Y015
 
 @_typing.final
 class UpdateWeightsResponse(_message.Message):
-    """Sent at least every 500 ms, so that a longer silence means a failure."""
+    """Sent at least every 500 ms once READY, so that a longer silence means a failure."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -320,6 +353,7 @@ class UpdateWeightsResponse(_message.Message):
     PEER_FIELD_NUMBER: _builtins.int
     TIMED_OUT_FIELD_NUMBER: _builtins.int
     TRANSPORT_PROTOCOL_FIELD_NUMBER: _builtins.int
+    TRANSPORTS_FIELD_NUMBER: _builtins.int
     phase: Global___UpdatePhase.ValueType
     received_bytes: _builtins.int
     forwarded_bytes: _builtins.int
@@ -341,6 +375,10 @@ class UpdateWeightsResponse(_message.Message):
     timed_out: _builtins.bool
     transport_protocol: _builtins.int
     """Of what members of a group exchange: the trainer's must be the same."""
+    @_builtins.property
+    def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """with ANNOUNCED: backends that can be used here, as in GetServerInfo"""
+
     def __init__(
         self,
         *,
@@ -354,10 +392,11 @@ class UpdateWeightsResponse(_message.Message):
         peer: _builtins.int | None = ...,
         timed_out: _builtins.bool = ...,
         transport_protocol: _builtins.int = ...,
+        transports: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_peer", b"_peer", "peer", b"peer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_peer", b"_peer", "detail", b"detail", "digest", b"digest", "epoch", b"epoch", "forwarded_bytes", b"forwarded_bytes", "next_bucket", b"next_bucket", "peer", b"peer", "phase", b"phase", "received_bytes", b"received_bytes", "timed_out", b"timed_out", "transport_protocol", b"transport_protocol"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_peer", b"_peer", "detail", b"detail", "digest", b"digest", "epoch", b"epoch", "forwarded_bytes", b"forwarded_bytes", "next_bucket", b"next_bucket", "peer", b"peer", "phase", b"phase", "received_bytes", b"received_bytes", "timed_out", b"timed_out", "transport_protocol", b"transport_protocol", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__peer: _TypeAlias = _typing.Literal["peer"]  # noqa: Y015
     _WhichOneofArgType__peer: _TypeAlias = _typing.Literal["_peer", b"_peer"]  # noqa: Y015
@@ -379,7 +418,6 @@ class JoinTransportRequest(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     OFFER_FIELD_NUMBER: _builtins.int
-    TRANSFERS_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     epoch: _builtins.str
     """Name of the group; random, and known only to its members."""
@@ -387,14 +425,12 @@ class JoinTransportRequest(_message.Message):
     """"nccl", "gloo", "ucx" """
     world_size: _builtins.int
     first_bucket: _builtins.int
-    """with CONNECT and RESUME"""
+    """with CONNECT"""
     step: Global___JoinStep.ValueType
     host: _builtins.str
     """With PREPARE: an address of the trainer's machine by which servers reach it."""
     offer: _builtins.bytes
     """With CONNECT: what the trainer's backend offers to this rank."""
-    transfers: _builtins.int
-    """With RESUME: how many updates the group has moved."""
     @_builtins.property
     def publisher(self) -> Global___Publisher: ...
     @_builtins.property
@@ -414,11 +450,10 @@ class JoinTransportRequest(_message.Message):
         step: Global___JoinStep.ValueType = ...,
         host: _builtins.str = ...,
         offer: _builtins.bytes = ...,
-        transfers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["publisher", b"publisher"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "epoch", b"epoch", "first_bucket", b"first_bucket", "host", b"host", "offer", b"offer", "publisher", b"publisher", "ranks", b"ranks", "step", b"step", "transfers", b"transfers", "update_id", b"update_id", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "epoch", b"epoch", "first_bucket", b"first_bucket", "host", b"host", "offer", b"offer", "publisher", b"publisher", "ranks", b"ranks", "step", b"step", "update_id", b"update_id", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

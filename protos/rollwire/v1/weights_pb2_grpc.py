@@ -29,7 +29,7 @@ class WeightServiceStub(object):
     """An update is a transaction of one server. It does not touch the serving weights before its commit:
 
     UpdateWeights → READY          announced, checked, memory reserved
-    JoinTransport                  the servers that are READY and the trainer form a group, or use the last one again
+    JoinTransport                  the servers that are READY and the trainer form a group, unless they use the last one
     RECEIVING … STAGED             received into separate memory, while sampling continues
     CommitWeights                  hold sampling, put weights in place, apply the KV policy, continue
 
@@ -82,7 +82,7 @@ class WeightServiceServicer(object):
     """An update is a transaction of one server. It does not touch the serving weights before its commit:
 
     UpdateWeights → READY          announced, checked, memory reserved
-    JoinTransport                  the servers that are READY and the trainer form a group, or use the last one again
+    JoinTransport                  the servers that are READY and the trainer form a group, unless they use the last one
     RECEIVING … STAGED             received into separate memory, while sampling continues
     CommitWeights                  hold sampling, put weights in place, apply the KV policy, continue
 
@@ -101,8 +101,12 @@ class WeightServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request, context):
-        """Announces an update and reports on it until it is staged. Ending the call before STAGED discards the update. If
-        there is no memory for it beside the serving weights, the call fails with STAGING_FAILED.
+        """Announces an update and reports on it until it is staged. The first report comes at once (ANNOUNCED). Ending the call
+        before STAGED discards the update. If there is no memory for it beside the serving weights, the call fails with
+        STAGING_FAILED.
+
+        A group is kept after its update. If the request names the group that the server has kept, the update uses it again:
+        the server goes from READY to RECEIVING by itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -112,10 +116,8 @@ class WeightServiceServicer(object):
         """Joins the transport group of an announced update, and leaves the update's former group if it had one. The trainer is
         rank 0 of the group. It calls all servers of the group at once, in two steps. PREPARE returns what the trainer needs
         to reach the server, its answer. From all answers the trainer makes an offer to each server, and sends it with
-        CONNECT, which returns when the server is connected.
-
-        A group is kept after its update. If the next update has the same members, one call with RESUME uses it again.
-        Each step is idempotent, and a no-op once the update is staged: a new group has only the servers that lack buckets.
+        CONNECT, which returns when the server is connected. Each step is idempotent, and a no-op once the update is staged: a
+        new group has only the servers that lack buckets.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -187,7 +189,7 @@ class WeightService(object):
     """An update is a transaction of one server. It does not touch the serving weights before its commit:
 
     UpdateWeights → READY          announced, checked, memory reserved
-    JoinTransport                  the servers that are READY and the trainer form a group, or use the last one again
+    JoinTransport                  the servers that are READY and the trainer form a group, unless they use the last one
     RECEIVING … STAGED             received into separate memory, while sampling continues
     CommitWeights                  hold sampling, put weights in place, apply the KV policy, continue
 

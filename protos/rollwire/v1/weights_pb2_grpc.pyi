@@ -16,7 +16,7 @@ class WeightServiceStub:
     """An update is a transaction of one server. It does not touch the serving weights before its commit:
 
       UpdateWeights → READY          announced, checked, memory reserved
-      JoinTransport                  the servers that are READY and the trainer form a group, or use the last one again
+      JoinTransport                  the servers that are READY and the trainer form a group, unless they use the last one
       RECEIVING … STAGED             received into separate memory, while sampling continues
       CommitWeights                  hold sampling, put weights in place, apply the KV policy, continue
 
@@ -31,17 +31,19 @@ class WeightServiceStub:
     GetWeightSchema: _aio.UnaryUnaryMultiCallable[_weights_pb2.GetWeightSchemaRequest, _weights_pb2.GetWeightSchemaResponse]
     """The tensors that this server expects: names, dtypes, shapes and aliases, as in its checkpoint."""
     UpdateWeights: _aio.UnaryStreamMultiCallable[_weights_pb2.UpdateWeightsRequest, _weights_pb2.UpdateWeightsResponse]
-    """Announces an update and reports on it until it is staged. Ending the call before STAGED discards the update. If
-    there is no memory for it beside the serving weights, the call fails with STAGING_FAILED.
+    """Announces an update and reports on it until it is staged. The first report comes at once (ANNOUNCED). Ending the call
+    before STAGED discards the update. If there is no memory for it beside the serving weights, the call fails with
+    STAGING_FAILED.
+
+    A group is kept after its update. If the request names the group that the server has kept, the update uses it again:
+    the server goes from READY to RECEIVING by itself.
     """
     JoinTransport: _aio.UnaryUnaryMultiCallable[_weights_pb2.JoinTransportRequest, _weights_pb2.JoinTransportResponse]
     """Joins the transport group of an announced update, and leaves the update's former group if it had one. The trainer is
     rank 0 of the group. It calls all servers of the group at once, in two steps. PREPARE returns what the trainer needs
     to reach the server, its answer. From all answers the trainer makes an offer to each server, and sends it with
-    CONNECT, which returns when the server is connected.
-
-    A group is kept after its update. If the next update has the same members, one call with RESUME uses it again.
-    Each step is idempotent, and a no-op once the update is staged: a new group has only the servers that lack buckets.
+    CONNECT, which returns when the server is connected. Each step is idempotent, and a no-op once the update is staged: a
+    new group has only the servers that lack buckets.
     """
     CommitWeights: _aio.UnaryUnaryMultiCallable[_weights_pb2.CommitWeightsRequest, _weights_pb2.CommitWeightsResponse]
     """Makes a staged update the serving weights. Idempotent by update_id, so it can be repeated if the response was lost."""
@@ -54,7 +56,7 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
     """An update is a transaction of one server. It does not touch the serving weights before its commit:
 
       UpdateWeights → READY          announced, checked, memory reserved
-      JoinTransport                  the servers that are READY and the trainer form a group, or use the last one again
+      JoinTransport                  the servers that are READY and the trainer form a group, unless they use the last one
       RECEIVING … STAGED             received into separate memory, while sampling continues
       CommitWeights                  hold sampling, put weights in place, apply the KV policy, continue
 
@@ -79,8 +81,12 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.UpdateWeightsRequest,
         context: _aio.ServicerContext[_weights_pb2.UpdateWeightsRequest, _abc.AsyncIterator[_weights_pb2.UpdateWeightsResponse]],
     ) -> _abc.AsyncIterator[_weights_pb2.UpdateWeightsResponse]:
-        """Announces an update and reports on it until it is staged. Ending the call before STAGED discards the update. If
-        there is no memory for it beside the serving weights, the call fails with STAGING_FAILED.
+        """Announces an update and reports on it until it is staged. The first report comes at once (ANNOUNCED). Ending the call
+        before STAGED discards the update. If there is no memory for it beside the serving weights, the call fails with
+        STAGING_FAILED.
+
+        A group is kept after its update. If the request names the group that the server has kept, the update uses it again:
+        the server goes from READY to RECEIVING by itself.
         """
 
     @_abc_1.abstractmethod
@@ -92,10 +98,8 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         """Joins the transport group of an announced update, and leaves the update's former group if it had one. The trainer is
         rank 0 of the group. It calls all servers of the group at once, in two steps. PREPARE returns what the trainer needs
         to reach the server, its answer. From all answers the trainer makes an offer to each server, and sends it with
-        CONNECT, which returns when the server is connected.
-
-        A group is kept after its update. If the next update has the same members, one call with RESUME uses it again.
-        Each step is idempotent, and a no-op once the update is staged: a new group has only the servers that lack buckets.
+        CONNECT, which returns when the server is connected. Each step is idempotent, and a no-op once the update is staged: a
+        new group has only the servers that lack buckets.
         """
 
     @_abc_1.abstractmethod

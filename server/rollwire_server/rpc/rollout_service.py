@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import rollwire_transport as transport
 from rollwire.conversion import (
     LOGPROB_BASIS_TO_PROTO,
     SERVER_STATE_TO_PROTO,
@@ -68,10 +67,6 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     _authorizer: TokenAuthorizer
     _max_streams: int  # of one client
     _streams: Counter[str] = field(default_factory=Counter)  # by client address
-
-    def __post_init__(self) -> None:
-        backends = transport.available_backends(self._updates.listen)
-        self._transports = [name for name, backend in backends.items() if backend.ok]
 
     async def Generate(  # type: ignore[override]  # noqa: N802  writes by itself
         self, request: rollout_pb2.GenerateRequest, context: Context
@@ -187,7 +182,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             state=SERVER_STATE_TO_PROTO[self._state.current],
             software_version=__version__,
             accepts_updates=not self._updates.frozen,
-            transports=self._transports,
+            transports=self._updates.transports,
         )
         for pause_id, left in self._state.pauses.items():
             pause = response.pauses.add(pause_id=pause_id)

@@ -45,7 +45,6 @@ STAGE_LEASE_SECONDS = 60.0
 JOIN_STEPS = {
     weights_pb2.JOIN_STEP_PREPARE: JoinStep.PREPARE,
     weights_pb2.JOIN_STEP_CONNECT: JoinStep.CONNECT,
-    weights_pb2.JOIN_STEP_RESUME: JoinStep.RESUME,
 }
 MAX_ANNOUNCEMENTS = 16  # UpdateWeights calls at once, each with its manifest in memory
 
@@ -74,6 +73,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         lease = read_duration(request, "stage_lease")
         publisher, update_id = _publisher(request.publisher), _update_id(request.update_id)
         version = _version(request)
+        check_id("kept_group.epoch", request.kept_group.epoch)
         self._updates.check_can_announce(publisher)
         check_manifest_size(request.manifest)
         if self._announcements >= MAX_ANNOUNCEMENTS:
@@ -83,6 +83,13 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
             )
         self._announcements += 1
         try:
+            await context.write(
+                weights_pb2.UpdateWeightsResponse(
+                    phase=weights_pb2.UPDATE_PHASE_ANNOUNCED,
+                    transport_protocol=PROTOCOL,
+                    transports=self._updates.transports,
+                )
+            )
             async with self._converting:
                 manifest = await asyncio.to_thread(manifest_from_proto, request.manifest)
             announcement = UpdateAnnouncement(
@@ -92,6 +99,8 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
                 allow_version_rollback=request.allow_version_rollback,
                 manifest=manifest,
                 stage_lease=STAGE_LEASE_SECONDS if lease is None else lease,
+                kept_epoch=request.kept_group.epoch,
+                kept_transfers=request.kept_group.transfers,
             )
             await self._announce(announcement, context)
         finally:
@@ -146,7 +155,6 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
                 host=request.host,
                 offer=request.offer,
                 first_bucket=request.first_bucket,
-                transfers=request.transfers,
             ),
             timeout=JOIN_SECONDS if left is None else min(left, JOIN_SECONDS),
         )

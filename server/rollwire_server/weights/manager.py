@@ -65,6 +65,8 @@ class UpdateManager:
         self._bucket_timeout = bucket_timeout
         self.frozen = frozen
         self.listen = listen
+        backends = transport.available_backends(listen)
+        self.transports = [name for name, backend in backends.items() if backend.ok]
         self.current: WeightUpdate | None = None
         self.publisher: PublisherId | None = None  # that announced last; lower terms are refused
         self.announced_version: int | None = None  # of the last update that had one
@@ -258,7 +260,7 @@ class UpdateManager:
                 update.release()
                 raise
             self.current = update
-            update.enter(UpdatePhase.READY)
+            update.begin()
             return update
 
     async def _stage(self, announcement: UpdateAnnouncement) -> WeightUpdate:

@@ -19,7 +19,6 @@ class JoinStep(enum.Enum):
 
     PREPARE = "prepare"
     CONNECT = "connect"
-    RESUME = "resume"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,6 @@ class JoinRequest:
     host: str = ""
     offer: bytes = b""
     first_bucket: int = 0
-    transfers: int = 0
 
 
 class KeptGroup:

@@ -55,6 +55,9 @@ class UpdateAnnouncement:
     allow_version_rollback: bool
     manifest: transport.Manifest
     stage_lease: float  # in seconds
+    # The group that the trainer has kept, if any, and how many updates that has moved.
+    kept_epoch: str = ""
+    kept_transfers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +175,15 @@ class WeightUpdate:
             next_bucket=self.receiver.next_bucket,
         )
 
+    def begin(self) -> None:
+        """READY; and RECEIVING at once if trainer and server have kept the same group."""
+        self.enter(UpdatePhase.READY)
+        epoch, transfers = self.announcement.kept_epoch, self.announcement.kept_transfers
+        if (link := self._group.take(epoch, transfers)) is not None:
+            self._epoch, self._link = epoch, link
+            self._forwarded_bytes -= link.forwarded_bytes
+            self._begin_receiving(link, 0)
+
     def fail(self, failure: ServiceError) -> None:
         """Tells whoever waits for this update that it is discarded; the first failure counts."""
         self.end_lease()
@@ -221,10 +233,7 @@ class WeightUpdate:
                 f"a group that begins with bucket {request.first_bucket} leaves a gap: bucket "
                 f"{self.receiver.next_bucket} has not been received yet",
             )
-        if request.step is JoinStep.CONNECT:
-            await self._connect(request, timeout)
-        else:
-            self._resume(request)
+        await self._connect(request, timeout)
         return b""
 
     async def _prepare(self, request: JoinRequest) -> bytes:
@@ -313,21 +322,9 @@ class WeightUpdate:
             self._check_still_wanted(request)
             raise self._stalled(RuntimeError(f"{type(error).__name__}: {error}")) from error
         self._check_still_wanted(request)
-        self._begin(link, request.first_bucket)
+        self._begin_receiving(link, request.first_bucket)
 
-    def _resume(self, request: JoinRequest) -> None:
-        if self._epoch == request.epoch:
-            return
-        link = self._group.take(request.epoch, request.transfers)
-        if link is None:
-            raise ServiceError(
-                Reason.TRANSPORT_FAILED, "this server is not in that group any more: form a new one"
-            )
-        self._epoch, self._link, self._opening = request.epoch, link, None
-        self._forwarded_bytes -= link.forwarded_bytes
-        self._begin(link, request.first_bucket)
-
-    def _begin(self, link: transport.Link, first_bucket: int) -> None:
+    def _begin_receiving(self, link: transport.Link, first_bucket: int) -> None:
         self.enter(UpdatePhase.RECEIVING)
         self.receiving = self._tasks.create_task(
             self._receive(link, first_bucket), name=f"receive {self.announcement.update_id}"

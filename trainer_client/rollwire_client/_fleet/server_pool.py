@@ -20,6 +20,7 @@ from rollwire_client._fleet.policy import Policy
 from rollwire_client._fleet.rollout import Retries, Rollout
 from rollwire_client._fleet.router import LOG_INTERVAL, Router, WaitReason
 from rollwire_client._fleet.server_handle import ServerHandle, ServerStatus
+from rollwire_client._fleet.transport_group import GroupKeeper
 from rollwire_client._rpc.channel import Credentials, CredentialsError
 from rollwire_client._rpc.client import RolloutClient, Timeouts, checked_timeouts
 from rollwire_client._rpc.conversion import generate_request
@@ -150,6 +151,7 @@ class ServerPool:
         self._reported_duplicates: set[frozenset[str]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()  # of publishes
         self._own_tasks: set[asyncio.Task[Any]] = set()
+        self.groups = GroupKeeper(self.create_own_task)
         self._closed = True
         self.affinity = LoopAffinity("Fleet", bound=False)  # bound while it opens or is open
 

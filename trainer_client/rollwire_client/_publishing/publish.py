@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
@@ -40,11 +40,21 @@ if TYPE_CHECKING:
     from rollwire_client._fleet.server_pool import ServerPool
     from rollwire_client._publishing.sharded.coordination import Coordinator
     from rollwire_client._publishing.tensors import ChangeDetector, TensorSource
-    from rollwire_client._publishing.transport_group import GroupKeeper
 
 logger = logging.getLogger(__name__)
 
 _CHECK_SECONDS = 0.25  # between two checks for changes while tensors are sent
+
+
+@dataclass(eq=False)
+class PublishProgress:
+    """How far a publish is. Its handle has this, and nothing that holds memory."""
+
+    total_bytes: int
+    update_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    sent_bytes: int = 0
+    announced: asyncio.Event = field(default_factory=asyncio.Event)
+    released: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -63,21 +73,20 @@ class Publish:
     device: torch.device | None  # where they lie; None is the CPU
     allow_version_rollback: bool
     expected_digest: int | None  # other content is not committed
-    groups: GroupKeeper
     detector: ChangeDetector  # a change before the release ends the publish
     coordinator: Coordinator | None  # of other ranks, whose tensors must not change either
 
     def __post_init__(self) -> None:
-        self.update_id = uuid.uuid4().hex
-        self.total_bytes = sum(bucket.size for bucket in self.manifest.buckets)
-        self.sent_bytes = 0
-        self.announced = asyncio.Event()
-        self.released = asyncio.Event()
+        self.progress = PublishProgress(sum(bucket.size for bucket in self.manifest.buckets))
         self._checked_at = 0.0
         self._changes = Changes()
         self._targets = [
             PublishTarget(
-                server.client, self.publisher, self.update_id, self.timeouts, self._changes
+                server.client,
+                self.publisher,
+                self.progress.update_id,
+                self.timeouts,
+                self._changes,
             )
             for server in self.servers
         ]
@@ -86,26 +95,28 @@ class Publish:
         """Publishes what ``source`` gives, aliases left out. Servers that have not committed when
         this ends have discarded the update.
         """
-        # ``source`` is no field: the handle keeps this object, and must not keep the tensors.
         began = asyncio.get_running_loop().time()
         request = weights_pb2.UpdateWeightsRequest(
             publisher=self.publisher,
-            update_id=self.update_id,
+            update_id=self.progress.update_id,
             version=self.version,
             allow_version_rollback=self.allow_version_rollback,
             manifest=manifest_to_proto(self.manifest),
             stage_lease=duration_to_proto(self.timeouts.stage_lease),
         )
+        if (kept := self.pool.groups.group) is not None:
+            request.kept_group.epoch = kept.epoch
+            request.kept_group.transfers = kept.link.transfers
         staging = [
             asyncio.create_task(target.stage(request, self.pool.policy)) for target in self._targets
         ]
         try:
             with self.detector:
                 await self._wait_until_announced()
-                self.announced.set()
+                self.progress.announced.set()
                 digest = await self._transfer(source)
                 await self._check_content(digest)
-                self.released.set()
+                self.progress.released.set()
             await self._commit(digest)
             seconds = asyncio.get_running_loop().time() - began
         finally:
@@ -132,7 +143,7 @@ class Publish:
             device=self.device,
             backends=[self.backend] if self.backend else self._common_backends(),
             find_host=self._find_host,
-            groups=self.groups,
+            groups=self.pool.groups,
             changes=self._changes,
             timeouts=self.timeouts,
             progress=self._on_progress,
@@ -203,9 +214,9 @@ class Publish:
                 )
         return PublishReport(
             version=self.version,
-            update_id=self.update_id,
+            update_id=self.progress.update_id,
             digest=digest,
-            bytes=self.total_bytes,
+            bytes=self.progress.total_bytes,
             seconds=seconds,
             servers=tuple(_server_report(target) for target in self._targets),
         )
@@ -247,7 +258,7 @@ class Publish:
 
     def _on_progress(self, sent_bytes: int) -> None:
         """Called in the sender's thread; a change of the tensors ends the transfer early."""
-        self.sent_bytes = sent_bytes
+        self.progress.sent_bytes = sent_bytes
         if (now := time.monotonic()) - self._checked_at > _CHECK_SECONDS:
             self._checked_at = now
             self.detector.check()

@@ -74,9 +74,8 @@ class PublishTarget:
         self.received_bytes = 0
         self.digest = 0  # of what it received, once STAGED
         self.error: RollwireError | None = None
-        self.staging_seconds = 0.0  # from the announcement to STAGED
         self.transports: tuple[str, ...] = ()  # backends that it can use
-        self.server_id = ""
+        self.announced_at = 0.0
         self.reported_at = 0.0  # when its last report came
         # The rank that it waits for; once STALLED that it lost, or waited for in vain.
         self.peer: int | None = None
@@ -89,11 +88,16 @@ class PublishTarget:
         self._update_id = update_id
         self._timeouts = timeouts
         self._changes = changes
-        self._epoch = ""  # of the group that it was told to join last
+        self._epoch = ""  # of the group that it is in, or was told to join
 
     @property
     def staged(self) -> bool:
         return self.error is None and self.phase is UpdatePhase.STAGED
+
+    @property
+    def staging_seconds(self) -> float:
+        """From the announcement to its last report, which is that it has STAGED the update."""
+        return max(self.reported_at - self.announced_at, 0.0)
 
     def fail(self, error: RollwireError) -> None:
         """Leaves the server out of the publish; the first error counts."""
@@ -106,22 +110,10 @@ class PublishTarget:
 
         Cancelling it makes the server discard the update.
         """
-        clock = asyncio.get_running_loop().time
-        began = clock()
+        self.announced_at = time.monotonic()
         try:
-            info = await self._client.info()
-            self.transports, self.server_id = info.transports, info.server_id
-            if request.manifest.partial and not policy.accepts(info.weights):
-                raise PublishError(
-                    f"{self.address}: serves {version_text(info.weights.version)} and missed the "
-                    "last publish: a partial update would mix two policies, so it was not sent; "
-                    "call catch_up(), or publish all tensors",
-                    server=self.address,
-                )
-            if policy.missed_rollback(info.weights) and not request.allow_version_rollback:
-                announced, request = request, weights_pb2.UpdateWeightsRequest()
-                request.CopyFrom(announced)
-                request.allow_version_rollback = True
+            if request.manifest.partial or policy.rolled_back:
+                request = await self._as_it_needs(request, policy)
             try:
                 await self._follow_reports(request)
             except UpdateRefusedError as error:
@@ -133,14 +125,30 @@ class PublishTarget:
                 await self._follow_reports(request)
         except RollwireError as error:
             self.fail(error)
-        self.staging_seconds = clock() - began
+
+    async def _as_it_needs(
+        self, request: weights_pb2.UpdateWeightsRequest, policy: Policy
+    ) -> weights_pb2.UpdateWeightsRequest:
+        """The request for this server, which depends on what it serves."""
+        serves = (await self._client.info()).weights
+        if request.manifest.partial and not policy.accepts(serves):
+            raise PublishError(
+                f"{self.address}: serves {version_text(serves.version)} and missed the "
+                "last publish: a partial update would mix two policies, so it was not sent; "
+                "call catch_up(), or publish all tensors",
+                server=self.address,
+            )
+        if policy.missed_rollback(serves) and not request.allow_version_rollback:
+            announced, request = request, weights_pb2.UpdateWeightsRequest()
+            request.CopyFrom(announced)
+            request.allow_version_rollback = True
+        return request
 
     async def _follow_reports(self, request: weights_pb2.UpdateWeightsRequest) -> None:
         call = self._stub.UpdateWeights(request)
         try:
             while not self.staged and self.error is None:
-                announced = self.phase is UpdatePhase.ANNOUNCED
-                silence = self._timeouts.ready if announced else self._timeouts.silence
+                silence = self._longest_silence()
                 async with Timeout(silence):
                     report = await call.read()
                 if not isinstance(report, weights_pb2.UpdateWeightsResponse):
@@ -156,6 +164,8 @@ class PublishTarget:
                         server=self.address,
                     )
                 self._apply(report)
+            if self.staged:
+                await call.code()  # the server ends it, which costs less than to cancel it
         except TimeoutError as error:
             raise ServerUnreachableError(
                 f"{self.address}: silent for {silence:g} s while the update was {self.phase.value}",
@@ -166,8 +176,17 @@ class PublishTarget:
         finally:
             call.cancel()
 
+    def _longest_silence(self) -> float:
+        if not self.reported_at:
+            return self._timeouts.call
+        announced = self.phase is UpdatePhase.ANNOUNCED
+        return self._timeouts.ready if announced else self._timeouts.silence
+
     def _apply(self, report: weights_pb2.UpdateWeightsResponse) -> None:
         phase = UPDATE_PHASE_FROM_PROTO.get(report.phase, self.phase)
+        if self.phase is UpdatePhase.ANNOUNCED:
+            self.transports = self.transports or tuple(report.transports)
+            self._epoch = report.epoch  # of the last update's group, if the server uses it again
         # On a busy event loop, a report of the former group may be read late.
         if phase is not UpdatePhase.STALLED or report.epoch == self._epoch:
             self.phase = phase
@@ -178,6 +197,10 @@ class PublishTarget:
         self.received_bytes = report.received_bytes
         self.digest = report.digest
         self._changes.notify()
+
+    def resumed(self, epoch: str) -> bool:
+        """Whether it receives in the group of the last update."""
+        return self.phase is UpdatePhase.RECEIVING and self._epoch == epoch
 
     def leave_group(self) -> None:
         """Takes it that its former group is over: reports on that are ignored from now on."""

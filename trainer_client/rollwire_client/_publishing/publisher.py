@@ -34,10 +34,9 @@ if TYPE_CHECKING:
 
     from rollwire_client._fleet.fleet import Fleet
     from rollwire_client._fleet.server_handle import ServerHandle
-    from rollwire_client._publishing.publish import Publish
+    from rollwire_client._publishing.publish import PublishProgress
     from rollwire_client._publishing.sharded.coordination import Coordinator
     from rollwire_client._publishing.tensors import TensorSource
-    from rollwire_client._publishing.transport_group import GroupKeeper
 
 
 class PublishHandle:
@@ -49,18 +48,20 @@ class PublishHandle:
         total_bytes: Bytes that each server gets.
     """
 
-    def __init__(self, publish: Publish, task: asyncio.Task[PublishReport]) -> None:
-        self.version = publish.version
-        self.update_id = publish.update_id
-        self.total_bytes = publish.total_bytes
-        self._publish = publish
+    def __init__(
+        self, version: int | None, progress: PublishProgress, task: asyncio.Task[PublishReport]
+    ) -> None:
+        self.version = version
+        self.update_id = progress.update_id
+        self.total_bytes = progress.total_bytes
+        self._progress = progress
         self._task = task
         self._affinity = LoopAffinity("publish")
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that every server has received."""
-        return self._publish.sent_bytes
+        return self._progress.sent_bytes
 
     @property
     def done(self) -> bool:
@@ -73,7 +74,7 @@ class PublishHandle:
 
         Raises what ``committed`` raises.
         """
-        return self._reach(self._publish.announced)
+        return self._reach(self._progress.announced)
 
     @property
     def released(self) -> Awaitable[None]:
@@ -81,7 +82,7 @@ class PublishHandle:
 
         Raises what ``committed`` raises.
         """
-        return self._reach(self._publish.released)
+        return self._reach(self._progress.released)
 
     @property
     def committed(self) -> Awaitable[PublishReport]:
@@ -175,7 +176,6 @@ class Publisher:
         self._bucket_bytes = None if bucket_bytes is None else _check_bucket_bytes(bucket_bytes)
         self._timeouts = timeouts or PublishTimeouts()
         self._schema: tuple[TensorSpec, ...] | None = None
-        self._groups: GroupKeeper | None = None
         self._starting = False
         self._handle: PublishHandle | None = None
 
@@ -375,7 +375,6 @@ class Publisher:
         from rollwire_client._publishing.publish import Publish
         from rollwire_client._publishing.schema import match_schema
         from rollwire_client._publishing.tensors import ChangeDetector, device_of
-        from rollwire_client._publishing.transport_group import GroupKeeper
 
         detector = ChangeDetector()
         kv_policy = self._kv_policy if kv_policy is None else _check_kv_policy(kv_policy)
@@ -390,11 +389,8 @@ class Publisher:
             manifest = transport.plan(specs, bucket_bytes=self._bucket_bytes, partial=partial)
         except transport.ManifestError as error:
             raise SchemaMismatchError(f"the tensors cannot be sent: {error}") from error
-        if self._groups is None:
-            self._groups = GroupKeeper(self._pool)
         publish = Publish(
             pool=self._pool,
-            groups=self._groups,
             servers=servers,
             publisher=weights_pb2.Publisher(id=self.id, term=self.term),
             backend=self._backend,
@@ -411,8 +407,9 @@ class Publisher:
         )
         work = publish.run(source)
         if coordinator is not None:
-            work = coordinator.run(work, publish.released)
-        self._handle = PublishHandle(publish, self._pool.create_task(work))
+            work = coordinator.run(work, publish.progress.released)
+        task = self._pool.create_task(work)
+        self._handle = PublishHandle(version, publish.progress, task)
         return self._handle
 
 

@@ -42,9 +42,12 @@ def check_tensors(tensors: Mapping[str, Tensor] | TensorSource) -> None:
 
 
 def device_of(tensors: Mapping[str, Tensor] | TensorSource) -> torch.device | None:
-    """Where tensors lie; for a callable, the CUDA device that this thread uses is assumed."""
+    """Where tensors lie, None on the CPU; for a callable, the CUDA device that this thread uses is
+    assumed.
+    """
     if not callable(tensors):
-        return next((tensor.device for tensor in tensors.values()), None)
+        first = next(iter(tensors.values()), None)
+        return None if first is None or first.is_cpu else first.device
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return torch.device("cuda", torch.cuda.current_device())

@@ -27,9 +27,9 @@ from rollwire_client._errors import (
     SourceError,
     TransferError,
 )
-from rollwire_client._publishing.transport_group import (
+from rollwire_client._fleet.transport_group import TransportGroup
+from rollwire_client._publishing.group_failure import (
     GroupError,
-    TransportGroup,
     explain_failure,
     one_failed,
     unstaged,
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     import torch
 
     from rollwire_client._data import PublishTimeouts
+    from rollwire_client._fleet.transport_group import GroupKeeper
     from rollwire_client._publishing.publish_target import Changes, PublishTarget
     from rollwire_client._publishing.tensors import TensorSource
-    from rollwire_client._publishing.transport_group import GroupKeeper
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class WeightTransfer:
         backends: Of the transport. The first is used, and the next where members share a GPU and it
             does not allow that.
         find_host: Finds the address under which the servers reach this machine.
-        groups: Has the group of the last update.
+        groups: May have the group of the last update.
         changes: Of the servers.
         timeouts: How long to wait.
         progress: Called with the bytes that were sent, from another thread; an exception that it
@@ -139,13 +139,16 @@ class WeightTransfer:
         Raises:
             GroupError: Not all of them have everything.
         """
-        for target in targets:
-            target.leave_group()
         try:
-            formed = await self._unless_one_fails(targets, self._form(targets))
-            if formed is None:
-                return
-            group, first_bucket = formed
+            if (group := self._resume(targets)) is not None:
+                first_bucket = 0
+            else:
+                for target in targets:
+                    target.leave_group()
+                formed = await self._unless_one_fails(targets, self._form(targets))
+                if formed is None:
+                    return
+                group, first_bucket = formed
             await self._unless_one_fails(targets, self._send(group.link, first_bucket), group.link)
             await self._wait_staged(targets)
             if all(target.staged for target in targets):
@@ -194,15 +197,28 @@ class WeightTransfer:
         finally:
             await cancel_all([dying])
 
+    def _resume(self, targets: list[PublishTarget]) -> TransportGroup | None:
+        """The group of the last update, if its members are these servers, and all of them use it
+        again; orders them by their ranks.
+        """
+        if (kept := self._groups.take()) is None:
+            return None
+        self._link = kept.link
+        resumed = {t.address: t for t in targets if t.resumed(kept.epoch)}
+        if (
+            len(resumed) == len(targets)
+            and resumed.keys() == set(kept.members)
+            and kept.backend in self._backends
+            and kept.device == self._device
+        ):
+            targets[:] = [resumed[address] for address in kept.members]
+            return kept
+        logger.info("the transport group of the last update is not used again")
+        self._close_link()
+        return None
+
     async def _form(self, targets: list[PublishTarget]) -> tuple[TransportGroup, int] | None:
         """A group of these servers, and the first bucket to send; None if one is staged already."""
-        if (kept := self._groups.take()) is not None:
-            self._link = kept.link
-            if await self._resume(kept, targets):
-                return kept, 0
-            for target in targets:
-                target.leave_group()
-            self._close_link()
         host = await self._find_host()
         epoch = secrets.token_hex(16)
         backend = self._backends[0]
@@ -255,35 +271,8 @@ class WeightTransfer:
             requests[target].first_bucket = first_bucket
         connecting = run_in_thread(lambda: link.connect(self._timeouts.join))
         await self._join_all(requests, connecting)
-        members = tuple((target.address, target.server_id) for target in targets)
+        members = tuple(target.address for target in targets)
         return TransportGroup(epoch, backend, self._device, link, members), first_bucket
-
-    async def _resume(self, group: TransportGroup, targets: list[PublishTarget]) -> bool:
-        """Whether the group of the last update can be used again: by all its members."""
-        by_member = {(target.address, target.server_id): target for target in targets}
-        if (
-            by_member.keys() != set(group.members)
-            or group.backend not in self._backends
-            or group.device != self._device
-            or any(target.next_bucket for target in targets)
-        ):
-            return False
-        targets[:] = [by_member[member] for member in group.members]
-        requests = {
-            target: weights_pb2.JoinTransportRequest(
-                step=weights_pb2.JOIN_STEP_RESUME,
-                epoch=group.epoch,
-                ranks=[rank],
-                transfers=group.link.transfers,
-            )
-            for rank, target in enumerate(targets, start=1)
-        }
-        try:
-            await self._join_all(requests)
-        except GroupError as refusal:
-            logger.info("the transport group of the last update is not used again: %s", refusal)
-            return False
-        return True
 
     async def _join_all(
         self,

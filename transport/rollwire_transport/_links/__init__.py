@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 # Of what members exchange: offers, answers, headers, tags. Members of one group have the same.
-PROTOCOL = 3
+PROTOCOL = 4
 
 _CPU = torch.device("cpu")
 _ANYWHERE = ListenOptions()

@@ -1,85 +1,21 @@
-"""Transport groups: the one that is kept for the next update, and why one failed."""
+"""Why a transport group failed, and because of whom."""
 
 from __future__ import annotations
 
-import asyncio
-import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
 from rollwire.deadlines import elapsed
 from rollwire.types import UpdatePhase
 
-from rollwire_client._concurrency import run_in_thread
-from rollwire_client._errors import ClosedError, RollwireError, TransferError
+from rollwire_client._errors import RollwireError, TransferError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
-
-    from rollwire_client._fleet.server_pool import ServerPool
     from rollwire_client._publishing.publish_target import PublishTarget
 
-_KEEP_SECONDS = 180.0  # an idle group; a firewall may forget its connections
 _SILENT_SECONDS = 1.0  # without a report, of which there are four a second
-
-
-@dataclass(frozen=True, slots=True)
-class TransportGroup:
-    """A transport group: this end's link, and the address and id of each receiver."""
-
-    epoch: str
-    backend: str
-    device: torch.device | None
-    link: transport.Link
-    members: tuple[tuple[str, str], ...]
-
-
-class GroupKeeper:
-    """Keeps the transport group of a publisher's last update for the next one, for a while.
-
-    One group of each fleet is kept, since the servers keep only their last one.
-    """
-
-    _last: ClassVar[WeakKeyDictionary[ServerPool, weakref.ref[GroupKeeper]]] = WeakKeyDictionary()
-
-    def __init__(self, pool: ServerPool) -> None:
-        self._pool = pool
-        self._group: TransportGroup | None = None
-        self._expiring: asyncio.Task[None] | None = None
-
-    def take(self) -> TransportGroup | None:
-        """The group, whose user keeps it again or closes it."""
-        group, self._group = self._group, None
-        if self._expiring is not None:
-            self._expiring.cancel()
-        return group
-
-    def keep(self, group: TransportGroup) -> None:
-        last = self._last.get(self._pool, lambda: None)()
-        if last is not None:
-            last.close()
-        self._last[self._pool] = weakref.ref(self)
-        self._group = group
-        try:
-            self._expiring = self._pool.create_own_task(self._expire(group))
-        except ClosedError:
-            self.close()
-
-    def close(self) -> None:
-        if (group := self.take()) is not None:
-            run_in_thread(group.link.close)
-
-    async def _expire(self, group: TransportGroup) -> None:
-        try:
-            await asyncio.sleep(_KEEP_SECONDS)
-        finally:
-            if self._group is group:  # also when the fleet closes
-                self._group = None
-                await run_in_thread(group.link.close)
 
 
 class GroupError(Exception):
