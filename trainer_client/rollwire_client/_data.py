@@ -22,7 +22,7 @@ class Sampling:
     Attributes:
         temperature: 0 is greedy.
         top_p: Keeps the likeliest tokens whose probabilities add up to this; 1.0 keeps all.
-        top_k: Keeps this many of the likeliest tokens; 0 keeps all.
+        top_k: Keeps this many of the likeliest tokens; 0 or -1 keeps all.
         min_p: Keeps tokens at least this likely, relative to the likeliest; 0.0 keeps all.
         max_new_tokens: Most output tokens, counted from the end of the prompt, however often the
             sequence is resumed. None, or more than the context has room for: all of this room. The

@@ -163,6 +163,7 @@ class SyncFleet(_Facade[Fleet]):
 
     policy: Final[WeightTag | None] = _attribute("policy", "See ``Fleet.policy``.")
     generate = _blocking(Fleet.generate)
+    generate_many = _blocking(Fleet.generate_many)
     stream = _iterating(Fleet.stream)
     info = _blocking(Fleet.info)
     newest_version = _blocking(Fleet.newest_version)

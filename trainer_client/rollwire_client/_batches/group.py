@@ -19,7 +19,6 @@ from rollwire_client._errors import (
     CallbackError,
     ClosedError,
     InvalidRequestError,
-    QueueFullError,
     RefusedError,
     RolloutFailedError,
     RollwireError,
@@ -27,6 +26,7 @@ from rollwire_client._errors import (
     TimedOutError,
     WeightVersionError,
 )
+from rollwire_client._fleet.rollout import QUEUE_FULL_DELAY, queue_was_full
 from rollwire_client._rpc.conversion import checked_token_ids
 from rollwire_client._trajectory import TrajectoryBuilder
 
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_QUEUE_FULL_DELAY = 0.1  # seconds between two rollouts, in case ``Retries.seconds`` is near zero
 _EVALUATED_AT_ONCE = 1024  # sequences
 _FAILURES_AT_FIRST = 8  # of the caller's function, before any evaluated group is complete
 _NEVER_REFILLED = (RefusedError, TimedOutError, ClosedError)
@@ -142,8 +141,8 @@ class GroupSampler:
             except _NEVER_REFILLED:
                 raise
             except RollwireError as error:
-                if _queue_was_full(error):  # servers are busy or paused: not this sample's failure
-                    await asyncio.sleep(_QUEUE_FULL_DELAY)
+                if queue_was_full(error):  # servers are busy or paused: not this sample's failure
+                    await asyncio.sleep(QUEUE_FULL_DELAY)
                     continue
                 server_failed = _server_failed(error)
                 progressed = len(sample.output.token_ids) > tokens and not server_failed
@@ -240,11 +239,6 @@ def _server_failed(error: RollwireError) -> bool:
     if isinstance(error, RolloutFailedError):
         return error.of_servers
     return isinstance(error, ServerFailedError)
-
-
-def _queue_was_full(error: RollwireError) -> bool:
-    causes = error.causes if isinstance(error, RolloutFailedError) else ()
-    return bool(causes) and isinstance(causes[-1], QueueFullError)
 
 
 def _ended_by_others(trajectory: Trajectory) -> RolloutFailedError:

@@ -44,7 +44,7 @@ async def generate(
         typer.Option(help="Sample from the likeliest tokens whose probabilities add up to this."),
     ] = 1.0,
     top_k: Annotated[
-        int, typer.Option(min=0, help="Sample from the k likeliest tokens; 0: all.")
+        int, typer.Option(min=-1, help="Sample from the k likeliest tokens; 0 or -1: all.")
     ] = 0,
     min_p: Annotated[
         float,

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Self, Unpack
 
 from rollwire_client._data import ServerInfo
 from rollwire_client._errors import RollwireError, UnavailableError
+from rollwire_client._fleet.many import generate_many
 from rollwire_client._fleet.server_pool import ServerPool
 from rollwire_client._fleet.session import Session
 from rollwire_client._rpc.conversion import DEFAULT_SAMPLING, RolloutOptions, checked_token_ids
 from rollwire_client._trajectory import TrajectoryBuilder
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Iterable, Sequence
 
     from rollwire.types import WeightTag
 
@@ -125,6 +126,38 @@ class Fleet:
         rollout = self._rollout(prompt_ids, sampling, options)
         await rollout.run()
         return rollout.output.trajectory()
+
+    async def generate_many(
+        self,
+        prompts: Iterable[Sequence[int]],
+        sampling: Sampling = DEFAULT_SAMPLING,
+        *,
+        n: int = 1,
+        **options: Unpack[RolloutOptions],
+    ) -> list[list[Trajectory]]:
+        """Samples ``n`` sequences of each prompt, all at once; see ``stream``.
+
+        The samples of a prompt go to the same server, where they share its prefix, unless that
+        server is clearly busier than the others. Sequences that find all queues full wait, however
+        long that takes. Nothing is sampled if one of the prompts is not valid. An error of one
+        sequence ends the others.
+
+        Args:
+            prompts: Token ids of each prompt, as for ``stream``; also an array or tensor with a
+                prompt in each row.
+            sampling: How to sample. With a seed, sample i of prompt p is sampled with
+                ``seed + p * n + i``.
+            n: Number of samples of each prompt.
+            **options: The options of ``RolloutOptions``, except ``request_id`` and ``session_id``.
+
+        Returns:
+            For each prompt, in their order, its ``n`` trajectories.
+
+        Raises:
+            RollwireError: The first error of a sequence; a note says of which.
+            TypeError, ValueError: ``n`` is not a positive integer, or an option is not allowed.
+        """
+        return await generate_many(self._pool, prompts, sampling, n, options)
 
     def session(self, prompt_ids: Sequence[int] = ()) -> Session:
         """A conversation that begins with these tokens; see ``Session``.

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Seconds between two rollouts for which no queue has room, in case ``Retries.seconds`` is near zero.
+QUEUE_FULL_DELAY = 0.1
 _WEIGHTS_POLL = 0.5  # seconds between two looks whether weights that are waited for will still come
 
 
@@ -351,3 +353,9 @@ class Rollout:
 
 def _is_below(server: ServerHandle, bound: int | None) -> bool:
     return bound is not None and (server.version is None or server.version < bound)
+
+
+def queue_was_full(error: RollwireError) -> bool:
+    """Whether a rollout was given up only because servers are busy or paused."""
+    causes = error.causes if isinstance(error, RolloutFailedError) else ()
+    return bool(causes) and isinstance(causes[-1], QueueFullError)

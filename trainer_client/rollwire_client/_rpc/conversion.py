@@ -119,7 +119,10 @@ def sampling_to_proto(sampling: Sampling) -> rollout_pb2.SamplingParams:
     made = rollout_pb2.SamplingParams()
     for field in _SAMPLING_FIELDS:
         fill = set_repeated if field == "stop_token_ids" else set_field
-        fill(made, field, getattr(sampling, field), prefix="sampling.")
+        value = getattr(sampling, field)
+        if field == "top_k" and value == -1:  # as vLLM and SGLang say it
+            value = 0
+        fill(made, field, value, prefix="sampling.")
     return made
 
 
@@ -195,6 +198,11 @@ def _check_names(options: RolloutOptions) -> None:
     for name in options:
         if name in _SAMPLING_FIELDS:
             raise TypeError(f"{name} is a sampling parameter: use Sampling({name}=…)")
+        if name == "n":
+            raise TypeError(
+                "generate and stream sample one sequence: for several of each prompt use "
+                "Fleet.generate_many(prompts, sampling, n=…)"
+            )
         if name not in _OPTIONS:
             raise TypeError(
                 f"a rollout has no option {name}; its options are {', '.join(sorted(_OPTIONS))}, "
