@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rollwire_transport import (
     ManifestError,
     Receiver,
@@ -83,12 +85,16 @@ def test_the_source_is_consumed_as_far_as_needed_one_tensor_at_a_time() -> None:
 WRONG: dict[str, tuple[Callable[[], list[Any]], str]] = {
     "another name": (
         lambda: [("x", torch.zeros(64, dtype=torch.uint8))],
-        r"tensor 0 is a uint8 \[64\] in the manifest, the source gave x",
+        "the source gave x, which is not in the manifest",
     ),
     "another dtype": (lambda: [("a", torch.zeros(64, dtype=torch.int8))], r"gave a int8 \[64\]"),
     "another shape": (
         lambda: [("a", torch.zeros(8, 8, dtype=torch.uint8))],
         r"gave a uint8 \[8, 8\]",
+    ),
+    "a tensor twice": (
+        lambda: [("b", torch.zeros(64, dtype=torch.uint8))] * 2,
+        "the source gave b twice",
     ),
     "too few": (list, "the source ended before it"),
     "no pair": (lambda: [("a",)], "the source gave a tuple, not a name and a tensor"),
@@ -106,12 +112,89 @@ WRONG: dict[str, tuple[Callable[[], list[Any]], str]] = {
 def test_a_source_that_gives_something_else_sends_none_of_it(
     source: Callable[[], list[Any]], problem: str
 ) -> None:
-    manifest = plan([TensorSpec("a", "uint8", (64,))])
+    manifest = plan([TensorSpec("a", "uint8", (64,)), TensorSpec("b", "uint8", (64,))])
     link = MemoryLink()
     with pytest.raises(ManifestError, match=problem):
         Sender(manifest).send(link, source, bucket_timeout=1)
     assert not link.messages
     assert link.aborted
+
+
+@settings(deadline=None, max_examples=50)
+@given(order=st.permutations(range(6)), first_bucket=st.integers(0, 4), data=st.data())
+def test_any_order_is_taken_and_memory_that_is_used_again_is_copied_in_time(
+    order: list[int], first_bucket: int, data: st.DataObject
+) -> None:
+    sizes = [64, 0, 192, 64, 320, 64]
+    tensors = {f"t{i}": random_tensor(torch.uint8, (s,), i) for i, s in enumerate(sizes)}
+    manifest = plan(describe_all(tensors), bucket_bytes=128)
+    ended: list[bool] = []
+    buffer = torch.empty(max(sizes), dtype=torch.uint8)
+
+    def source() -> Iterator[tuple[str, Tensor | Callable[[], Tensor]]]:
+        for i in order:
+            given = buffer[: sizes[i]]
+            given.copy_(tensors[f"t{i}"])
+            yield f"t{i}", (lambda g=given: g) if data.draw(st.booleans()) else given
+        ended.append(True)
+
+    link, sender = MemoryLink(), Sender(manifest)
+    sender.send(link, source, first_bucket=first_bucket, bucket_timeout=1)
+    whole = MemoryLink()
+    send(manifest, tensors, whole)
+    want = [content(payload) for _, payload in whole.messages][first_bucket:]
+    assert [content(payload) for _, payload in link.messages] == want
+    assert ended == [True]
+
+
+@pytest.mark.parametrize(
+    ("rest", "problem"),
+    [
+        ([("x", torch.zeros(4))], "the source gave x, which is not in the manifest"),
+        ([("a", torch.zeros(4))], "the source gave a twice"),
+        ([], r"tensor 2 \(empty\): the source ended before it"),
+    ],
+)
+def test_what_is_too_much_or_too_little_is_noticed_at_the_end(
+    rest: list[tuple[str, Tensor]], problem: str
+) -> None:
+    tensors = {"a": torch.zeros(64), "b": torch.zeros(64), "empty": torch.zeros(0)}
+    manifest = plan(describe_all(tensors))
+    link = MemoryLink()
+    source = [("b", tensors["b"]), ("a", tensors["a"]), *rest]
+    with pytest.raises(ManifestError, match=problem):
+        Sender(manifest).send(link, lambda: source, bucket_timeout=1)
+    assert link.aborted
+
+
+def test_an_error_at_the_end_of_a_source_is_told() -> None:
+    tensors = some_weights()
+    manifest = plan(describe_all(tensors), bucket_bytes=64)
+    sender, asked = Sender(manifest), []
+
+    def source() -> Iterator[tuple[str, Tensor]]:
+        yield from tensors.items()
+        asked.append(sender.packing.tensor if sender.packing else None)
+        raise ZeroDivisionError("as scripted")
+
+    with pytest.raises(TensorSourceError, match=r"asked for its end: as scripted"):
+        sender.send(MemoryLink(), source, bucket_timeout=1)
+    assert asked == [""]
+
+
+def test_a_tensor_before_its_turn_begins_the_source_s_time_anew() -> None:
+    tensors = {f"t{i}": random_tensor(torch.uint8, (64,), i) for i in range(3)}
+    sender = Sender(plan(describe_all(tensors)))
+    begun: list[float] = []
+
+    def source() -> Iterator[tuple[str, Tensor]]:
+        for name in ("t2", "t0", "t1"):
+            assert sender.packing is not None
+            begun.append(sender.packing.started_at)
+            yield name, tensors[name]
+
+    sender.send(MemoryLink(), source, bucket_timeout=1)
+    assert begun[0] < begun[1] == begun[2]
 
 
 def test_a_dtensor_is_gathered_if_it_is_needed(

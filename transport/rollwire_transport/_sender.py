@@ -55,68 +55,115 @@ def close_source(items: object) -> None:
 class SourceReader:
     """Reads a source along with the manifest and packs its tensors into buckets.
 
-    ``on_request`` is called with a tensor's name before the source is asked for it.
+    A tensor that the source gives before its turn is gathered at once and copied to host memory:
+    its own memory may be reused as soon as the source goes on. ``on_request`` is called with a
+    tensor's name before the source is asked for it, and with True if another has come instead.
     """
 
     def __init__(
         self,
         manifest: Manifest,
         source: Source,
-        on_request: Callable[[str], None],
+        first_bucket: int,
+        on_request: Callable[[str, bool], None],
         stop: threading.Event,
     ) -> None:
         self._specs = manifest.tensors
+        sent = [i for i, spec in enumerate(manifest.tensors) if spec.alias_of is None]
+        self._indices = {manifest.tensors[i].name: i for i in sent}
         self._aliases = {spec.name for spec in manifest.tensors if spec.alias_of is not None}
         self._source = source
         self._on_request = on_request
         self._stop = stop
         self._items: Iterator[tuple[str, Tensor | Callable[[], Tensor]]] | None = None
-        self._index = -1
-        self._given: Any = None  # whatever the source gave for that index
+        needed = manifest.buckets[first_bucket:]
+        self._first = needed[0].spans[0].tensor if needed else len(self._specs)
+        self._index = self._first - 1
+        self._seen: set[str] = set()  # what the source gave
+        self._held: dict[int, Tensor] = {}  # by index: what came before its turn
+        self._given: Any = None  # whatever the source gave for the present index
         self._tensor: Tensor | None = None
 
     def pack(self, bucket: Bucket, payload: Tensor) -> None:
         for span in bucket.spans:
             while self._index < span.tensor:
-                self._advance()
+                self._advance(span.tensor)
             if self._tensor is None:
-                self._tensor = self._read_tensor()
+                self._tensor = self._read_tensor(span.tensor)
             self._copy(span, payload[span.bucket_offset : span.bucket_offset + span.length])
+
+    def finish(self) -> None:
+        """Runs the source to its end, once all buckets are packed: it may have something to do
+        there, and it may have given too much or too little.
+        """
+        self._given = self._tensor = None
+        while (name := self._take("its end")) is not None:
+            self._given = None  # empty, as all others have had their turn
+            self._check_known(name)
+        if missing := [name for name in self._indices if name not in self._seen]:
+            raise self._ended_before(missing[0])
 
     def close(self) -> None:
         self._given = self._tensor = None
+        self._held.clear()
         items, self._items = self._items, None
         close_source(items)
 
-    def _advance(self) -> None:
+    def _advance(self, index: int) -> None:
         self._given = self._tensor = None  # freed before the next one is asked for
-        self._index += 1
-        spec = self._specs[self._index]
-        self._check_stop()
-        self._on_request(spec.name)
+        self._index = index
+        if index in self._held:
+            self._given = self._held.pop(index)
+            return
+        spec = self._specs[index]
+        self._on_request(spec.name, False)
         while True:
-            with _source_errors(spec.name):
+            if (name := self._take(spec.name)) is None:
+                raise self._ended_before(spec.name)
+            if (came := self._check_known(name)) == index:
+                return
+            self._hold(came)
+            self._on_request(spec.name, True)
+
+    def _take(self, wanted: str) -> str | None:
+        """The name of the source's next tensor, which is in ``_given``; None at its end."""
+        while True:
+            self._check_stop()
+            with _source_errors(wanted):
                 if self._items is None:
                     self._items = iter(self._source())
                 item = next(self._items, None)
             if item is None:
-                raise ManifestError(
-                    [f"tensor {self._index} ({spec.name}): the source ended before it"]
-                )
+                return None
             try:
                 name, self._given = item
             except (TypeError, ValueError) as error:
                 what = f"a {type(item).__name__}, not a name and a tensor"
-                raise self._unexpected(what) from error
+                raise ManifestError([f"the source gave {what}, when {wanted} was due"]) from error
             del item
             if name not in self._aliases:
-                break
-        if name != spec.name:
-            raise self._unexpected(name)
+                return str(name)
 
-    def _read_tensor(self) -> Tensor:
+    def _check_known(self, name: str) -> int:
+        """The tensor's index; ManifestError if the manifest has none, or it came before."""
+        if (index := self._indices.get(name)) is None:
+            raise ManifestError([f"the source gave {name}, which is not in the manifest"])
+        if name in self._seen:
+            raise ManifestError([f"the source gave {name} twice"])
+        self._seen.add(name)
+        return index
+
+    def _hold(self, index: int) -> None:
+        if index >= self._first and nbytes(self._specs[index]):
+            self._held[index] = self._read_tensor(index).to("cpu", copy=True)
+        self._given = None
+
+    def _ended_before(self, name: str) -> ManifestError:
+        return ManifestError([f"tensor {self._indices[name]} ({name}): the source ended before it"])
+
+    def _read_tensor(self, index: int) -> Tensor:
         self._check_stop()
-        spec, given = self._specs[self._index], self._given
+        spec, given = self._specs[index], self._given
         self._given = None
         with _source_errors(spec.name):
             tensor = materialize(given)
@@ -124,11 +171,12 @@ class SourceReader:
         try:
             found = describe(spec.name, tensor)
         except ValueError as error:
-            raise self._unexpected(f"what cannot be sent: {error}") from error
+            raise self._unexpected(spec, f"what cannot be sent: {error}") from error
         if found != spec:
-            raise self._unexpected(_summary(found))
+            raise self._unexpected(spec, _summary(found))
         if tensor.is_meta:
-            raise self._unexpected(f"{spec.name} on the meta device, which holds no data")
+            what = f"{spec.name} on the meta device, which holds no data"
+            raise self._unexpected(spec, what)
         if tensor.is_cuda:
             # It is dropped before the device has read it; its memory is kept until then.
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -138,10 +186,10 @@ class SourceReader:
         if self._stop.is_set():
             raise TransportError("this end stopped the transfer")
 
-    def _unexpected(self, given: str) -> ManifestError:
-        wanted = _summary(self._specs[self._index])
+    def _unexpected(self, spec: TensorSpec, given: str) -> ManifestError:
+        number, wanted = self._indices[spec.name], _summary(spec)
         return ManifestError(
-            [f"tensor {self._index} is {wanted} in the manifest, the source gave {given}"]
+            [f"tensor {number} is {wanted} in the manifest, the source gave {given}"]
         )
 
     def _copy(self, span: Span, target: Tensor) -> None:
@@ -178,8 +226,9 @@ class PackingStatus:
     """A bucket that is being packed.
 
     Attributes:
-        tensor: What the source was asked for last.
-        started_at: When packing the bucket began, by ``time.monotonic``.
+        tensor: What the source was asked for last; "": its end.
+        started_at: When packing the bucket began, or the source gave a tensor before its turn, by
+            ``time.monotonic``.
     """
 
     tensor: str
@@ -230,12 +279,13 @@ class Sender:
 
         Args:
             link: A connected link of rank 0.
-            source: Returns an iterable of (name, tensor) in the manifest's order; aliases may be
-                left out. It is advanced when a bucket needs the next tensor, and each tensor is
-                dropped before the next one is asked for. Any strides, any device. A DTensor is
-                gathered when it is needed, which all ranks of its mesh must do together. A function
-                in place of a tensor is called when the tensor is needed: not for those before
-                ``first_bucket``.
+            source: Returns an iterable of (name, tensor) of all tensors; aliases may be left out.
+                The manifest's order is the best: it is advanced when a bucket needs the next
+                tensor, and each tensor is dropped before the next one is asked for. A tensor that
+                comes before its turn is copied to host memory until then. Once all is packed the
+                source is run to its end. Any strides, any device. A DTensor is gathered when it is
+                needed, which all ranks of its mesh must do together. A function in place of a
+                tensor is called when the tensor is needed: not for those before ``first_bucket``.
             first_bucket: The lowest one that a receiver misses.
             bucket_timeout: Seconds that one bucket may take.
             progress: Called after each bucket with the bytes of the update that are sent, those
@@ -252,7 +302,8 @@ class Sender:
         buckets = self._manifest.buckets
         if not 0 <= first_bucket <= len(buckets):
             raise ValueError(f"first_bucket is {first_bucket}, there are {len(buckets)} buckets")
-        reader = SourceReader(self._manifest, source, self._on_request, stop or threading.Event())
+        stop = stop or threading.Event()
+        reader = SourceReader(self._manifest, source, first_bucket, self._on_request, stop)
         try:
             with fast_thread_switching(), link.stream_context():
                 self._send_buckets(
@@ -310,6 +361,10 @@ class Sender:
                 in_flight.append(packed)
                 packed.transfer = link.send(record[:HEADER_WORDS], payload)
                 self.packing = None
+            if first_bucket < len(buckets):
+                self.packing = PackingStatus("", time.monotonic())
+                reader.finish()
+                self.packing = None
             while in_flight:
                 complete_oldest()
         finally:
@@ -323,9 +378,10 @@ class Sender:
         self._update_digest.add_bucket(bucket.index, bucket.record.read()[HEADER_WORDS:])
         self.packing = None
 
-    def _on_request(self, tensor: str) -> None:
+    def _on_request(self, tensor: str, another_came: bool) -> None:  # noqa: FBT001 - of a callback
         if self.packing is not None:
-            self.packing = PackingStatus(tensor, self.packing.started_at)
+            started_at = time.monotonic() if another_came else self.packing.started_at
+            self.packing = PackingStatus(tensor, started_at)
 
 
 @dataclass(slots=True)
