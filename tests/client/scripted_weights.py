@@ -62,6 +62,7 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
         self.first_buckets: list[int] = []
         self.resumed = 0
         self.announced = 0
+        self.manifests: list[transport.Manifest] = []  # of the announced updates
         self.schema_calls = 0
         self.update: Update | None = None
         self.kept: tuple[str, transport.Link] | None = None  # the group of the last update
@@ -145,6 +146,7 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
             ),
             partial=request.manifest.partial,
         )
+        self.manifests.append(manifest)
         transport.compare(manifest, self.schema)
         tensors = {
             t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype))

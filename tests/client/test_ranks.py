@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import rollwire_client._publishing.sharded.ranks
+import torch
 import torch.distributed as dist
 from client.publishing import TIMEOUTS, holds, publishing
 from client.scripted import until
@@ -123,6 +124,39 @@ async def test_all_iterate_and_learn_of_the_release(
             assert [server.weights.version for server in servers] == [version] * 2
             assert all(holds(server) for server in servers)
             assert [source.taken for source in sources] == [NAMES] * 3
+
+
+@pytest.mark.parametrize("partial", [False, True])
+async def test_all_sources_are_run_to_their_ends_and_may_change_their_tensors_there(
+    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup, *, partial: bool
+) -> None:
+    ended: list[int] = []
+    names = NAMES[:0:-1] if partial else NAMES[::-1]
+
+    def source(rank: int) -> Iterator[tuple[str, Tensor]]:
+        tensors = policy()
+        for name in names:
+            yield name, (lambda name=name: tensors[name]) if name == names[-1] else tensors[name]
+        for tensor in tensors.values():
+            tensor.zero_()
+        ended.append(rank)
+
+    async with trainer(monkeypatch, group) as (servers, publisher, ranks):
+        for version in (1, 2):
+            handle, *others = await asyncio.gather(
+                *(
+                    one.publish(
+                        publisher, version, lambda rank=one.rank: source(rank), partial=partial
+                    )
+                    for one in ranks
+                )
+            )
+            assert others == [None, None]
+            assert (await handle.committed).failed == ()
+            for server in servers:
+                assert set(server.committed) == set(names)
+                assert all(torch.equal(server.committed[n], policy()[n]) for n in names)
+            assert sorted(ended) == sorted([0, 1, 2] * version)
 
 
 async def test_after_a_failure_all_iterate_again_and_functions_are_called_if_needed(

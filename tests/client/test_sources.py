@@ -9,16 +9,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from client.publishing import TIMEOUTS, holds, publish, publishing
 from client.scripted import until
 from client.scripted_weights import policy
 from rollwire.v1 import weights_pb2
-from rollwire_client import Publisher, SourceError
+from rollwire_client import Publisher, SchemaMismatchError, SourceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
+    from collections.abc import Iterator, Sequence
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, asyncio.CancelledError])
@@ -200,6 +199,150 @@ async def test_a_source_that_is_read_whole_is_closed_in_its_thread() -> None:
         assert holds(servers[0])
     assert source.closed_in is not None
     assert source.closed_in.name == "rollwire-blocking"
+
+
+class Adapted:
+    """A source that merges an adapter before its first tensor, and unmerges it at its end, whether
+    it comes there or is closed; each in place, as torch counts it.
+    """
+
+    def __init__(self, names: Sequence[str] = (), extra: Sequence[str] = ()) -> None:
+        self.tensors = {n: t.clone() for n, t in policy().items() if n != "head.weight"}
+        self.names = [*(names or self.tensors), *extra]
+        self.merged = 0
+        self.unmerged_in: list[threading.Thread] = []
+
+    def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        reading = threading.current_thread()
+        for tensor in self.tensors.values():
+            tensor *= 2  # exact, and so is its undoing
+        self.merged += 1
+        try:
+            for name in self.names:
+                own = "embed.weight" if name == "head.weight" else name  # they are tied
+                yield name, self.tensors.get(own, torch.zeros(3))
+        finally:
+            for tensor in self.tensors.values():
+                tensor /= 2
+            self.unmerged_in.append(threading.current_thread())
+            assert threading.current_thread() is reading
+
+
+BACKWARDS = ("layer.bias", "layer.weight", "embed.weight")
+
+
+@pytest.mark.parametrize("names", [(), BACKWARDS, ("head.weight", "layer.bias", "layer.weight")])
+async def test_a_source_is_run_to_its_end_whatever_its_order(names: Sequence[str]) -> None:
+    source = Adapted(names)
+    want = {name: 2 * tensor for name, tensor in policy().items() if name != "head.weight"}
+    async with publishing(2) as (servers, _, publisher):
+        for version in (1, 2):
+            report = await (await publisher.publish(version, source)).committed
+            assert not report.failed
+            assert source.merged == len(source.unmerged_in) == version
+            for server in servers:
+                assert server.committed.keys() == want.keys()
+                assert all(torch.equal(server.committed[n], want[n]) for n in want)
+
+
+async def test_an_update_is_laid_out_in_the_order_of_the_last_source() -> None:
+    async with publishing(1) as (servers, _, publisher):
+        laid_out = []
+        for version in (1, 2):
+            source = Adapted(BACKWARDS)
+            await (await publisher.publish(version, source)).committed
+            laid_out.append([spec.name for spec in servers[0].manifests[-1].tensors])
+    assert laid_out == [
+        ["embed.weight", "layer.weight", "layer.bias", "head.weight"],
+        [*BACKWARDS, "head.weight"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        (["v_head.summary.weight"], "a value or reward head is not part of the policy"),
+        (["layer.bias"], r"the source gave layer\.bias twice"),
+        (["base_model.model.layer.base_layer.weight"], "Merge the adapter first"),
+        (["layer.lora_A.default.weight"], "Merge the adapter first"),
+    ],
+)
+@pytest.mark.parametrize("partial", [False, True])
+async def test_what_is_too_much_is_refused_as_in_a_mapping(
+    extra: list[str], told: str, *, partial: bool
+) -> None:
+    source = Adapted(extra=extra)
+    async with publishing(1) as (servers, _, publisher):
+        with pytest.raises(SchemaMismatchError, match=told):
+            await (await publisher.publish(1, source, partial=partial)).committed
+        assert servers[0].commits == []
+        assert len(source.unmerged_in) == source.merged == 1
+        await publish(publisher)  # the next one is not hindered
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(8, 8), torch.zeros(8, dtype=torch.float16)])
+async def test_another_shape_or_dtype_is_refused_with_advice(wrong: torch.Tensor) -> None:
+    source = Adapted()
+    source.tensors["layer.bias"] = wrong
+    async with publishing(1) as (servers, _, publisher):
+        handle = await publisher.publish(1, source)
+        with pytest.raises(SchemaMismatchError, match=r"reshape it|cast before"):
+            await handle.committed
+        assert servers[0].commits == []
+
+
+async def test_a_callable_may_leave_tensors_out_too() -> None:
+    source = Adapted(["layer.bias"])
+    async with publishing(2) as (servers, _, publisher):
+        await publish(publisher)
+        report = await (await publisher.publish(2, source, partial=True)).committed
+        assert not report.failed
+        assert len(source.unmerged_in) == 1
+        for server in servers:
+            assert set(server.committed) == {"layer.bias"}  # of the update
+            assert torch.equal(server.committed["layer.bias"], 2 * policy()["layer.bias"])
+
+
+async def test_a_source_of_some_tensors_that_hangs_or_raises(hanging: Hanging) -> None:
+    def raises() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "layer.bias", policy()["layer.bias"]
+        raise ZeroDivisionError("as scripted")
+
+    async with publishing(1, IMPATIENT) as (servers, _, publisher):
+        with pytest.raises(SourceError, match="did not provide its next tensor within"):
+            await publisher.publish(1, hanging, partial=True)
+        with pytest.raises(SourceError, match="raised ZeroDivisionError: as scripted") as caught:
+            await publisher.publish(1, raises, partial=True)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        assert servers[0].announced == 0
+        await publish(publisher)  # the next one is not hindered
+
+
+async def test_a_cancelled_publish_waits_for_the_source_of_some_tensors(hanging: Hanging) -> None:
+    async with publishing(1) as (_, _, publisher):
+        publishing_ = asyncio.create_task(publisher.publish(1, hanging, partial=True))
+        await asyncio.to_thread(hanging.asked.wait, 60)
+        publishing_.cancel()
+        assert not (await asyncio.wait([publishing_], timeout=0.2))[0]  # the tensors are in use
+        hanging.let_go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await publishing_
+        assert hanging.taken == ["embed.weight"]
+
+
+async def test_a_source_that_hangs_at_its_end_ends_the_publish() -> None:
+    let_go = threading.Event()
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from Adapted()()
+        let_go.wait(60)
+
+    async with publishing(1, IMPATIENT) as (servers, _, publisher):
+        handle = await publisher.publish(1, source)
+        with pytest.raises(SourceError, match="did not provide its end within"):
+            await handle.committed
+        assert servers[0].commits == []
+        let_go.set()
 
 
 class Reading(Mapping[str, "torch.Tensor"]):

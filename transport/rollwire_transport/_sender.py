@@ -57,7 +57,7 @@ class SourceReader:
 
     A tensor that the source gives before its turn is gathered at once and copied to host memory:
     its own memory may be reused as soon as the source goes on. ``on_request`` is called with a
-    tensor's name before the source is asked for it, and with True if another has come instead.
+    tensor's name before the source is asked for it, and with ``another_came`` if one has.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class SourceReader:
         manifest: Manifest,
         source: Source,
         first_bucket: int,
-        on_request: Callable[[str, bool], None],
+        on_request: Callable[..., None],
         stop: threading.Event,
     ) -> None:
         self._specs = manifest.tensors
@@ -116,14 +116,14 @@ class SourceReader:
             self._given = self._held.pop(index)
             return
         spec = self._specs[index]
-        self._on_request(spec.name, False)
+        self._on_request(spec.name)
         while True:
             if (name := self._take(spec.name)) is None:
                 raise self._ended_before(spec.name)
             if (came := self._check_known(name)) == index:
                 return
             self._hold(came)
-            self._on_request(spec.name, True)
+            self._on_request(spec.name, another_came=True)
 
     def _take(self, wanted: str) -> str | None:
         """The name of the source's next tensor, which is in ``_given``; None at its end."""
@@ -378,7 +378,7 @@ class Sender:
         self._update_digest.add_bucket(bucket.index, bucket.record.read()[HEADER_WORDS:])
         self.packing = None
 
-    def _on_request(self, tensor: str, another_came: bool) -> None:  # noqa: FBT001 - of a callback
+    def _on_request(self, tensor: str, *, another_came: bool = False) -> None:
         if self.packing is not None:
             started_at = time.monotonic() if another_came else self.packing.started_at
             self.packing = PackingStatus(tensor, started_at)

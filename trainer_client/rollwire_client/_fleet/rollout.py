@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two rollouts for which no queue has room, in case ``Retries.seconds`` is near zero.
+# Seconds between two rollouts of a sequence that no queue has room for.
 QUEUE_FULL_DELAY = 0.1
 _WEIGHTS_POLL = 0.5  # seconds between two looks whether weights that are waited for will still come
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rollwire.types import KvPolicy
@@ -26,7 +27,7 @@ from rollwire_client._rpc.channel import unary
 from rollwire_client._rpc.conversion import schema_from_proto
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Iterator, Sequence
 
     import torch
     from rollwire_transport import TensorSpec
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from rollwire_client._fleet.server_handle import ServerHandle
     from rollwire_client._publishing.publish import PublishProgress
     from rollwire_client._publishing.sharded.coordination import Coordinator
+    from rollwire_client._publishing.source import GivenOrder
     from rollwire_client._publishing.tensors import TensorSource
 
 
@@ -176,6 +178,7 @@ class Publisher:
         self._bucket_bytes = None if bucket_bytes is None else _check_bucket_bytes(bucket_bytes)
         self._timeouts = timeouts or PublishTimeouts()
         self._schema: tuple[TensorSpec, ...] | None = None
+        self._order: GivenOrder | None = None
         self._starting = False
         self._handle: PublishHandle | None = None
 
@@ -243,15 +246,19 @@ class Publisher:
             tensors: The policy by name, as in a checkpoint. The tensors must not change until
                 ``handle.released``: an in-place change ends the publish, if torch counts it (it
                 does not count writes through ``tensor.data``, by CUDA graphs, or to tensors of
-                ``inference_mode``). Or a callable that returns a fresh iterator of (name, tensor)
-                in the order of ``schema()``, without aliases, so that a sharded trainer can gather
-                one tensor at a time. Instead of a tensor the iterator may yield a function, which
-                is called if the tensor is needed. It runs in a worker thread, once for each
-                transport group. If it hangs, the publish fails; its thread ends when it returns.
+                ``inference_mode``). Or a callable that returns a fresh iterator of (name, tensor),
+                so that a sharded trainer can gather one tensor at a time. Instead of a tensor the
+                iterator may yield a function, which is called if the tensor is needed. It runs in a
+                worker thread, once for each transport group: to its end, or it is closed there.
+                What it does to the tensors after the last one is not taken for a change, such as
+                unmerging an adapter. The order is free:
+                what comes before its turn is copied to host memory until then. The first publish
+                expects the order of ``schema()``, each later one the order of the last. If the
+                callable hangs, the publish fails; its thread ends when it returns.
             kv_policy: Replaces the publisher's.
             partial: Whether some tensors are left out; servers keep the old values of these. A
                 server that missed a publish gets no partial update, since it would mix two
-                policies.
+                policies. A callable is first read to its end into host memory.
             allow_version_rollback: Whether ``version`` may be below the servers' version, or equal
                 to it with other content. Servers that miss this update get the policy that was
                 published last by the next publish or ``catch_up``, without this argument.
@@ -374,17 +381,30 @@ class Publisher:
 
         from rollwire_client._publishing.publish import Publish
         from rollwire_client._publishing.schema import match_schema
-        from rollwire_client._publishing.tensors import ChangeDetector, device_of
+        from rollwire_client._publishing.source import CheckedSource, GivenOrder
+        from rollwire_client._publishing.tensors import ChangeDetector, check_tensors, device_of
 
         detector = ChangeDetector()
         kv_policy = self._kv_policy if kv_policy is None else _check_kv_policy(kv_policy)
-        specs, source = match_schema(
-            tensors,
-            await self.schema(),
-            partial=partial,
-            detector=detector,
-            coordinator=coordinator,
-        )
+        schema = await self.schema()
+        source: TensorSource
+        if isinstance(tensors, Mapping):
+            specs, source = match_schema(
+                tensors, schema, partial=partial, detector=detector, coordinator=coordinator
+            )
+        else:
+            check_tensors(tensors)
+            self._order = self._order or GivenOrder()
+            checked = CheckedSource(tensors, schema, self._order, detector, coordinator, partial)
+            if partial:
+                reading = checked.read(device_of(tensors), self._timeouts.source)
+                if coordinator is not None:
+                    reading = coordinator.run(reading, asyncio.Event())
+                specs, source = match_schema(
+                    await reading, schema, partial=True, detector=detector, coordinator=coordinator
+                )
+            else:
+                specs, source = self._order.sort(schema), checked
         try:
             manifest = transport.plan(specs, bucket_bytes=self._bucket_bytes, partial=partial)
         except transport.ManifestError as error:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
+import torch
+from rollwire_transport import TensorSpec
 
 from rollwire_client._errors import SchemaMismatchError
 from rollwire_client._publishing.tensors import check_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from rollwire_transport import TensorSpec
     from torch import Tensor
 
     from rollwire_client._publishing.sharded.coordination import Coordinator
@@ -27,7 +27,7 @@ _MAX_PROBLEMS = 20  # in an error's message
 
 
 def match_schema(
-    tensors: Mapping[str, Tensor] | TensorSource,
+    tensors: Mapping[str, Tensor],
     schema: Sequence[TensorSpec],
     *,
     partial: bool,
@@ -36,14 +36,8 @@ def match_schema(
 ) -> tuple[list[TensorSpec], TensorSource]:
     """The specs of what is sent, aliases included, and the source that gives it.
 
-    A mapping is checked here. A callable is not called yet: it must give the tensors in the order
-    of the schema, which the sender checks as they come. With a ``coordinator`` the other ranks of a
-    sharded trainer iterate and gather in step.
+    With a ``coordinator`` the other ranks of a sharded trainer gather in step.
     """
-    if not isinstance(tensors, Mapping):
-        check_tensors(tensors)
-        source = detector.watch_source(tensors)
-        return list(schema), source if coordinator is None else coordinator.iterate(source)
     snapshot = dict(tensors)  # read once: a mapping may read each tensor from a file
     if isinstance(tensors, dict):  # to which the trainer may assign other tensors meanwhile
         tensors = snapshot
@@ -61,6 +55,35 @@ def match_schema(
             yield name, value if coordinator is None else coordinator.gather(local_name, value)
 
     return specs, items
+
+
+def check_given(name: str, value: TensorOrFunction, wanted: Mapping[str, TensorSpec]) -> None:
+    """Raises SchemaMismatchError unless the servers want such a tensor. What a function gives is
+    checked when it is called.
+    """
+    try:
+        if isinstance(value, torch.Tensor) or not callable(value):
+            got = transport.describe(name, value)
+        else:
+            got = None
+    except ValueError as error:
+        raise mismatch(str(error)) from error
+    problems: list[str] = []
+    if (want := wanted.get(name)) is None:
+        problems, _ = _unknown_names([got or TensorSpec(name, "", ())], wanted.values())
+    elif got is not None and got.shape != want.shape:
+        problems = [_shape_problem(got, want)]
+    elif got is not None and got.dtype != want.dtype:
+        problems = [_dtype_problem([name], got.dtype, want.dtype)]
+    if problems:
+        raise mismatch(problems[0])
+
+
+def mismatch(problem: str) -> SchemaMismatchError:
+    """Of tensors that a source gave while they were sent."""
+    return SchemaMismatchError(
+        f"the tensors do not match the servers' schema; nothing was committed: {problem}"
+    )
 
 
 def _select(
@@ -94,24 +117,12 @@ def _select(
             continue
         got, want = replace(transport.describe(local_name, tensor), name=name), wanted[name]
         if got.shape != want.shape:
-            if got.shape == (0,) or (len(got.shape) == 1 < len(want.shape)):
-                advice = "gather its shards first, as for a checkpoint (ZeRO-3, FSDP)"
-            else:
-                advice = "split or reshape it"
-            shapes.append(
-                f"{local_name} has shape {list(got.shape)}, the servers want {list(want.shape)}: "
-                f"{advice}"
-            )
+            shapes.append(_shape_problem(replace(got, name=local_name), want))
         if got.dtype != want.dtype:
             miscast.setdefault((got.dtype, want.dtype), []).append(local_name)
         selected.setdefault(name, local_name)
     problems += shapes
-    for (here, there), names in miscast.items():
-        more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
-        option = f", or start the servers with --dtype {here}" if here in _SERVER_DTYPES else ""
-        problems.append(
-            f"{names[0]}{more} {here}, the servers want {there}: cast before publishing{option}"
-        )
+    problems += [_dtype_problem(names, *dtypes) for dtypes, names in miscast.items()]
     if not partial:
         given = {*tensors, *alias_of, *selected, *hinted}
         problems += [f"{name} is missing" for name in wanted if name not in given]
@@ -123,6 +134,20 @@ def _select(
             "the tensors do not match the servers' schema; nothing was sent: " + "; ".join(shown)
         )
     return selected
+
+
+def _shape_problem(got: TensorSpec, want: TensorSpec) -> str:
+    if got.shape == (0,) or (len(got.shape) == 1 < len(want.shape)):
+        advice = "gather its shards first, as for a checkpoint (ZeRO-3, FSDP)"
+    else:
+        advice = "split or reshape it"
+    return f"{got.name} has shape {list(got.shape)}, the servers want {list(want.shape)}: {advice}"
+
+
+def _dtype_problem(names: Sequence[str], here: str, there: str) -> str:
+    more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
+    option = f", or start the servers with --dtype {here}" if here in _SERVER_DTYPES else ""
+    return f"{names[0]}{more} {here}, the servers want {there}: cast before publishing{option}"
 
 
 def _unknown_names(

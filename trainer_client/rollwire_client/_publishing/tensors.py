@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Self
 
 import torch
+from rollwire_transport import close_source
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -66,7 +68,7 @@ class ChangeDetector:
     def __init__(self) -> None:
         self._counters: list[tuple[str, _Counter, int | None]] = []
         self._storages: dict[int, tuple[str, StorageWeakRef]] = {}  # by address
-        self._optimized: dict[str, None] = {}  # an ordered set
+        self._changed: dict[str, None] = {}  # an ordered set: recorded, or to be optimized
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -92,20 +94,51 @@ class ChangeDetector:
                 self._storages[storage.data_ptr()] = name, StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def watch_source(self, source: TensorSource) -> TensorSource:
-        """Wraps ``source``: its tensors are watched from when it gives them."""
+        """Wraps ``source``: its tensors are watched from when it gives them. What it does to them
+        once it has given the last one, or when it is closed, is its own business, such as unmerging
+        an adapter.
+        """
 
         def watched() -> Iterator[tuple[str, TensorOrFunction]]:
-            for item in source():
-                try:
-                    name, value = item
-                except (TypeError, ValueError):
-                    yield item  # for the reader to refuse
-                    continue
-                del item  # the generator must not keep a tensor that its reader has dropped
-                yield name, self._watch_value(name, value)
-                del value
+            items: Iterator[tuple[str, TensorOrFunction]] | None = None
+            try:
+                items = iter(source())
+                while (item := next(items, None)) is not None:
+                    try:
+                        name, value = item
+                    except (TypeError, ValueError):
+                        yield item  # for the reader to refuse
+                    else:
+                        del item  # the generator must not keep a tensor that its reader has dropped
+                        yield name, self._watch_value(name, value)
+                        del value
+                self._accept()
+            finally:
+                with self.ignoring():
+                    close_source(items)
 
         return watched
+
+    @contextlib.contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """Changes within it are no changes."""
+        self._record()
+        try:
+            yield
+        finally:
+            self._accept()
+
+    def _record(self) -> None:
+        """Keeps in mind what has changed so far."""
+        with self._lock:
+            for name, counter, before in self._counters:
+                if counter() not in {before, None}:
+                    self._changed[name] = None
+
+    def _accept(self) -> None:
+        """What has changed and was not recorded counts as unchanged."""
+        with self._lock:
+            self._counters = [(name, counter, counter()) for name, counter, _ in self._counters]
 
     def _watch_value(self, name: str, value: TensorOrFunction) -> TensorOrFunction:
         if isinstance(value, Tensor) or not callable(value):
@@ -121,13 +154,9 @@ class ChangeDetector:
 
     def check(self) -> None:
         """Raises TensorsChangedError if a tensor has changed since it is watched."""
-        with self._lock:
-            changed = dict(self._optimized)
-            for name, counter, before in self._counters:
-                if counter() not in {before, None}:
-                    changed[name] = None
-        if changed:
-            first, *others = changed
+        self._record()
+        if self._changed:
+            first, *others = self._changed
             more = f" and {len(others)} more" if others else ""
             raise TensorsChangedError(
                 f"{first}{more} changed in place while being sent; nothing was committed, the "
@@ -150,7 +179,7 @@ class ChangeDetector:
                 watched = self._storages.get(storage.data_ptr())
                 # Memory that was freed may be another tensor's by now.
                 if watched and not watched[1].expired():  # type: ignore[no-untyped-call]
-                    self._optimized[watched[0]] = None
+                    self._changed[watched[0]] = None
 
 
 _Counter = Callable[[], int | None]  # None: the tensor is gone

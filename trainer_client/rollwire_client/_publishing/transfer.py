@@ -22,6 +22,7 @@ from rollwire.v1 import weights_pb2
 
 from rollwire_client._concurrency import cancel_all, run_in_thread, run_to_end
 from rollwire_client._errors import (
+    PublishError,
     RollwireError,
     SchemaMismatchError,
     SourceError,
@@ -342,13 +343,14 @@ class WeightTransfer:
         try:
             await sending
         except transport.TensorSourceError as error:
+            if isinstance(error.__cause__, PublishError):  # it was found out while it was read
+                raise error.__cause__ from None
             raise SourceError(
                 f"{error}; nothing was committed, the servers keep what they serve"
             ) from error.__cause__
         except transport.ManifestError as error:
             raise SchemaMismatchError(
-                "the tensors do not match Publisher.schema() or its order; nothing was committed: "
-                f"{error}"
+                f"the tensors do not match the servers' schema; nothing was committed: {error}"
             ) from error
 
     async def _wait_until_overdue(self) -> SourceError:
@@ -358,8 +360,9 @@ class WeightTransfer:
             packing = self._sender.packing
             left = limit if packing is None else limit - elapsed(packing.started_at)
             if packing is not None and left <= 0:
+                missing = packing.tensor or "its end"
                 return SourceError(
-                    f"the source did not provide {packing.tensor} within {limit:g} s: its thread "
+                    f"the source did not provide {missing} within {limit:g} s: its thread "
                     "stays behind; nothing was committed, the servers keep what they serve"
                 )
             await asyncio.sleep(left)

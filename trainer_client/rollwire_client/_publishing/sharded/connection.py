@@ -25,6 +25,7 @@ class Message(enum.Enum):
     RESTART = "restart"  # iterate from the beginning
     NEXT = "next"  # take the next tensor; the name of the last one
     GATHER = "gather"  # take part in gathering the tensor of this name
+    CHECK = "check"  # that no tensor has changed, before a source is run to its end
     HEARTBEAT = "heartbeat"
     CONFIRM = "confirm"  # all is sent: are the tensors unchanged?
     RELEASED = "released"  # the tensors may change again

@@ -80,22 +80,30 @@ class Coordinator:
 
     def iterate(self, source: TensorSource) -> TensorSource:
         """Wraps ``source``: the other ranks iterate over theirs in step."""
+        from rollwire_transport import close_source
 
         def items() -> Iterator[tuple[str, TensorOrFunction]]:
             self._send(Message.RESTART)
             iterator = iter(source())
             name = ""
-            while True:
-                self._send(Message.NEXT, name)
-                item = next(iterator, None)
-                if item is None:
-                    return
-                name, value = item
-                del item  # the generator must not keep a tensor that its reader has dropped
-                yield name, self.gather(name, value)
-                del value
+            try:
+                while True:
+                    self._send(Message.NEXT, name)
+                    item = next(iterator, None)
+                    if item is None:
+                        return
+                    name, value = item
+                    del item  # the generator must not keep a tensor that its reader has dropped
+                    yield name, self.gather(name, value)
+                    del value
+            finally:
+                close_source(iterator)
 
         return items
+
+    def check_unchanged(self) -> None:
+        """Has the other ranks check their tensors; a change ends ``run``."""
+        self._send(Message.CHECK)
 
     def gather(self, name: str, value: TensorOrFunction) -> TensorOrFunction:
         """A function that gathers a DTensor, or calls a function, on all ranks; any other tensor
@@ -219,13 +227,15 @@ class Participant:
         with contextlib.suppress(ConnectionError):  # rank 0 may have sent why before
             self._connection.send(Message.CALLED, call)
         working = run_in_thread(self._prepare())
+        outcome = Message.ABORTED
         try:
             outcome, why = await self._receive_commands()
         except BaseException:
             self._connection.close()  # it must not be read by a later publish
             raise
         finally:
-            self._drop_useless_commands()
+            if outcome is Message.ABORTED:  # else a source is run to its end
+                self._drop_useless_commands()
             self._commands.put(None)
         await asyncio.wait([working], timeout=self._timeout)
         if not working.done():
@@ -307,14 +317,19 @@ class Participant:
             close_source(self._items)
 
     def _execute(self, message: Message, text: str, detector: ChangeDetector) -> None:
+        from rollwire_transport import close_source
+
         if message is Message.GATHER:
             self._gather(text)
+        elif message is Message.CHECK:
+            detector.check()
         elif message is Message.CONFIRM:
             detector.check()
             self._report(Message.UNCHANGED)
         elif callable(self._tensors):
             self._value = None
             if message is Message.RESTART:
+                close_source(self._items)
                 self._items, self._name = iter(self._tensors()), ""
             else:
                 self._check_in_step(text)

@@ -1,0 +1,149 @@
+"""A callable source: checked against the servers' schema while it gives its tensors."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import rollwire_transport as transport
+
+from rollwire_client._concurrency import run_in_thread
+from rollwire_client._errors import PublishError, SourceError
+from rollwire_client._publishing.schema import check_given, mismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+    from rollwire_transport import TensorSpec
+    from torch import Tensor
+
+    from rollwire_client._publishing.sharded.coordination import Coordinator
+    from rollwire_client._publishing.tensors import ChangeDetector, TensorOrFunction, TensorSource
+
+
+@dataclass(slots=True)
+class GivenOrder:
+    """The servers' names of a publisher's tensors, in the order in which its last source gave them.
+
+    An update is laid out in this order, so that nothing has to be held until its turn.
+    """
+
+    names: tuple[str, ...] = ()
+
+    def sort(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+        places = {name: place for place, name in enumerate(self.names)}
+        return sorted(specs, key=lambda spec: places.get(spec.name, len(places)))
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedSource:
+    """Gives each tensor once, by its name on the servers; those that are tied to one are left out.
+
+    Tensors may come in any order. One that the servers do not know, or another shape or dtype,
+    raises SchemaMismatchError; so does one that is missing at the end, unless it is ``partial``.
+    """
+
+    source: TensorSource
+    schema: Sequence[TensorSpec]
+    order: GivenOrder
+    detector: ChangeDetector
+    coordinator: Coordinator | None
+    partial: bool = False
+
+    def __call__(self) -> Iterator[tuple[str, TensorOrFunction]]:
+        source = self.detector.watch_source(self.source)
+        if self.coordinator is not None:
+            source = self.coordinator.iterate(source)
+        specs = {spec.name: spec for spec in self.schema}
+        wanted = [spec.name for spec in self.schema if spec.alias_of is None]
+        given: dict[str, str] = {}  # the servers' names, and the trainer's
+        items = iter(source())
+        try:
+            while True:
+                if len(given) == len(wanted):  # at its end it may change them itself
+                    self.detector.check()
+                    if self.coordinator is not None:
+                        self.coordinator.check_unchanged()
+                if (item := next(items, None)) is None:
+                    break
+                try:
+                    local_name, value = item
+                except (TypeError, ValueError):
+                    raise mismatch(
+                        f"the source gave a {type(item).__name__}, not a name and a tensor"
+                    ) from None
+                del item  # the generator must not keep a tensor that its reader has dropped
+                check_given(local_name, value, specs)
+                name = specs[local_name].alias_of or local_name
+                if (before := given.get(name)) is None:
+                    given[name] = local_name
+                    yield name, value
+                elif before == local_name:
+                    raise mismatch(f"the source gave {local_name} twice")
+                del value
+        finally:
+            transport.close_source(items)
+        if not self.partial:
+            if missing := [name for name in wanted if name not in given]:
+                more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+                raise mismatch(f"the source ended without {missing[0]}{more}")
+            self.order.names = tuple(given)
+
+    async def read(self, device: torch.device | None, timeout: float) -> dict[str, Tensor]:
+        """Copies of all that it gives, in host memory; ``timeout`` is in seconds for each tensor.
+
+        For an update of some tensors: which these are has to be known before it is announced.
+
+        Raises:
+            SourceError: It raised, or took too long.
+            SchemaMismatchError, TensorsChangedError: As when it is read.
+        """
+        reading = _Reading(self)
+        done = run_in_thread(transport.on_side_stream(device, reading.run))
+        try:
+            while not done.done():
+                left = timeout - (time.monotonic() - reading.asked_at)
+                if left <= 0:
+                    raise SourceError(
+                        f"the source did not provide its next tensor within {timeout:g} s: its "
+                        "thread stays behind; nothing was sent, the servers keep what they serve"
+                    )
+                await asyncio.wait([done], timeout=left)
+        finally:
+            if not done.done():
+                reading.stop.set()
+                await asyncio.wait([done], timeout=timeout)  # the tensors are in use until then
+                done.cancel()
+        try:
+            return done.result()
+        except PublishError:
+            raise
+        except Exception as error:
+            raise SourceError(
+                f"the source raised {type(error).__name__}: {error}; nothing was sent, the servers "
+                "keep what they serve"
+            ) from error
+
+
+@dataclass(slots=True)
+class _Reading:
+    source: CheckedSource
+    stop: threading.Event = field(default_factory=threading.Event)
+    asked_at: float = field(default_factory=time.monotonic)
+
+    def run(self) -> dict[str, Tensor]:
+        tensors = {}
+        items = self.source()
+        try:
+            for name, value in items:
+                tensors[name] = transport.materialize(value).detach().to("cpu", copy=True)
+                self.asked_at = time.monotonic()
+                if self.stop.is_set():
+                    break
+        finally:
+            transport.close_source(items)
+        return tensors
