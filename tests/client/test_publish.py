@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from unittest.mock import Mock
 
 import numpy as np
@@ -26,6 +26,7 @@ from rollwire_client import (
     Publisher,
     PublishFailedError,
     PublishHandle,
+    PublishIncompleteError,
     PublishInProgressError,
     PublishReport,
     SchemaMismatchError,
@@ -602,3 +603,46 @@ async def test_publish_itself_can_be_cancelled() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+
+
+@pytest.mark.parametrize(
+    ("require", "raises"),
+    [("all", True), (0.67, True), (2 / 3, False), (0.1, False), ("any", False)],
+)
+async def test_so_many_servers_must_have_what_is_waited_for(
+    require: Literal["all", "any"] | float, *, raises: bool
+) -> None:
+    async with publishing(3) as (servers, _, publisher):
+        servers[1].refuse_commit = True
+        waiting = publisher.publish_and_wait(1, policy(), require=require)
+        if raises:
+            with pytest.raises(PublishIncompleteError, match="version 1 is on 2 of 3 servers") as e:
+                await waiting
+            report = e.value.report
+        else:
+            report = await waiting
+        assert [server.address for server in report.failed] == [servers[1].address]
+        servers[1].refuse_commit = False
+        again = await publisher.publish_and_wait(2, policy())
+        assert again.failed == ()
+
+
+@pytest.mark.parametrize("require", ["most", 0, 1.5, True, float("nan")])
+async def test_what_is_no_share_of_servers_is_refused_first(require: object) -> None:
+    async with publishing(1) as (servers, _, publisher):
+        with pytest.raises(ValueError, match="require is"):
+            await publisher.publish_and_wait(1, policy(), require=require)
+        assert servers[0].announced == 0
+
+
+async def test_a_cancelled_wait_cancels_the_publish() -> None:
+    async with publishing(1) as (servers, _, publisher):
+        servers[0].hangs_in = "JoinTransport"
+        waiting = asyncio.create_task(publisher.publish_and_wait(1, policy()))
+        await until(lambda: servers[0].joins != [])
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        servers[0].hangs_in = ""
+        await publisher.publish_and_wait(2, policy())
+        assert len(servers[0].commits) == 1

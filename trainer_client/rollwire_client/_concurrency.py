@@ -71,6 +71,10 @@ class LoopAffinity:
         return self._process is not None
 
     @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        return self._loop
+
+    @property
     def forked(self) -> bool:
         """Whether this process is a fork of the one that opened it."""
         return self._process not in {None, os.getpid()}
@@ -284,17 +288,87 @@ async def _wait(tasks: list[asyncio.Task[Any]]) -> None:
         raise cancelled
 
 
-class LoopThread:
+class LoopCalls:
+    """Calls from any thread into an event loop that runs in another one.
+
+    Args:
+        loop: The loop; None while there is none.
+        affinity: Of what is used there.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None, affinity: LoopAffinity) -> None:
+        self._lock = threading.Lock()
+        self._loop = loop
+        self._affinity = affinity
+
+    def close(self) -> None:
+        """Takes no more calls; the loop goes on."""
+        with self._lock:
+            self._loop = None
+
+    def check_process(self) -> None:
+        """Raises NotOpenHereError in a forked child, where the loop's thread is not."""
+        self._affinity.check_process()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Runs ``work`` in the loop. Cancelling the future cancels it."""
+        try:
+            self.check_process()
+            with self._lock:
+                return asyncio.run_coroutine_threadsafe(work, self._running())
+        except (ClosedError, RuntimeError):
+            work.close()
+            raise
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs ``work`` in the loop, and returns its result or raises its error: ClosedError if it
+        was cancelled there. An exception in the calling thread, such as KeyboardInterrupt, cancels
+        the work, and is raised once that has ended.
+        """
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def begin() -> None:
+            tasks.append(asyncio.create_task(work))
+            tasks[0].add_done_callback(functools.partial(_copy_outcome, future))
+
+        try:
+            loop = self._schedule(begin)
+        except (ClosedError, RuntimeError):
+            work.close()
+            raise
+        try:
+            return future.result()
+        finally:
+            if not future.done():
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nothing runs there
+                    loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
+                    concurrent.futures.wait([future], _LOOP_TIMEOUT)
+
+    def _schedule(self, function: Callable[[], None]) -> asyncio.AbstractEventLoop:
+        self.check_process()
+        with self._lock:
+            loop = self._running()
+            if loop is _running_loop():
+                raise RuntimeError("called within the event loop, which cannot wait for itself")
+            loop.call_soon_threadsafe(function)
+            return loop
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None or self._loop.is_closed():
+            raise ClosedError("it is not open: use it within `with`")
+        return self._loop
+
+
+class LoopThread(LoopCalls):
     """A thread that runs an event loop, for calls from any thread. A context manager, whose end
     cancels what still runs there.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        super().__init__(None, LoopAffinity("SyncFleet", bound=False))
         self._stop = asyncio.Event()
         self._thread = threading.Thread()
-        self._affinity = LoopAffinity("SyncFleet", bound=False)
 
     def __enter__(self) -> Self:
         self.check_process()
@@ -325,45 +399,6 @@ class LoopThread:
         if loop is not None:
             self._thread.join(_LOOP_TIMEOUT)
         self._affinity.release()
-
-    def check_process(self) -> None:
-        """Raises NotOpenHereError in a forked child, where the loop's thread is not."""
-        self._affinity.check_process()
-
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs ``work`` in the loop, and returns its result or raises its error: ClosedError if it
-        was cancelled there. An exception in the calling thread, such as KeyboardInterrupt, cancels
-        the work, and is raised once that has ended.
-        """
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        tasks: list[asyncio.Task[T]] = []
-
-        def begin() -> None:
-            tasks.append(asyncio.create_task(work))
-            tasks[0].add_done_callback(functools.partial(_copy_outcome, future))
-
-        try:
-            loop = self._schedule(begin)
-        except (ClosedError, RuntimeError):
-            work.close()
-            raise
-        try:
-            return future.result()
-        finally:
-            if not future.done():
-                with contextlib.suppress(RuntimeError):  # the loop is closed: nothing runs there
-                    loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
-                    concurrent.futures.wait([future], _LOOP_TIMEOUT)
-
-    def _schedule(self, function: Callable[[], None]) -> asyncio.AbstractEventLoop:
-        self.check_process()
-        if threading.current_thread() is self._thread:
-            raise RuntimeError("called within the event loop, which cannot wait for itself")
-        with self._lock:
-            if self._loop is None:
-                raise ClosedError("it is not open: use it within `with`")
-            self._loop.call_soon_threadsafe(function)
-            return self._loop
 
 
 def _copy_outcome(future: concurrent.futures.Future[T], task: asyncio.Task[T]) -> None:

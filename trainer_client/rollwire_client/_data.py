@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from rollwire_client._arguments import all_seconds
+from rollwire_client._arguments import all_seconds, servers_text, update_text
+from rollwire_client._errors import PublishIncompleteError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from rollwire.types import LogprobBasis, ServerState, WeightTag
 
     from rollwire_client._errors import RollwireError
+
+Require: TypeAlias = 'Literal["all", "any"] | float'
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,3 +242,39 @@ class PublishReport:
         updates them.
         """
         return tuple(server for server in self.servers if server.weights is None)
+
+    def require(self, servers: Require) -> None:
+        """Raises unless enough servers have committed.
+
+        Args:
+            servers: "all" of ``servers``, "any" of them, or at least this share of them: a number
+                above 0, at most 1.
+
+        Raises:
+            PublishIncompleteError: Fewer have committed.
+            ValueError: ``servers`` is nothing of that.
+        """
+        total, committed = len(self.servers), len(self.servers) - len(self.failed)
+        needed = max(math.ceil(checked_share(servers) * total - 1e-9), 1)
+        if not total or committed >= needed:
+            return
+        problems = "; ".join(str(server.error) for server in self.failed)
+        raise PublishIncompleteError(
+            f"{update_text(self.version)} is on {committed} of {servers_text(total)}, and was to "
+            f"be on {needed}: {problems}; the servers without it get no sequences until the next "
+            "publish or `catch_up`",
+            self,
+        )
+
+
+def checked_share(servers: Require) -> float:
+    """The share of the servers that is meant; "any" is the smallest one."""
+    if isinstance(servers, str):
+        if servers in _SHARES:
+            return _SHARES[servers]
+    elif not isinstance(servers, bool) and 0 < servers <= 1:
+        return servers
+    raise ValueError(f"require is {servers!r}, not 'all', 'any' or a share above 0, at most 1")
+
+
+_SHARES = {"all": 1.0, "any": 0.0}

@@ -221,6 +221,18 @@ class PublishFailedError(PublishError):
         self.errors = dict(errors)
 
 
+class PublishIncompleteError(PublishError):
+    """Servers that should have the new version did not commit it; others did.
+
+    Attributes:
+        report: The ``PublishReport``; ``report.failed`` has the servers that did not commit.
+    """
+
+    def __init__(self, message: str, report: Any) -> None:
+        super().__init__(message)
+        self.report = report
+
+
 class CallbackError(RollwireError):
     """A callback of the caller raised (see ``__cause__``), returned an invalid value, or took too
     long.

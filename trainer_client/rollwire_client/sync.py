@@ -9,6 +9,10 @@
 A fleet has a thread with an event loop, which watches the servers while the trainer computes. Any
 number of threads may use one fleet. Ctrl-C interrupts a call that waits. It also ends the rollout,
 turn or announcement for which the call waited, on the servers too.
+
+Async and sync code of one process can share a fleet. ``SyncFleet.submit`` runs a coroutine function
+with the ``Fleet`` in its event loop. ``SyncFleet.of`` gives other threads a ``Fleet`` that async
+code has opened.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import operator
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar
 
 from rollwire_client._batches.batcher import Batcher
-from rollwire_client._concurrency import LoopThread
+from rollwire_client._concurrency import LoopCalls, LoopThread
 from rollwire_client._errors import ClosedError
 from rollwire_client._fleet.fleet import Fleet
 from rollwire_client._fleet.session import Session
@@ -27,6 +31,7 @@ from rollwire_client._publishing.publisher import Publisher, PublishHandle
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
+    from concurrent.futures import Future
 
     from rollwire.types import WeightTag
 
@@ -45,7 +50,7 @@ P = ParamSpec("P")
 class _Facade(Generic[A]):
     """An object of the async library, and the event loop that it is used in."""
 
-    def __init__(self, inner: A, loop_thread: LoopThread) -> None:
+    def __init__(self, inner: A, loop_thread: LoopCalls) -> None:
         self._inner = inner
         self._loop_thread = loop_thread
 
@@ -101,7 +106,7 @@ def _iterating(
     return call
 
 
-def _each(loop_thread: LoopThread, items: AsyncGenerator[R, None]) -> Iterator[R]:
+def _each(loop_thread: LoopCalls, items: AsyncGenerator[R, None]) -> Iterator[R]:
     over: Any = object()
 
     async def take() -> R:
@@ -139,14 +144,15 @@ class SyncFleet(_Facade[Fleet]):
 
     @_arguments(Fleet.__init__)
     def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(Fleet(*args, **named), LoopThread())
+        self._thread = LoopThread()
+        super().__init__(Fleet(*args, **named), self._thread)
 
     def __enter__(self) -> Self:
-        self._loop_thread.__enter__()
+        self._thread.__enter__()
         try:
-            self._loop_thread.call(self._inner.__aenter__())
+            self._thread.call(self._inner.__aenter__())
         except BaseException:
-            self._loop_thread.__exit__()
+            self._thread.__exit__()
             raise
         return self
 
@@ -157,9 +163,42 @@ class SyncFleet(_Facade[Fleet]):
         """Aborts what is under way, closes the channels and ends the loop. Idempotent."""
         try:
             with contextlib.suppress(ClosedError):
-                self._loop_thread.call(self._inner.close())
+                self._thread.call(self._inner.close())
         finally:
-            self._loop_thread.__exit__()
+            self._thread.__exit__()
+
+    @staticmethod
+    def of(fleet: Fleet) -> SyncFleet:
+        """The same fleet, for other threads than that of the event loop in which it is open.
+
+        What is published through either counts for both. Closing this one leaves ``fleet`` open.
+
+        Raises:
+            ClosedError: The fleet is not open.
+            NotOpenHereError: It was opened in another process.
+        """
+        return _SharedFleet(fleet)
+
+    def submit(
+        self,
+        function: Callable[Concatenate[Fleet, P], Coroutine[Any, Any, R]],
+        /,
+        *args: P.args,
+        **named: P.kwargs,
+    ) -> Future[R]:
+        """Runs ``await function(fleet, …)`` in the fleet's event loop, in the background.
+
+        The function gets the ``Fleet`` itself, which it must not close. It ends with this fleet at
+        the latest. It must not block, as rollouts and publishes need the loop too.
+
+        Returns:
+            A future. Cancelling it cancels the function. In another event loop, await it with
+            ``asyncio.wrap_future``.
+
+        Raises:
+            ClosedError: The fleet is not open.
+        """
+        return self._loop_thread.submit(function(self._inner, *args, **named))
 
     policy: Final[WeightTag | None] = _attribute("policy", "See ``Fleet.policy``.")
     generate = _blocking(Fleet.generate)
@@ -180,6 +219,23 @@ class SyncFleet(_Facade[Fleet]):
         """See ``Fleet.session``."""
         self._loop_thread.check_process()
         return SyncSession(self._inner.session(prompt_ids), self._loop_thread)
+
+
+class _SharedFleet(SyncFleet):
+    """A fleet that async code has opened and closes."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        affinity = fleet._pool.affinity  # noqa: SLF001 - the library's own
+        affinity.check_process()
+        if affinity.loop is None:
+            raise ClosedError("the fleet is not open: use it within `async with`")
+        _Facade.__init__(self, fleet, LoopCalls(affinity.loop, affinity))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def close(self) -> None:
+        self._loop_thread.close()
 
 
 class SyncSession(_Facade[Session]):
@@ -255,6 +311,7 @@ class SyncPublisher(_Facade[Publisher]):
         super().__init__(Publisher(inner, **named), loop_thread)
 
     publish = _publishing(Publisher.publish)
+    publish_and_wait = _blocking(Publisher.publish_and_wait)
     schema = _blocking(Publisher.schema)
     prepare = _blocking(Publisher.prepare)
     catch_up = _blocking(Publisher.catch_up)

@@ -15,7 +15,7 @@ from rollwire.v1 import weights_pb2
 
 from rollwire_client._arguments import checked_version, integer
 from rollwire_client._concurrency import LoopAffinity
-from rollwire_client._data import PublishReport, PublishTimeouts
+from rollwire_client._data import PublishReport, PublishTimeouts, checked_share
 from rollwire_client._errors import (
     MissingDependencyError,
     PublishError,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rollwire_transport import TensorSpec
     from torch import Tensor
 
+    from rollwire_client._data import Require
     from rollwire_client._fleet.fleet import Fleet
     from rollwire_client._fleet.server_handle import ServerHandle
     from rollwire_client._publishing.publish import PublishProgress
@@ -293,6 +294,50 @@ class Publisher:
             await handle.cancel()
             raise
         return handle
+
+    async def publish_and_wait(
+        self,
+        version: int | None,
+        tensors: Mapping[str, Tensor] | TensorSource,
+        *,
+        require: Require = "all",
+        kv_policy: KvPolicy | None = None,
+        partial: bool = False,
+        allow_version_rollback: bool = False,
+    ) -> PublishReport:
+        """Publishes a new policy and returns its report, once enough servers have committed it.
+
+        Cancelling it cancels the publish.
+
+        Args:
+            version: As for ``publish``, like the other arguments.
+            tensors: The policy.
+            require: Which of the fleet's servers must commit: "all", "any", or a share of them,
+                such as 0.5. See ``PublishReport.require``.
+            kv_policy: What a commit does with keys and values.
+            partial: Whether some tensors are left out.
+            allow_version_rollback: Whether the version may fall.
+
+        Raises:
+            PublishIncompleteError: Fewer servers committed. These serve the new version; the others
+                get no sequences until the next publish or ``catch_up``.
+            RollwireError, TypeError, ValueError: As ``publish`` and ``PublishHandle.committed``.
+        """
+        checked_share(require)
+        handle = await self.publish(
+            version,
+            tensors,
+            kv_policy=kv_policy,
+            partial=partial,
+            allow_version_rollback=allow_version_rollback,
+        )
+        try:
+            report = await handle.committed
+        except asyncio.CancelledError:
+            await handle.cancel()
+            raise
+        report.require(require)
+        return report
 
     async def catch_up(
         self,

@@ -1,0 +1,93 @@
+"""A fleet that async and sync code of one process share."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from typing import TYPE_CHECKING
+
+import pytest
+from client.publishing import publishing
+from client.scripted_weights import policy
+from rollwire_client import ClosedError, Fleet, Sampling, Timeouts
+from rollwire_client.sync import SyncFleet, SyncPublisher
+
+if TYPE_CHECKING:
+    from client.scripted import ScriptedServer, Sequence
+
+TURN = Sampling(max_new_tokens=5)
+CLOSE = Timeouts(close=0.2)
+
+
+async def hang(_: Sequence) -> None:
+    await asyncio.Event().wait()
+
+
+async def test_sync_code_uses_a_fleet_that_async_code_has_opened() -> None:
+    async with publishing(2) as (servers, fleet, _):
+
+        def train() -> None:
+            with SyncFleet.of(fleet) as shared:
+                report = SyncPublisher(shared).publish_and_wait(3, policy())
+                assert report.failed == ()
+                assert shared.policy == fleet.policy is not None
+                assert shared.policy.version == 3
+                assert shared.generate([1], TURN).complete
+                session = shared.session([1, 2])
+                session.generate(TURN)
+                assert len(session.token_ids) == 7
+            with pytest.raises(ClosedError):
+                shared.generate([1], TURN)
+
+        await asyncio.to_thread(train)
+        assert (await fleet.generate([1], TURN)).versions == (3,) * 5  # it is open still
+        shared = SyncFleet.of(fleet)
+        with pytest.raises(RuntimeError, match="cannot wait for itself"):
+            shared.generate([1], TURN)
+        assert len(servers) == 2
+    with pytest.raises(ClosedError):
+        await asyncio.to_thread(shared.generate, [1], TURN)
+    with pytest.raises(ClosedError, match="not open"):
+        SyncFleet.of(fleet)
+
+
+def test_a_loop_that_has_ended_takes_no_calls() -> None:
+    async def run() -> SyncFleet:
+        fleet = Fleet(["127.0.0.1:9"], timeouts=Timeouts(start=0))
+        fleet._pool.affinity.bind()  # as if it were open and nobody had closed it
+        return SyncFleet.of(fleet)
+
+    shared = asyncio.run(run())
+    with pytest.raises(ClosedError):
+        shared.generate([1], TURN)
+
+
+async def test_async_code_uses_a_fleet_that_sync_code_has_opened(server: ScriptedServer) -> None:
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def agent(fleet: Fleet, prompt: int, *, tokens: int) -> tuple[int, ...]:
+        loops.append(asyncio.get_running_loop())
+        sampling = Sampling(max_new_tokens=tokens)
+        many = await asyncio.gather(*(fleet.generate([prompt], sampling) for _ in range(3)))
+        return many[0].token_ids
+
+    def train() -> concurrent.futures.Future[tuple[int, ...]]:
+        with SyncFleet([server.address], timeouts=CLOSE) as fleet:
+            done = fleet.submit(agent, 5, tokens=4).result(60)
+            assert done == fleet.generate([5], Sampling(max_new_tokens=4)).token_ids
+            failed = fleet.submit(agent, -5, tokens=4)
+            with pytest.raises(Exception, match="prompt_token_ids"):
+                failed.result(60)
+
+            server.default = hang
+            cancelled = fleet.submit(agent, 5, tokens=4)
+            assert cancelled.cancel()
+            left = fleet.submit(agent, 5, tokens=4)
+        with pytest.raises(ClosedError):
+            fleet.submit(agent, 5, tokens=4)
+        return left
+
+    left = await asyncio.to_thread(train)
+    with pytest.raises((ClosedError, concurrent.futures.CancelledError)):  # with the fleet
+        left.result(60)
+    assert set(loops) != {asyncio.get_running_loop()}
