@@ -253,6 +253,16 @@ class SyncSession(_Facade[Session]):
         self._loop_thread.check_process()
         self._inner.append(token_ids)
 
+    rewind = _in_loop(Session.rewind)
+
+    def fork(self) -> SyncSession:
+        """See ``Session.fork``."""
+
+        async def fork() -> Session:
+            return self._inner.fork()
+
+        return SyncSession(self._loop_thread.call(fork()), self._loop_thread)
+
     def conversation(self) -> Conversation:
         """See ``Session.conversation``."""
         return self._inner.conversation()

@@ -206,6 +206,14 @@ class Router:
         finally:
             self.wait_log.end(output)
 
+    def share(self, session: str, other: str) -> None:
+        """Sends ``other`` to the server of ``session``, as they have the same prefix."""
+        ready = [server for server in self.servers if server.problem is None]
+        if session not in self._sessions and ready:
+            self._choose(ready, session)
+        if session in self._sessions:
+            self._remember(other, *self._sessions[session])
+
     def unavailable_reason(self) -> str | None:
         now = asyncio.get_running_loop().time()
         if any(s.problem is None and not s.paused and s.full_until <= now for s in self.servers):
@@ -226,10 +234,13 @@ class Router:
             and last.outstanding_tokens <= 2 * least_busy.outstanding_tokens + STICK_TOKENS
         )
         chosen = last if stays else least_busy
-        self._sessions[session] = chosen, chosen.server_id
+        self._remember(session, chosen, chosen.server_id)
+        return chosen
+
+    def _remember(self, session: str, server: ServerHandle, server_id: str) -> None:
+        self._sessions[session] = server, server_id
         if len(self._sessions) > _MAX_SESSIONS:
             self._sessions.popitem(last=False)
-        return chosen
 
     def _check_bound(self, max_version: int) -> None:
         if any(server.can_serve(max_version) for server in self.servers):

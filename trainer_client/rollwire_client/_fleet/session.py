@@ -13,12 +13,19 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Unpack
 
+from rollwire_client._arguments import integer
 from rollwire_client._routing_replay import joined
 from rollwire_client._rpc.conversion import DEFAULT_SAMPLING, RolloutOptions, checked_token_ids
-from rollwire_client._trajectory import Trajectory, TrajectoryBuilder, TrajectoryTensors, tensors
+from rollwire_client._trajectory import (
+    Trajectory,
+    TrajectoryBuilder,
+    TrajectoryTensors,
+    shortened,
+    tensors,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -65,6 +72,17 @@ class Conversation:
         return tensors(self.token_ids, self.logprobs, self.versions, self.mask, self.routing)
 
 
+class TurnSettings:
+    """How the turns of a session are sampled, as far as the caller does not say."""
+
+    def apply(
+        self, sampling: Sampling | None, options: RolloutOptions, turn: tuple[int, ...]
+    ) -> tuple[Sampling, RolloutOptions]:
+        """``turn`` is another one for each turn of a session and of its forks."""
+        del turn
+        return sampling or DEFAULT_SAMPLING, options
+
+
 class Session:
     """A conversation with a fleet, one turn at a time; made by ``Fleet.session``.
 
@@ -75,17 +93,23 @@ class Session:
     However a turn ends, its sampled tokens are part of the conversation, also if it failed, was
     cancelled, or its iteration was left. ``token_ids`` has all tokens.
 
-    A seed fixes the draws of one turn: give each turn its own.
+    A seed fixes the draws of one turn: give each turn its own. ``fork`` and ``rewind`` make trees
+    of turns: alternatives from the same beginning, which is prefilled once.
 
     Attributes:
         id: Id of the session on the servers.
     """
 
-    def __init__(self, prompt_ids: Sequence[int], pool: ServerPool) -> None:
+    def __init__(
+        self, prompt_ids: Sequence[int], pool: ServerPool, settings: TurnSettings | None = None
+    ) -> None:
         self.id = uuid.uuid4().hex
         self._pool = pool
+        self._settings = settings or TurnSettings()
+        self._place: tuple[int, ...] = ()  # which fork of which fork
+        self._forks = self._turns = 0  # begun
         self._so_far = Conversation(self.id, (), (), (), (), ())
-        self._busy = False
+        self._rollout: Rollout | None = None  # of the turn that is under way
         self.append(prompt_ids)
 
     @property
@@ -107,13 +131,58 @@ class Session:
         given = checked_token_ids(token_ids)
         self._add(given, (0.0,) * len(given), (None,) * len(given), sampled=False)
 
+    def fork(self) -> Session:
+        """Another session with the same tokens and turns, which goes its own way from here.
+
+        Its turns go to the same server, which has the prefix, unless that is clearly busier than
+        the others.
+
+        Raises:
+            RuntimeError: A turn is under way.
+        """
+        self._check_idle()
+        made = Session((), self._pool, self._settings)
+        made._so_far = replace(self._so_far, session_id=made.id)
+        made._place = (*self._place, self._turns, self._forks)
+        self._forks += 1
+        self._pool.router.share(self.id, made.id)
+        return made
+
+    def rewind(self, position: int) -> None:
+        """Drops all tokens from ``position`` on, an index into ``token_ids``; 0 drops all.
+
+        Turns that begin there or later are dropped. Of a turn that began before, the tokens before
+        ``position`` stay, without its finish and its text.
+
+        Raises:
+            TypeError, ValueError: The conversation has no such position.
+            RuntimeError: A turn is under way.
+        """
+        self._check_idle()
+        before = self._so_far
+        position = integer("position", position, maximum=len(before.token_ids))
+        self._so_far = Conversation(
+            self.id,
+            before.token_ids[:position],
+            before.logprobs[:position],
+            before.versions[:position],
+            before.mask[:position],
+            tuple(
+                shortened(turn, position - len(turn.prompt_ids))
+                for turn in before.turns
+                if len(turn.prompt_ids) < position
+                or len(turn.prompt_ids) + len(turn.token_ids) <= position
+            ),
+        )
+
     async def generate(
-        self, sampling: Sampling = DEFAULT_SAMPLING, **options: Unpack[RolloutOptions]
+        self, sampling: Sampling | None = None, **options: Unpack[RolloutOptions]
     ) -> Trajectory:
         """Samples the next turn to its end; see ``Fleet.stream`` for errors.
 
         Args:
-            sampling: How to sample; ``max_new_tokens`` counts the tokens of this turn.
+            sampling: How to sample; ``max_new_tokens`` counts the tokens of this turn. Default: as
+                the batcher whose rollout this is, or ``Sampling()``.
             **options: The options of ``RolloutOptions``, except ``session_id``.
 
         Raises:
@@ -125,7 +194,7 @@ class Session:
         return self._so_far.turns[-1]
 
     async def stream(
-        self, sampling: Sampling = DEFAULT_SAMPLING, **options: Unpack[RolloutOptions]
+        self, sampling: Sampling | None = None, **options: Unpack[RolloutOptions]
     ) -> AsyncGenerator[Chunk, None]:
         """Samples the next turn and yields its tokens as they arrive; see ``generate``.
 
@@ -142,10 +211,11 @@ class Session:
         """The conversation so far, without a turn that is under way."""
         return self._so_far
 
-    def _turn(self, sampling: Sampling, options: RolloutOptions) -> Rollout:
+    def _turn(self, sampling: Sampling | None, options: RolloutOptions) -> Rollout:
         self._check_idle()
         if "session_id" in options:
             raise TypeError("session_id is the session's own: leave it out")
+        sampling, options = self._settings.apply(sampling, options, (*self._place, self._turns))
         own: RolloutOptions = {**options, "session_id": self.id}
         sampled = [turn.segments[-1] for turn in self._so_far.turns if turn.segments]
         after = sampled[-1].weights if sampled else None
@@ -153,11 +223,12 @@ class Session:
 
     @contextlib.contextmanager
     def _sampling(self, rollout: Rollout) -> Iterator[None]:
-        self._busy = True
+        self._rollout = rollout
+        self._turns += 1
         try:
             yield
         finally:
-            self._busy = False
+            self._rollout = None
             turn = rollout.output.trajectory()
             self._add(turn.token_ids, turn.logprobs, turn.versions, sampled=True, turns=(turn,))
 
@@ -181,5 +252,5 @@ class Session:
         )
 
     def _check_idle(self) -> None:
-        if self._busy:
+        if self._rollout is not None:
             raise RuntimeError("a turn of this session is under way: let it end, or leave it")
