@@ -41,7 +41,7 @@ def test_a_prompt_that_is_none(prompt, said: str) -> None:
     [
         ("temperature", "hot"),
         ("top_p", [1]),
-        ("top_k", -1),
+        ("top_k", -2),
         ("top_k", 1.5),
         ("min_p", 10**400),
         ("max_new_tokens", 2**32),
@@ -91,8 +91,8 @@ def test_scalars_of_numpy_fit() -> None:
 
 
 def test_an_option_that_there_is_not_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="no option n; its options are delivery_interval"):
-        generate_request([1], Sampling(), {"n": 4})
+    with pytest.raises(TypeError, match="no option best_of; its options are delivery_interval"):
+        generate_request([1], Sampling(), {"best_of": 4})
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Sampling)])

@@ -39,6 +39,7 @@ from rollwire_client._data import (
     ServerInfo,
     ServerReport,
 )
+from rollwire_client._detokenizer import Detokenizer
 from rollwire_client._errors import (
     BufferFileError,
     CallbackError,
@@ -99,6 +100,7 @@ __all__ = [
     "Conversation",
     "Credentials",
     "Decision",
+    "Detokenizer",
     "DigestMismatchError",
     "Drop",
     "DropReason",

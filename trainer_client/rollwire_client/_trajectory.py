@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from rollwire_client._detokenizer import TextBuilder
     from rollwire_client._routing_replay import Routing, RoutingReplay
 
 
@@ -33,6 +34,9 @@ class Chunk:
         routing: If requested: the rows that no earlier chunk had. With
             ``RoutingReplay.LAST_PASS``, rows that were computed again are sent again, and replace
             all earlier rows from their start on.
+        text: With a ``Detokenizer``: the text that no earlier chunk had, and that is certain. It
+            lags behind the tokens, by the last token, an incomplete character, and what may be the
+            beginning of a stop string. The chunks' texts add up to ``Trajectory.text``.
     """
 
     offset: int
@@ -42,6 +46,7 @@ class Chunk:
     oldest_kv_revision: int
     finish: Finish | None = None
     routing: Routing | None = None
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,8 @@ class Trajectory:
         finish: How it ended; None if an error ended it (see ``RollwireError.trajectory``).
         servers: Addresses of the servers that sampled it, in order.
         routing: If requested: the experts of its tokens, by position.
+        text: With a ``Detokenizer``: the text of the output, up to a stop string or stop token.
+        stop_string: The stop string that ended it, which the last token completes.
     """
 
     request_id: str
@@ -108,10 +115,12 @@ class Trajectory:
     finish: Finish | None
     servers: tuple[str, ...]
     routing: Routing | None = None
+    text: str | None = None
+    stop_string: str | None = None
 
     @property
     def complete(self) -> bool:
-        """Whether it ended with a stop token or at the length limit."""
+        """Whether it ended with a stop token or stop string, or at the length limit."""
         return self.finish is not None and self.finish.reason in {
             FinishReason.STOP,
             FinishReason.LENGTH,
@@ -140,6 +149,15 @@ class Trajectory:
             (False,) * prompt + (True,) * len(self.token_ids),
             self.routing,
         )
+
+
+def shortened(trajectory: Trajectory, end: int) -> Trajectory:
+    """Its first ``end`` output tokens; without its finish and its text, unless that is all."""
+    if end >= len(trajectory.token_ids):
+        return trajectory
+    builder = TrajectoryBuilder.of(replace(trajectory, finish=None, text=None, stop_string=None))
+    builder.cut(end)
+    return builder.trajectory()
 
 
 def tensors(
@@ -191,6 +209,8 @@ class TrajectoryBuilder:
         self.run_oldest = 0  # its oldest KV revision
         self.finish: Finish | None = None  # once its reader knows
         self.routing: RoutingBuilder | None = None
+        self.text: TextBuilder | None = None
+        self._saved_text: tuple[str | None, str | None] = None, None  # and the stop string
         self._request_id = ""
         self._after = after
         # Where each run of equal weights begins, the weights, and its oldest KV revision.
@@ -206,14 +226,20 @@ class TrajectoryBuilder:
         made._request_id = trajectory.request_id
         made._runs += [(s.start, s.weights, s.oldest_kv_revision) for s in trajectory.segments]
         made._servers += [(0, server) for server in trajectory.servers]
+        made._saved_text = trajectory.text, trajectory.stop_string
         if trajectory.routing is not None:
             made.routing = RoutingBuilder(trajectory.routing.replay, len(made.prompt_ids))
             made.routing.load(trajectory.routing)
         return made
 
-    def begin(self, request_id: str, replay: RoutingReplay | None) -> None:
-        """The sequence begins, or continues, under this request."""
+    def begin(
+        self, request_id: str, replay: RoutingReplay | None, text: TextBuilder | None = None
+    ) -> None:
+        """The sequence begins, or continues, under this request; ``text`` has no tokens yet."""
         self._request_id, self.finish = request_id, None
+        self.text = text
+        if text is not None:
+            text.skip(self.token_ids)
         known = self._routing()
         self.routing = RoutingBuilder(replay, len(self.prompt_ids)) if replay is not None else None
         if self.routing is not None and known is not None:
@@ -249,6 +275,30 @@ class TrajectoryBuilder:
         end = chunk.offset + len(chunk.token_ids)
         return replace(chunk, routing=self.routing.take(self._ends(end)))
 
+    def with_text(self, chunk: Chunk) -> Chunk:
+        """The next chunk with its text; it ends with a stop string, if it has one."""
+        if self.text is None:
+            return chunk
+        finish = chunk.finish
+        kept = self.text.append(chunk.token_ids)
+        if self.text.stop_string is not None and (
+            finish is None or finish.reason is not FinishReason.STOP or kept < len(chunk.token_ids)
+        ):
+            finish = Finish(
+                FinishReason.STOP,
+                prompt_tokens=len(self.prompt_ids),
+                output_tokens=chunk.offset + kept,
+            )
+        if finish is not None:
+            self.text.end(hides_last=finish.stop_token_id is not None)
+        return replace(
+            chunk,
+            token_ids=chunk.token_ids[:kept],
+            logprobs=chunk.logprobs[:kept],
+            finish=finish,
+            text=self.text.take(),
+        )
+
     def cut(self, end: int) -> None:
         if end >= len(self.token_ids):
             return
@@ -267,6 +317,9 @@ class TrajectoryBuilder:
         return self._runs[-1][1] if self._runs else self._after
 
     def trajectory(self) -> Trajectory:
+        text, stop_string = self._saved_text
+        if self.text is not None:
+            text, stop_string = self.text.text, self.text.stop_string
         return Trajectory(
             request_id=self._request_id,
             prompt_ids=self.prompt_ids,
@@ -276,6 +329,8 @@ class TrajectoryBuilder:
             finish=self.finish,
             servers=tuple(server for _, server in self._servers),
             routing=self._routing(),
+            text=text,
+            stop_string=stop_string,
         )
 
     def _segments(self) -> tuple[Segment, ...]:

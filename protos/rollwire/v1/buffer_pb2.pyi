@@ -168,10 +168,16 @@ class SavedSample(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     REFILLS_FIELD_NUMBER: _builtins.int
     ROUTING_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    STOP_STRING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     reward: _builtins.float
     refills: _builtins.int
     """how often it was begun again, each time with another seed"""
+    text: _builtins.str
+    """of the tokens; absent: it was not requested"""
+    stop_string: _builtins.str
+    """that ended it"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -200,14 +206,25 @@ class SavedSample(_message.Message):
         reward: _builtins.float | None = ...,
         refills: _builtins.int = ...,
         routing: Global___SavedRouting | None = ...,
+        text: _builtins.str | None = ...,
+        stop_string: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "finish", b"finish", "reward", b"reward", "routing", b"routing"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_stop_string", b"_stop_string", "_text", b"_text", "finish", b"finish", "reward", b"reward", "routing", b"routing", "stop_string", b"stop_string", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "finish", b"finish", "logprobs", b"logprobs", "refills", b"refills", "request_id", b"request_id", "reward", b"reward", "routing", b"routing", "segments", b"segments", "servers", b"servers", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_stop_string", b"_stop_string", "_text", b"_text", "finish", b"finish", "logprobs", b"logprobs", "refills", b"refills", "request_id", b"request_id", "reward", b"reward", "routing", b"routing", "segments", b"segments", "servers", b"servers", "stop_string", b"stop_string", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
+    _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015
+    _WhichOneofReturnType__text: _TypeAlias = _typing.Literal["text"]  # noqa: Y015
+    _WhichOneofArgType__text: _TypeAlias = _typing.Literal["_text", b"_text"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_string) -> _WhichOneofReturnType__stop_string | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__text) -> _WhichOneofReturnType__text | None: ...
 
 Global___SavedSample: _TypeAlias = SavedSample  # noqa: Y015
 

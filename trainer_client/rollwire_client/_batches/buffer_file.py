@@ -185,6 +185,8 @@ def _sample_message(sample: LiveSample) -> SavedSample:
         reward=sample.reward,
         refills=sample.refills,
         routing=None if trajectory.routing is None else _routing_message(trajectory.routing),
+        text=trajectory.text,
+        stop_string=trajectory.stop_string,
     )
 
 
@@ -229,6 +231,8 @@ def _sample(index: int, prompt_ids: Sequence[int], message: SavedSample) -> Live
         finish=finish,
         servers=tuple(message.servers),
         routing=routing,
+        text=message.text if message.HasField("text") else None,
+        stop_string=message.stop_string if message.HasField("stop_string") else None,
     )
     reward = message.reward if message.HasField("reward") else None
     return LiveSample(index, TrajectoryBuilder.of(trajectory), reward, message.refills)

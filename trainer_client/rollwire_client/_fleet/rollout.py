@@ -126,8 +126,9 @@ class Rollout:
         """Samples it to its end; errors as ``chunks``. Cancelled before that, the output has what
         was sampled.
         """
-        deliver_rarely(self._request)
-        async for _ in self._sample(whole=True):
+        if whole := self.output.text is None:  # else each token is looked at
+            deliver_rarely(self._request)
+        async for _ in self._sample(whole=whole):
             pass
 
     # One generator, which closes its attempt itself: one that is abandoned is closed by the event
@@ -146,6 +147,11 @@ class Rollout:
                             self._read += len(chunk.token_ids)
                             if chunk.finish and chunk.finish.reason is FinishReason.INTERRUPTED:
                                 chunk = replace(chunk, finish=None)
+                            if self.output.text is not None:
+                                chunk = self.output.with_text(chunk)
+                                if self.output.text.stop_string is not None:
+                                    yield self._stopped(chunk)
+                                    return
                             self.output.finish = chunk.finish
                             if chunk.token_ids or chunk.finish:
                                 yield self.output.with_routing(chunk)
@@ -175,6 +181,13 @@ class Rollout:
                 server=server.address,
             )
         self.output.finish = finish
+
+    def _stopped(self, chunk: Chunk) -> Chunk:
+        """The last chunk, which has a stop string; what came after it is dropped."""
+        self._read = chunk.offset + len(chunk.token_ids)
+        self._drop_unread()
+        self.output.finish = chunk.finish
+        return self.output.with_routing(chunk)
 
     async def _take_rest(self) -> None:
         """Takes what an aborted attempt's server had sampled and not sent yet."""

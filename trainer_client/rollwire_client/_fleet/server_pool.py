@@ -23,7 +23,7 @@ from rollwire_client._fleet.server_handle import ServerHandle, ServerStatus
 from rollwire_client._fleet.transport_group import GroupKeeper
 from rollwire_client._rpc.channel import Credentials, CredentialsError
 from rollwire_client._rpc.client import RolloutClient, Timeouts, checked_timeouts
-from rollwire_client._rpc.conversion import generate_request
+from rollwire_client._rpc.conversion import begin_output, generate_request
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable
@@ -178,8 +178,7 @@ class ServerPool:
     ) -> Rollout:
         """A rollout that has not begun, and continues from what ``output`` has."""
         request = generate_request(output.prompt_ids, sampling, options)
-        output.begin(request.request_id, options.get("routed_experts"))
-        return Rollout(request, output, self.router, self._retries)
+        return Rollout(request, begin_output(output, request, options), self.router, self._retries)
 
     def committed(self, address: str, weights: WeightTag) -> None:
         """The server at ``address`` has committed these weights, as it was told to."""

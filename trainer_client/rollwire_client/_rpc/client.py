@@ -19,6 +19,7 @@ from rollwire_client._rpc.channel import Credentials, connect, unary
 from rollwire_client._rpc.conversion import (
     DEFAULT_SAMPLING,
     RolloutOptions,
+    begin_output,
     checked_token_ids,
     deliver_rarely,
     generate_request,
@@ -186,8 +187,9 @@ class RolloutClient:
     ) -> Trajectory:
         """Samples one sequence to its end; see ``stream``."""
         request, output = _new_sequence(prompt_ids, sampling, options)
-        deliver_rarely(request)
-        async for _ in self._sample(request, output, whole=True):
+        if whole := output.text is None:
+            deliver_rarely(request)
+        async for _ in self._sample(request, output, whole=whole):
             pass
         return output.trajectory()
 
@@ -290,7 +292,13 @@ class RolloutClient:
                 output.finish = attempt.finish
                 return
             while (chunk := await attempt.next()) is not None:
+                chunk = output.with_text(chunk)
                 output.finish = chunk.finish
+                if output.text is not None and output.text.stop_string is not None:
+                    attempt.detach()
+                    output.cut(chunk.offset + len(chunk.token_ids))
+                    yield output.with_routing(chunk)
+                    return
                 yield output.with_routing(chunk)
         except RollwireError as error:
             error.trajectory = output.trajectory()
@@ -338,5 +346,4 @@ def _new_sequence(
 ) -> tuple[rollout_pb2.GenerateRequest, TrajectoryBuilder]:
     output = TrajectoryBuilder(checked_token_ids(prompt_ids))
     request = generate_request(output.prompt_ids, sampling, options)
-    output.begin(request.request_id, options.get("routed_experts"))
-    return request, output
+    return request, begin_output(output, request, options)

@@ -27,6 +27,7 @@ from rollwire.v1 import rollout_pb2, weights_pb2
 
 from rollwire_client import _arguments as arguments
 from rollwire_client._data import ActivePause, Sampling, ServerInfo
+from rollwire_client._detokenizer import Detokenizer, TextBuilder
 from rollwire_client._errors import InvalidRequestError
 from rollwire_client._routing_replay import RoutingReplay, Rows
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
     from rollwire_transport import Manifest, TensorSpec
+
+    from rollwire_client._trajectory import TrajectoryBuilder
 
 
 class RolloutOptions(TypedDict, total=False):
@@ -57,7 +60,10 @@ class RolloutOptions(TypedDict, total=False):
         delivery_interval: Seconds for which a server may collect tokens before it sends them; the
             end of a sequence is sent at once. Each message costs client and server time. Tokens
             that a dying server has not sent are sampled again elsewhere. Default: 0 (every step is
-            sent) for streams, 0.25 for sequences that are generated as a whole.
+            sent) for streams and with ``detokenizer``, 0.25 for sequences that are generated as a
+            whole.
+        detokenizer: Makes text of the output, and ends the sequence at a stop string. Default:
+            none.
     """
 
     request_id: str
@@ -68,6 +74,7 @@ class RolloutOptions(TypedDict, total=False):
     routed_experts: RoutingReplay | None
     timeout: float | None
     delivery_interval: float | None
+    detokenizer: Detokenizer | None
 
 
 DEFAULT_SAMPLING = Sampling()
@@ -107,6 +114,20 @@ def generate_request(
     set_duration(request, "timeout", options.get("timeout"))
     set_duration(request, "delivery_interval", options.get("delivery_interval"))
     return request
+
+
+def begin_output(
+    output: TrajectoryBuilder, request: rollout_pb2.GenerateRequest, options: RolloutOptions
+) -> TrajectoryBuilder:
+    """``output``, which begins or goes on under a request of these options."""
+    detokenizer = options.get("detokenizer")
+    if not isinstance(detokenizer, Detokenizer | None):
+        raise _invalid("detokenizer", detokenizer, "a Detokenizer")
+    text = None
+    if detokenizer is not None:
+        text = TextBuilder(detokenizer, request.sampling.min_new_tokens)
+    output.begin(request.request_id, options.get("routed_experts"), text)
+    return output
 
 
 def deliver_rarely(request: rollout_pb2.GenerateRequest) -> None:
