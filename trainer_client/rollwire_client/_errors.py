@@ -238,7 +238,7 @@ class CallbackError(RollwireError):
     long.
 
     Attributes:
-        callback: Name of the argument: "reward", "decide", "stop" or "prompts".
+        callback: Name of the argument: "rollout", "reward", "decide", "stop" or "prompts".
     """
 
     scope = ErrorScope.SEQUENCE

@@ -350,7 +350,7 @@ class SyncBatcher(_Facade[Batcher]):
     """A ``Batcher`` for a ``SyncFleet``; takes the arguments of ``Batcher``. A context manager.
 
     ``prompts``, ``reward``, ``decide`` and ``stop`` are called in threads of their own; coroutine
-    functions run in the fleet's event loop. If Ctrl-C interrupts the waiting thread just when a
+    functions, as ``rollout`` has to be one, run in the fleet's event loop. If Ctrl-C interrupts the waiting thread just when a
     batch is ready, the next ``collect`` returns that batch.
     """
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rollwire_client._data import Sampling
+    from rollwire_client._fleet.session import Conversation
     from rollwire_client._trajectory import Trajectory
 
 
@@ -40,12 +41,20 @@ class Sample:
     """One member of a group.
 
     Attributes:
-        trajectory: The tokens so far; the whole sample if ``trajectory.complete``.
+        trajectory: The tokens so far; the whole sample if ``trajectory.complete``. Of a
+            conversation: the last turn, without its ``finish`` until the conversation has ended.
         reward: Reward of a complete sample; None without a reward function.
+        conversation: The whole conversation, with a ``rollout`` function; else None.
     """
 
     trajectory: Trajectory
     reward: float | None
+    conversation: Conversation | None = None
+
+    @property
+    def turns(self) -> tuple[Trajectory, ...]:
+        """What was sampled: the turns of a conversation, else the trajectory."""
+        return (self.trajectory,) if self.conversation is None else self.conversation.turns
 
 
 class DropReason(enum.Enum):
@@ -97,7 +106,8 @@ class Group:
         return frozenset(
             segment.weights.version
             for sample in self.samples
-            for segment in sample.trajectory.segments
+            for turn in sample.turns
+            for segment in turn.segments
         )
 
 
@@ -124,8 +134,8 @@ class Part:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The output tokens of each sample."""
-        return tuple(len(sample.trajectory.token_ids) for sample in self._samples)
+        """The sampled tokens of each sample."""
+        return tuple(sum(len(turn.token_ids) for turn in sample.turns) for sample in self._samples)
 
     @property
     def rewards(self) -> tuple[float, ...]:

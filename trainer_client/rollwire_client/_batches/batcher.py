@@ -19,7 +19,7 @@ from rollwire_client._arguments import checked_version, integer, seconds
 from rollwire_client._batches import buffer_file
 from rollwire_client._batches.batch import Drop, Tail
 from rollwire_client._batches.batch_collector import BatchCollector, PromptSource
-from rollwire_client._batches.callbacks import CallbackRunner, score
+from rollwire_client._batches.callbacks import CallbackRunner, is_async, score
 from rollwire_client._batches.group import GroupSampler, evaluate
 from rollwire_client._batches.group_buffer import BatchPlan, GroupBuffer
 from rollwire_client._batches.trainer_steps import TrainerSteps
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from rollwire_client._batches.batch import Batch, Decision, Evaluation, Group, Progress, Prompt
-    from rollwire_client._batches.callbacks import Reward
+    from rollwire_client._batches.callbacks import Reward, RolloutFunction
     from rollwire_client._data import Sampling
     from rollwire_client._fleet.fleet import Fleet
 
@@ -52,10 +52,17 @@ class Batcher:
             epoch, and the number of the sample.
         group_size: Number of samples of each prompt.
         sampling: How to sample, without a seed.
-        reward: Called with the prompt and the trajectory of a complete sample; returns a finite
-            number. A plain function is called in a worker thread, one call at a time; a coroutine
-            function runs in the event loop. A group with a sample that gets no reward is dropped as
-            ``UNSCORED``.
+        rollout: A coroutine function that holds the conversation of one sample. It is called with a
+            ``Session`` that has the prompt's tokens, and the ``Prompt``; it has turns sampled and
+            appends tokens, such as a tool's output, until it returns. A turn without ``sampling``
+            is sampled as the prompt or the batcher says; each has a seed and the ``options``, so
+            that ``timeout`` is of one turn. The last turn must be complete. A conversation that
+            fails or is interrupted, by ``close`` or for a saved buffer, begins again from its
+            prompt. How long it may take is its own affair. Default: a sample is one sequence.
+        reward: Called with the prompt and the trajectory of a complete sample, or with a
+            ``rollout`` its ``Conversation``; returns a finite number. A plain function is called in
+            a worker thread, one call at a time; a coroutine function runs in the event loop. A
+            group with a sample that gets no reward is dropped as ``UNSCORED``.
         max_lag: Groups with a token that was sampled more than this many steps before the trainer's
             version are dropped. Each publish through the fleet is one step, whatever its version,
             and so is a restart from a saved buffer. None: no bound.
@@ -82,6 +89,7 @@ class Batcher:
         seed: int,
         group_size: int = 8,
         sampling: Sampling = DEFAULT_SAMPLING,
+        rollout: RolloutFunction | None = None,
         reward: Reward | None = None,
         max_lag: int | None = None,
         refills: int = 2,
@@ -93,6 +101,8 @@ class Batcher:
         if own := [name for name in _OWN_OPTIONS if name in options]:
             raise ValueError(f"{', '.join(own)}: the batcher's own, leave it out")
         _check_unseeded(sampling)
+        if rollout is not None and not is_async(rollout):
+            raise TypeError(f"rollout is {rollout!r:.80}, not a coroutine function (async def)")
         seed = integer("seed", seed, minimum=-(1 << 63), maximum=(1 << 63) - 1)
         group_size = integer("group_size", group_size, minimum=1)
         refills = integer("refills", refills)
@@ -109,7 +119,7 @@ class Batcher:
         self._hooks = CallbackRunner("rollwire-hooks", callback_timeout)
         scored = None if reward is None else partial(score, self._rewards, reward, refills)
         self._sampler = GroupSampler(
-            self._pool, seed, group_size, sampling, options, scored, refills
+            self._pool, seed, group_size, sampling, options, scored, refills, rollout
         )
         self._buffer = GroupBuffer(self._sampler)
         self._max_lag = max_lag

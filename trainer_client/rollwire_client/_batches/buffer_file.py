@@ -174,6 +174,8 @@ def _group(message: SavedGroup, size: int) -> LiveGroup:
 
 
 def _sample_message(sample: LiveSample) -> SavedSample:
+    if sample.session is not None:  # a conversation begins again
+        return SavedSample(refills=sample.refills)
     trajectory = sample.output.trajectory()
     return SavedSample(
         request_id=trajectory.request_id,

@@ -8,7 +8,7 @@ import inspect
 import logging
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rollwire_client._concurrency import WorkerThread, as_exception
 from rollwire_client._errors import CallbackError
@@ -18,9 +18,15 @@ if TYPE_CHECKING:
 
     from rollwire_client._batches.batch import Prompt
     from rollwire_client._concurrency import Call
+    from rollwire_client._fleet.session import Conversation, Session
     from rollwire_client._trajectory import Trajectory
 
-    Reward = Callable[[Prompt, Trajectory], float | Awaitable[float]]
+    SampleResult: TypeAlias = Trajectory | Conversation
+    Reward = (
+        Callable[[Prompt, Trajectory], float | Awaitable[float]]
+        | Callable[[Prompt, Conversation], float | Awaitable[float]]
+    )
+    RolloutFunction = Callable[[Session, Prompt], Awaitable[None]]
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +53,13 @@ class CallbackRunner:
             CallbackError: ``name``, called for ``subject``, takes longer than it may.
         """
         work = functools.partial(function, *args)
-        if _is_async(function):
+        if is_async(function):
             result = work()
         else:
             result = await self.call_in_thread(name, work, subject=subject)
         if not inspect.isawaitable(result):
             return result
-        task = asyncio.ensure_future(_without_exits(result))
+        task = asyncio.ensure_future(without_exits(result))
         _ignore_error(task)
         try:
             await self._wait(task, name, subject)
@@ -119,7 +125,7 @@ class CallbackRunner:
 
 
 async def score(
-    runner: CallbackRunner, reward: Reward, retries: int, prompt: Prompt, trajectory: Trajectory
+    runner: CallbackRunner, reward: Reward, retries: int, prompt: Prompt, result: SampleResult
 ) -> float:
     """The reward of a sample; it is called again if it raised.
 
@@ -129,7 +135,7 @@ async def score(
     subject, failures = f"prompt {prompt.id!r}", 0
     while True:
         try:
-            value = await runner.call("reward", reward, prompt, trajectory, subject=subject)
+            value = await runner.call("reward", reward, prompt, result, subject=subject)
             return _finite_number(value, prompt)
         except CallbackError:
             raise
@@ -146,7 +152,7 @@ async def score(
             await asyncio.sleep(_REWARD_DELAY * 4 ** (failures - 1))
 
 
-async def _without_exits(result: Awaitable[Any]) -> Any:
+async def without_exits(result: Awaitable[Any]) -> Any:
     """Turns SystemExit and the like into an Exception: in a task they would end the event loop,
     which only Ctrl-C may.
     """
@@ -163,7 +169,7 @@ def _ignore_error(future: asyncio.Future[Any]) -> None:
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
-def _is_async(function: Callable[..., Any]) -> bool:
+def is_async(function: Callable[..., Any]) -> bool:
     call_method = getattr(function, "__call__", None)  # noqa: B004 - of an object with an async one
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call_method)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from rollwire.reasons import ErrorScope
 
 from rollwire_client._batches.batch import DropReason, Evaluation, Group, Part, Prompt, Sample
+from rollwire_client._batches.callbacks import without_exits
 from rollwire_client._concurrency import cancel_all
 from rollwire_client._errors import (
     CallbackError,
@@ -27,6 +28,7 @@ from rollwire_client._errors import (
     WeightVersionError,
 )
 from rollwire_client._fleet.rollout import QUEUE_FULL_DELAY, queue_was_full
+from rollwire_client._fleet.session import Session, TurnSettings, rollout_of
 from rollwire_client._rpc.conversion import checked_token_ids
 from rollwire_client._trajectory import TrajectoryBuilder
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
     from rollwire.types import WeightTag
 
+    from rollwire_client._batches.callbacks import RolloutFunction, SampleResult
     from rollwire_client._data import Sampling
     from rollwire_client._fleet.rollout import Rollout
     from rollwire_client._fleet.server_pool import ServerPool
@@ -50,13 +53,41 @@ _NEVER_REFILLED = (RefusedError, TimedOutError, ClosedError)
 
 @dataclass(slots=True)
 class LiveSample:
-    """A sample that is under way or complete."""
+    """A sample that is under way or complete: one sequence, or a conversation in ``session``."""
 
     index: int
     output: TrajectoryBuilder
     reward: float | None = None
     refills: int = 0  # how often it was begun anew, which changes its seed
     rollout: Rollout | None = None
+    session: Session | None = None
+    returned: bool = False  # the caller's function, so that the conversation has ended
+
+    def trajectory(self) -> Trajectory:
+        """See ``Sample.trajectory``."""
+        turns = self.session.conversation().turns if self.session is not None else ()
+        if not turns:
+            return self.output.trajectory()
+        return turns[-1] if self.returned else replace(turns[-1], finish=None)
+
+    def snapshot(self) -> Sample:
+        conversation = self.session.conversation() if self.session is not None else None
+        return Sample(self.trajectory(), self.reward, conversation)
+
+    @property
+    def weights(self) -> list[WeightTag]:
+        """Those that sampled its tokens."""
+        if self.session is None:
+            return self.output.weights
+        turns = self.session.conversation().turns
+        weights = [segment.weights for turn in turns for segment in turn.segments]
+        turn = rollout_of(self.session)
+        return weights if turn is None else [*weights, *turn.output.weights]
+
+    def lower_min_version(self, version: int | None) -> None:
+        rollout = self.rollout if self.session is None else rollout_of(self.session)
+        if rollout is not None:
+            rollout.lower_min_version(version)
 
 
 @dataclass(slots=True, eq=False)
@@ -81,9 +112,7 @@ class LiveGroup:
     session_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def snapshot(self, dropped: DropReason | None = None, error: Exception | None = None) -> Group:
-        samples = tuple(
-            Sample(sample.output.trajectory(), sample.reward) for sample in self.samples
-        )
+        samples = tuple(sample.snapshot() for sample in self.samples)
         return Group(self.prompt, samples, dropped, error)
 
     def lower_oldest_version(self, version: int | None) -> None:
@@ -91,8 +120,7 @@ class LiveGroup:
         if self.oldest_version is not None and (version is None or version < self.oldest_version):
             self.oldest_version = version
             for sample in self.samples:
-                if sample.rollout is not None:
-                    sample.rollout.lower_min_version(version)
+                sample.lower_min_version(version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +132,9 @@ class GroupSampler:
     group_size: int
     sampling: Sampling
     options: RolloutOptions
-    score: Callable[[Prompt, Trajectory], Awaitable[float]] | None
+    score: Callable[[Prompt, SampleResult], Awaitable[float]] | None
     refills: int
+    rollout: RolloutFunction | None = None
 
     def new_group(self, prompt: Prompt) -> LiveGroup:
         prompt = checked_prompt(prompt)
@@ -134,10 +163,10 @@ class GroupSampler:
 
     async def _complete(self, group: LiveGroup, sample: LiveSample) -> None:
         failures = 0
-        while not (trajectory := sample.output.trajectory()).complete:
-            tokens = len(trajectory.token_ids)
+        while not sample.trajectory().complete:
+            tokens = len(sample.output.token_ids)
             try:
-                await self._run_rollout(group, sample)
+                await self._run(group, sample)
             except _NEVER_REFILLED:
                 raise
             except RollwireError as error:
@@ -157,22 +186,65 @@ class GroupSampler:
                     sample.rollout = None
                     sample.output = TrajectoryBuilder(sample.output.prompt_ids)
             else:
-                if not sample.output.trajectory().complete:
+                if not sample.trajectory().complete:
                     failures += 1
                     if failures > self.refills:
-                        raise _ended_by_others(sample.output.trajectory())
+                        raise _ended_by_others(sample.trajectory())
         if sample.reward is None and self.score is not None:
-            sample.reward = await self.score(group.prompt, trajectory)
+            result = sample.snapshot()
+            sample.reward = await self.score(group.prompt, result.conversation or result.trajectory)
 
-    async def _run_rollout(self, group: LiveGroup, sample: LiveSample) -> None:
-        prompt = group.prompt
-        seed = sample_seed(self.run_seed, prompt.id, prompt.epoch, sample.index, sample.refills)
-        options: RolloutOptions = {**self.options, "session_id": group.session_id}
-        if group.oldest_version is not None:
-            options["min_weight_version"] = group.oldest_version
-        sampling = replace(prompt.sampling or self.sampling, seed=seed)
+    async def _run(self, group: LiveGroup, sample: LiveSample) -> None:
+        turns = SampleTurns(self, group, sample)
+        if self.rollout is not None:
+            await self._converse(self.rollout, turns)
+            return
+        sampling, options = turns.apply(None, {"session_id": group.session_id}, ())
         sample.rollout = self.pool.rollout(sample.output, sampling, options)
         await sample.rollout.run()
+
+    async def _converse(self, rollout: RolloutFunction, turns: SampleTurns) -> None:
+        """Has the caller's function hold the conversation, from its beginning."""
+        prompt, sample = turns.group.prompt, turns.sample
+        session = sample.session = Session(prompt.token_ids, self.pool, turns)
+        self.pool.router.share(turns.group.session_id, session.id)
+        try:
+            await without_exits(rollout(session, prompt))
+        except RollwireError:
+            raise
+        except Exception as error:
+            raise CallbackError(
+                f"the rollout of prompt {prompt.id!r} raised {error!r}", callback="rollout"
+            ) from error
+        if not session.conversation().turns:
+            raise CallbackError(
+                f"the rollout of prompt {prompt.id!r} sampled nothing", callback="rollout"
+            )
+        sample.returned = True
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTurns(TurnSettings):
+    """How a sample is sampled, or the turns of its conversation."""
+
+    sampler: GroupSampler
+    group: LiveGroup
+    sample: LiveSample
+
+    def apply(
+        self, sampling: Sampling | None, options: RolloutOptions, turn: tuple[int, ...]
+    ) -> tuple[Sampling, RolloutOptions]:
+        sampler, prompt, sample = self.sampler, self.group.prompt, self.sample
+        sampling = sampling or prompt.sampling or sampler.sampling
+        if sampling.seed is not None:
+            raise ValueError("the sampling of a turn has a seed: leave it out, as it gets its own")
+        seed = sample_seed(
+            sampler.run_seed, prompt.id, prompt.epoch, sample.index, sample.refills, turn
+        )
+        own: RolloutOptions = {**sampler.options, **options}
+        if self.group.oldest_version is not None:
+            own["min_weight_version"] = self.group.oldest_version
+        return replace(sampling, seed=seed), own
 
 
 def checked_prompt(prompt: Prompt) -> Prompt:
@@ -203,8 +275,15 @@ def check_unique(prompt: Prompt, known: set[tuple[str, int]]) -> None:
     known.add(key)
 
 
-def sample_seed(run_seed: int, prompt_id: str, epoch: int, index: int, refills: int = 0) -> int:
-    text = json.dumps([run_seed, prompt_id, epoch, index, refills]).encode()
+def sample_seed(
+    run_seed: int,
+    prompt_id: str,
+    epoch: int,
+    index: int,
+    refills: int = 0,
+    turn: tuple[int, ...] = (),
+) -> int:
+    text = json.dumps([run_seed, prompt_id, epoch, index, refills, *turn]).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
@@ -338,7 +417,8 @@ def _common_weights(samples: Part) -> WeightTag | None:
         segment.weights.digest: segment.weights
         for group in samples.groups
         for sample in group.samples
-        for segment in sample.trajectory.segments
+        for turn in sample.turns
+        for segment in turn.segments
     }
     if len(tags) > 1:
         names = ", ".join(f"0x{digest:016x}" for digest in sorted(tags))

@@ -263,7 +263,7 @@ class GroupBuffer:
         """Steps that its oldest token is behind the trainer: minus infinity without a token, and
         infinity if weights without a version sampled one.
         """
-        weights = (tag for sample in group.samples for tag in sample.output.weights)
+        weights = (tag for sample in group.samples for tag in sample.weights)
         return max(map(self.steps.lag, weights), default=-math.inf)
 
     def _candidates(self) -> list[LiveGroup]:

@@ -254,3 +254,8 @@ class Session:
     def _check_idle(self) -> None:
         if self._rollout is not None:
             raise RuntimeError("a turn of this session is under way: let it end, or leave it")
+
+
+def rollout_of(session: Session) -> Rollout | None:
+    """The turn that is under way."""
+    return session._rollout  # noqa: SLF001 - no business of a session's user
