@@ -79,7 +79,8 @@ from rollwire_client._errors import (
 from rollwire_client._fleet.fleet import Fleet
 from rollwire_client._fleet.rollout import Retries
 from rollwire_client._fleet.session import Conversation, Session
-from rollwire_client._publishing.publisher import Publisher, PublishHandle
+from rollwire_client._publishing.publish_handle import PublishHandle
+from rollwire_client._publishing.publisher import Publisher
 from rollwire_client._publishing.sharded.ranks import Ranks
 from rollwire_client._routing_replay import Routing, RoutingReplay, RoutingSegment
 from rollwire_client._rpc.channel import Credentials

@@ -27,7 +27,8 @@ from rollwire_client._concurrency import LoopCalls, LoopThread
 from rollwire_client._errors import ClosedError
 from rollwire_client._fleet.fleet import Fleet
 from rollwire_client._fleet.session import Session
-from rollwire_client._publishing.publisher import Publisher, PublishHandle
+from rollwire_client._publishing.publish_handle import PublishHandle
+from rollwire_client._publishing.publisher import Publisher
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -350,8 +351,8 @@ class SyncBatcher(_Facade[Batcher]):
     """A ``Batcher`` for a ``SyncFleet``; takes the arguments of ``Batcher``. A context manager.
 
     ``prompts``, ``reward``, ``decide`` and ``stop`` are called in threads of their own; coroutine
-    functions, as ``rollout`` has to be one, run in the fleet's event loop. If Ctrl-C interrupts the waiting thread just when a
-    batch is ready, the next ``collect`` returns that batch.
+    functions, as ``rollout`` has to be one, run in the fleet's event loop. If Ctrl-C interrupts the
+    waiting thread just when a batch is ready, the next ``collect`` returns that batch.
     """
 
     @_arguments_after_fleet(Batcher.__init__)

@@ -20,7 +20,8 @@ from rollwire_client._batches import buffer_file
 from rollwire_client._batches.batch import Drop, Tail
 from rollwire_client._batches.batch_collector import BatchCollector, PromptSource
 from rollwire_client._batches.callbacks import CallbackRunner, is_async, score
-from rollwire_client._batches.group import GroupSampler, evaluate
+from rollwire_client._batches.evaluation import evaluate
+from rollwire_client._batches.group import GroupSampler
 from rollwire_client._batches.group_buffer import BatchPlan, GroupBuffer
 from rollwire_client._batches.trainer_steps import TrainerSteps
 from rollwire_client._errors import StalenessError

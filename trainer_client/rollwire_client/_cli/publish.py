@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rollwire_client._data import PublishReport, ServerReport
-    from rollwire_client._publishing.publisher import PublishHandle
+    from rollwire_client._publishing.publish_handle import PublishHandle
 
 _REFRESH_SECONDS = 0.1
 

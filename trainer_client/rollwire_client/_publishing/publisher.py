@@ -14,7 +14,6 @@ from rollwire.types import KvPolicy
 from rollwire.v1 import weights_pb2
 
 from rollwire_client._arguments import checked_version, integer
-from rollwire_client._concurrency import LoopAffinity
 from rollwire_client._data import PublishReport, PublishTimeouts, checked_share
 from rollwire_client._errors import (
     MissingDependencyError,
@@ -23,11 +22,12 @@ from rollwire_client._errors import (
     RollwireError,
     SchemaMismatchError,
 )
+from rollwire_client._publishing.publish_handle import PublishHandle
 from rollwire_client._rpc.channel import unary
 from rollwire_client._rpc.conversion import schema_from_proto
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
     from rollwire_transport import TensorSpec
@@ -36,92 +36,9 @@ if TYPE_CHECKING:
     from rollwire_client._data import Require
     from rollwire_client._fleet.fleet import Fleet
     from rollwire_client._fleet.server_handle import ServerHandle
-    from rollwire_client._publishing.publish import PublishProgress
     from rollwire_client._publishing.sharded.coordination import Coordinator
     from rollwire_client._publishing.source import GivenOrder
     from rollwire_client._publishing.tensors import TensorSource
-
-
-class PublishHandle:
-    """A publish under way.
-
-    Attributes:
-        version: The version given to ``Publisher.publish``.
-        update_id: Id of the update on the servers.
-        total_bytes: Bytes that each server gets.
-    """
-
-    def __init__(
-        self, version: int | None, progress: PublishProgress, task: asyncio.Task[PublishReport]
-    ) -> None:
-        self.version = version
-        self.update_id = progress.update_id
-        self.total_bytes = progress.total_bytes
-        self._progress = progress
-        self._task = task
-        self._affinity = LoopAffinity("publish")
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that every server has received."""
-        return self._progress.sent_bytes
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, with or without success."""
-        return self._task.done()
-
-    @property
-    def announced(self) -> Awaitable[None]:
-        """Done when every server that can take the update has checked it and reserved memory.
-
-        Raises what ``committed`` raises.
-        """
-        return self._reach(self._progress.announced)
-
-    @property
-    def released(self) -> Awaitable[None]:
-        """Done when every server has received and verified everything: the tensors may change.
-
-        Raises what ``committed`` raises.
-        """
-        return self._reach(self._progress.released)
-
-    @property
-    def committed(self) -> Awaitable[PublishReport]:
-        """Done when every server that could has committed.
-
-        Raises:
-            PublishFailedError: No server committed.
-            SourceError: The trainer did not provide its tensors; no server has committed.
-            TensorsChangedError: They changed before ``released``; no server has committed.
-            PublishError: The publish could not continue; no server has committed.
-            asyncio.CancelledError: The publish was cancelled.
-        """
-        self._affinity.check()
-        return asyncio.shield(self._task)
-
-    async def cancel(self) -> None:
-        """Ends the publish; servers that have not committed yet discard the update.
-
-        Returns when the tensors may change. It waits for a source that hangs no longer than
-        ``PublishTimeouts.source``; see ``Publisher.publish``.
-        """
-        if self._affinity.forked:
-            return
-        self._affinity.check()
-        self._task.cancel()
-        await asyncio.wait([self._task])
-
-    async def _reach(self, milestone: asyncio.Event) -> None:
-        self._affinity.check()
-        waiting = asyncio.create_task(milestone.wait())
-        try:
-            await asyncio.wait([waiting, self._task], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            waiting.cancel()
-        if not milestone.is_set():
-            self._task.result()
 
 
 class Publisher:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from rollwire_client._data import PublishReport
-    from rollwire_client._publishing.publisher import Publisher, PublishHandle
+    from rollwire_client._publishing.publish_handle import PublishHandle
+    from rollwire_client._publishing.publisher import Publisher
     from rollwire_client._publishing.tensors import TensorSource
 
 _CATCHES_UP = "catches up"
