@@ -79,6 +79,7 @@ def test_a_fleet_shows_its_users_nothing_of_the_library() -> None:
     assert shown == {
         "close",
         "generate",
+        "generate_many",
         "info",
         "newest_version",
         "policy",

@@ -126,9 +126,8 @@ class Rollout:
         """Samples it to its end; errors as ``chunks``. Cancelled before that, the output has what
         was sampled.
         """
-        if whole := self.output.text is None:  # else each token is looked at
-            deliver_rarely(self._request)
-        async for _ in self._sample(whole=whole):
+        deliver_rarely(self._request, self.output)
+        async for _ in self._sample(whole=self.output.text is None):  # else tokens are looked at
             pass
 
     # One generator, which closes its attempt itself: one that is abandoned is closed by the event

@@ -187,9 +187,8 @@ class RolloutClient:
     ) -> Trajectory:
         """Samples one sequence to its end; see ``stream``."""
         request, output = _new_sequence(prompt_ids, sampling, options)
-        if whole := output.text is None:
-            deliver_rarely(request)
-        async for _ in self._sample(request, output, whole=whole):
+        deliver_rarely(request, output)
+        async for _ in self._sample(request, output, whole=output.text is None):
             pass
         return output.trajectory()
 

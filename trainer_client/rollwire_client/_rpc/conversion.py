@@ -60,8 +60,8 @@ class RolloutOptions(TypedDict, total=False):
         delivery_interval: Seconds for which a server may collect tokens before it sends them; the
             end of a sequence is sent at once. Each message costs client and server time. Tokens
             that a dying server has not sent are sampled again elsewhere. Default: 0 (every step is
-            sent) for streams and with ``detokenizer``, 0.25 for sequences that are generated as a
-            whole.
+            sent) for streams, 0.25 for sequences that are generated as a whole, 0.05 if a stop
+            string may end them.
         detokenizer: Makes text of the output, and ends the sequence at a stop string. Default:
             none.
     """
@@ -78,7 +78,9 @@ class RolloutOptions(TypedDict, total=False):
 
 
 DEFAULT_SAMPLING = Sampling()
-_WHOLE_INTERVAL = 0.25  # seconds between deliveries of sequences that nobody streams
+# Seconds between deliveries of sequences that nobody streams, and of those that are aborted as soon
+# as a stop string has come.
+_WHOLE_INTERVAL, _TEXT_INTERVAL = 0.25, 0.05
 
 _SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(Sampling))
 _OPTIONS = RolloutOptions.__optional_keys__
@@ -130,10 +132,11 @@ def begin_output(
     return output
 
 
-def deliver_rarely(request: rollout_pb2.GenerateRequest) -> None:
+def deliver_rarely(request: rollout_pb2.GenerateRequest, output: TrajectoryBuilder) -> None:
     """For a reader who wants the whole sequence, unless the caller chose an interval."""
     if not request.HasField("delivery_interval"):
-        set_duration(request, "delivery_interval", _WHOLE_INTERVAL)
+        interval = _WHOLE_INTERVAL if output.text is None else _TEXT_INTERVAL
+        set_duration(request, "delivery_interval", interval)
 
 
 def sampling_to_proto(sampling: Sampling) -> rollout_pb2.SamplingParams:
