@@ -44,9 +44,27 @@ def test_what_a_trainer_says_to_servers(start_server: StartServer, tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_stop_strings_and_conversations(start_server: StartServer, tmp_path: Path) -> None:
+    _, stop, _, conversations, _ = blocks([start_server().address, start_server().address])
+    done = ran("-c", stop, cwd=tmp_path)
+    assert done.stderr == ""
+    string, count, text = done.stdout.split()
+    whole = text + string
+    assert string in {"x", "yes"}
+    assert len(whole) == int(count)  # a token has one character here
+    assert "x" not in text
+    assert "yes" not in whole[:-1]
+    done = ran("-c", conversations, cwd=tmp_path)
+    assert done.stderr == ""
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == 4 * 8
+    assert all(int(sampled) + 3 <= int(tokens) for tokens, sampled, _ in lines)
+
+
+@pytest.mark.slow
 def test_batches(start_server: StartServer, tmp_path: Path) -> None:
     addresses = [start_server().address, start_server().address]
-    _, code, _ = blocks(addresses)
+    _, _, code, *_ = blocks(addresses)
     done = ran("-c", code, cwd=tmp_path)
     assert done.stderr == ""
     told = done.stdout.splitlines()
