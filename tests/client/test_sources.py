@@ -330,6 +330,16 @@ async def test_a_cancelled_publish_waits_for_the_source_of_some_tensors(hanging:
         assert hanging.taken == ["embed.weight"]
 
 
+async def test_an_iterator_that_can_be_read_only_once_is_named_when_a_group_fails() -> None:
+    once = Adapted()()
+    async with publishing(2) as (servers, _, publisher):
+        servers[1].stop_receiving_at = 6
+        handle = await publisher.publish(1, lambda: once)
+        with pytest.raises(SourceError, match="each call must return a fresh iterator"):
+            await handle.committed
+        assert [server.commits for server in servers] == [[], []]
+
+
 async def test_a_source_that_hangs_at_its_end_ends_the_publish() -> None:
     let_go = threading.Event()
 

@@ -39,7 +39,7 @@ class GivenOrder:
         return sorted(specs, key=lambda spec: places.get(spec.name, len(places)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CheckedSource:
     """Gives each tensor once, by its name on the servers; those that are tied to one are left out.
 
@@ -53,8 +53,10 @@ class CheckedSource:
     detector: ChangeDetector
     coordinator: Coordinator | None
     partial: bool = False
+    _calls: int = 0
 
     def __call__(self) -> Iterator[tuple[str, TensorOrFunction]]:
+        self._calls += 1
         source = self.detector.watch_source(self.source)
         if self.coordinator is not None:
             source = self.coordinator.iterate(source)
@@ -88,10 +90,19 @@ class CheckedSource:
         finally:
             transport.close_source(items)
         if not self.partial:
-            if missing := [name for name in wanted if name not in given]:
-                more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-                raise mismatch(f"the source ended without {missing[0]}{more}")
+            self._check_complete([name for name in wanted if name not in given])
             self.order.names = tuple(given)
+
+    def _check_complete(self, missing: Sequence[str]) -> None:
+        if missing and self._calls > 1:
+            raise SourceError(
+                f"the source ended without {missing[0]} when it was called again for another "
+                "transport group: each call must return a fresh iterator of all tensors; nothing "
+                "was committed, the servers keep what they serve"
+            )
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise mismatch(f"the source ended without {missing[0]}{more}")
 
     async def read(self, device: torch.device | None, timeout: float) -> dict[str, Tensor]:
         """Copies of all that it gives, in host memory; ``timeout`` is in seconds for each tensor.
@@ -108,15 +119,16 @@ class CheckedSource:
             while not done.done():
                 left = timeout - (time.monotonic() - reading.asked_at)
                 if left <= 0:
+                    done.cancel()
                     raise SourceError(
                         f"the source did not provide its next tensor within {timeout:g} s: its "
                         "thread stays behind; nothing was sent, the servers keep what they serve"
                     )
                 await asyncio.wait([done], timeout=left)
         finally:
-            if not done.done():
-                reading.stop.set()
-                await asyncio.wait([done], timeout=timeout)  # the tensors are in use until then
+            reading.stop.set()
+            if not done.done():  # cancelled: the tensors are in use until then
+                await asyncio.wait([done], timeout=timeout)
                 done.cancel()
         try:
             return done.result()

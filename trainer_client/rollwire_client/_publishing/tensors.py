@@ -114,13 +114,13 @@ class ChangeDetector:
                         del value
                 self._accept()
             finally:
-                with self.ignoring():
+                with self._ignoring():
                     close_source(items)
 
         return watched
 
     @contextlib.contextmanager
-    def ignoring(self) -> Iterator[None]:
+    def _ignoring(self) -> Iterator[None]:
         """Changes within it are no changes."""
         self._record()
         try:
