@@ -24,6 +24,7 @@ from rollwire_client import (
 )
 from rollwire_client._detokenizer import TextBuilder
 from rollwire_client.testing import FakeServer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -102,6 +103,34 @@ def test_a_stop_string_ends_it_wherever_tokens_begin(
 
 
 @settings(deadline=None, max_examples=100)
+@given(
+    chunks=st.lists(
+        st.lists(st.tuples(st.text("ab\ufffd한", max_size=3), st.integers(0, 2)), min_size=1),
+        max_size=30,
+    )
+)
+def test_what_was_shown_is_part_of_the_text_whatever_the_tokenizer_does(chunks: list) -> None:
+    def decode(ids: list[int]) -> str:  # a token may take back what others have said
+        text = ""
+        for token in ids:
+            piece, taken_back = pieces[token]
+            text = text[: max(len(text) - taken_back, 0)] + piece
+        return text
+
+    pieces = [piece for chunk in chunks for piece in chunk]
+    builder, shown, number = TextBuilder(Detokenizer(decode, ["ab"]), 0), "", 0
+    for chunk in chunks:
+        builder.append(range(number, number + len(chunk)))
+        number += len(chunk)
+        shown += builder.take()
+        if builder.stop_string is not None:
+            break
+    builder.end(hides_last=False)
+    shown += builder.take()
+    assert builder.text == shown
+
+
+@settings(deadline=None, max_examples=100)
 @given(ids=st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=200), data=st.data())
 def test_it_goes_on_from_tokens_that_came_before(ids: list[int], data: st.DataObject) -> None:
     split = data.draw(st.integers(0, len(ids)))
@@ -109,7 +138,65 @@ def test_it_goes_on_from_tokens_that_came_before(ids: list[int], data: st.DataOb
     builder = TextBuilder(Detokenizer(of_bytes, ["</s>"]), 0)
     builder.skip(ids[:split])
     assert split + (builder.append(ids[split:]) if ids[split:] else 0) == kept
+    builder.end(hides_last=False)
+    builder.take()
     assert (builder.text, builder.stop_string) == (text, which)
+
+
+CORPUS = ["오늘 날씨는 맑음입니다.", "don't stop , now !", "</tool> <tool> é€ 😀", "a  b\n\nc"] * 4
+
+
+@pytest.fixture(scope="module", params=["bytes", "metaspace"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    """A small one of either kind: byte-level BPE, or SentencePiece's, with bytes for the rest."""
+    if request.param == "bytes":
+        made = Tokenizer(models.BPE())
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet)
+        made.train_from_iterator(CORPUS, trainer)
+        return made
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    for piece in ("▁", "▁a", "b", "</", "tool", ">", "▁날", "씨", "▁맑음", ".", "x"):
+        vocabulary[piece] = len(vocabulary)
+    made = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return made
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_real_tokenizers(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    vocabulary = tokenizer.get_vocab()
+    if "▁" in vocabulary:
+        pieces = [[vocabulary[p]] for p in vocabulary if not p.startswith("<0x")]
+        pieces += [[*c.encode()] for c in "é국😀\n"]
+    else:
+        pieces = [tokenizer.encode(word).ids for text in CORPUS for word in (text, text[-3:])]
+    ids = [i for piece in data.draw(st.lists(st.sampled_from(pieces), max_size=60)) for i in piece]
+    stop = data.draw(st.lists(st.sampled_from(["</tool>", "씨", " 맑", "b", "\n"]), max_size=2))
+    kept, text, which = expected(decode, stop, ids, 0)
+    builder = TextBuilder(Detokenizer(decode, stop), 0)
+    taken, shown = 0, ""
+    while taken < len(ids) and builder.stop_string is None:
+        size = data.draw(st.integers(1, 8))
+        taken += builder.append(ids[taken : taken + size])
+        shown += builder.take()
+        assert text.startswith(shown)
+    builder.end(hides_last=False)
+    shown += builder.take()
+    assert (taken, shown, builder.text, builder.stop_string) == (kept, text, text, which)
 
 
 def test_a_token_is_decoded_with_a_bounded_number_of_others() -> None:

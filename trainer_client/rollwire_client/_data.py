@@ -156,8 +156,8 @@ class PublishTimeouts:
             report at least every half second.
         join: For a transport group to form.
         bucket: For one bucket to reach all servers.
-        source: For the trainer to provide the tensors of one bucket. Servers by default wait 30 s
-            for a bucket.
+        source: For the trainer to provide the tensors of one bucket, or one tensor before its turn.
+            Servers by default wait 30 s for a bucket.
         staged: For the servers to verify the update, once everything is sent.
         commit: For a server to put an update in place.
         commit_silence: For the answer to a commit, before the server is probed.

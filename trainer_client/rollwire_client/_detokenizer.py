@@ -31,9 +31,9 @@ class Detokenizer:
 
     Attributes:
         decode: Returns the text of a list of token ids, such as a tokenizer's ``decode``. Appended
-            tokens must not change the text before them, except for an incomplete character
+            tokens should not change the text before them, except for an incomplete character
             (U+FFFD) at its end: pass ``clean_up_tokenization_spaces=False`` to Hugging Face's. It
-            is called in the event loop, for each message with up to some 64 tokens.
+            is called in the event loop, for each message a few times, with some 64 tokens.
         stop: The strings that end a sequence; none if only the text is wanted.
 
     Raises:
@@ -59,9 +59,9 @@ class TextBuilder:
     """The text of a sequence's output, to which tokens are appended.
 
     Only a window of the last tokens is decoded again. Its first ones are context, whose text is
-    known already: some tokenizers write a token differently at the beginning of a text. All strings
-    and positions are relative to the end of the text that was put away, so that no step looks at
-    the whole of a long output.
+    known already: some tokenizers write a token differently at the beginning of a text. Strings and
+    positions are relative to the text that was taken and dropped, so that no step looks at the
+    whole of a long output. ``take`` is called after each ``append``.
     """
 
     def __init__(self, detokenizer: Detokenizer, min_tokens: int) -> None:
@@ -71,20 +71,19 @@ class TextBuilder:
         self._longest = max(map(len, self._stop), default=0)
         self._min_tokens = min_tokens
         self._tokens = 0
-        self._away: list[str] = []
+        self._parts: list[str] = []  # what was taken
         self._known = ""  # of the tokens before those of the window that are no context
         self._window: list[int] = []
         self._context = 0  # tokens of the window
         self._context_text = ""
-        self._end: str | None = None  # all that is not put away, once the sequence has ended
-        self._pending = ""  # was put away and not taken
+        self._end: str | None = None  # the text, once the sequence has ended
         self._taken = 0
 
     @property
     def text(self) -> str:
-        """All of it, as far as it has come."""
-        rest = self._text(len(self._window)) if self._end is None else self._end
-        return "".join(self._away) + rest
+        """All of it, as far as it has come: what was taken, and the rest."""
+        text = self._text(len(self._window)) if self._end is None else self._end
+        return "".join(self._parts) + text[self._taken :]
 
     def skip(self, token_ids: Sequence[int]) -> None:
         """Appends tokens that came before, and end nothing."""
@@ -118,8 +117,10 @@ class TextBuilder:
         stop string. That of the last token is kept until it is known whether it is text.
         """
         shown = self._shown()
-        new, self._pending = self._pending + shown[self._taken :], ""
+        new = shown[self._taken :]
         self._taken = max(self._taken, len(shown))
+        self._parts.append(new)
+        self._shorten()
         return new
 
     def _shown(self) -> str:
@@ -153,6 +154,9 @@ class TextBuilder:
     def _append(self, token_ids: Sequence[int]) -> None:
         self._window += token_ids
         self._tokens += len(token_ids)
+
+    def _shorten(self) -> None:
+        """Drops tokens and text that no later step needs."""
         count = len(self._window) - 1
         if count - self._context < _WINDOW:
             return
@@ -162,11 +166,9 @@ class TextBuilder:
         self._window = self._window[count - _WINDOW :]
         self._context = _WINDOW
         self._context_text = self._decode(self._window[:_WINDOW])
-        done = max(len(known) - self._longest, 0)
-        self._away.append(known[:done])
+        done = max(min(len(known) - self._longest, self._taken), 0)
         self._known = known[done:]
-        self._pending += known[self._taken : done]
-        self._taken = max(self._taken - done, 0)
+        self._taken -= done
 
 
 def _whole(text: str) -> str:

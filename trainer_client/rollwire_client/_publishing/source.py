@@ -89,9 +89,10 @@ class CheckedSource:
                 del value
         finally:
             transport.close_source(items)
+            if not self.partial and len(given) >= len(self.order.names):  # also if it failed
+                self.order.names = tuple(given)
         if not self.partial:
             self._check_complete([name for name in wanted if name not in given])
-            self.order.names = tuple(given)
 
     def _check_complete(self, missing: Sequence[str]) -> None:
         if missing and self._calls > 1:
