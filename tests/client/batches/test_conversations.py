@@ -13,6 +13,7 @@ from rollwire_client import (
     CallbackError,
     Carry,
     DropReason,
+    FinishReason,
     Fleet,
     Prompt,
     Sampling,
@@ -203,6 +204,29 @@ async def test_an_old_turn_makes_a_conversation_stale() -> None:
             batch = await batcher.collect(source, 1, over_sample=2, tail=Carry(), version=version)
             dropped.append([(g.prompt.id, g.dropped) for g in batch.dropped.groups])
     assert dropped == [[], [], [("1", DropReason.STALE)]]
+
+
+async def test_a_conversation_whose_last_turn_was_aborted_begins_again() -> None:
+    ends: list[FinishReason] = []
+
+    async def notes(session: Session, _: Prompt) -> None:
+        turn = await session.generate()
+        ends.append(turn.finish.reason)
+
+    async with (
+        FakeServer(tokens_per_second=100) as server,
+        fleet_of(server) as fleet,
+        batcher_of(fleet, notes, group_size=1, sampling=Sampling(max_new_tokens=20)) as batcher,
+    ):
+        collecting = asyncio.create_task(batcher.collect(prompts(), 1))
+        await until(lambda: server.running == 1)
+        await fleet._pool.servers[0].client.abort_all()
+        await until(lambda: len(server.requests) == 2)
+        (live,) = batcher._buffer.groups.values()
+        assert not live.snapshot().complete
+        (group,) = (await collecting).groups
+    assert ends == [FinishReason.ABORTED, FinishReason.LENGTH]
+    assert len(group.samples[0].conversation.turns) == 1
 
 
 async def test_a_saved_conversation_begins_again(tmp_path: Path) -> None:

@@ -202,6 +202,7 @@ class GroupSampler:
     async def _converse(self, rollout: RolloutFunction, turns: SampleTurns) -> None:
         """Has the caller's function hold the conversation, from its beginning."""
         prompt, sample = turns.group.prompt, turns.sample
+        sample.returned = False
         session = sample.session = Session(prompt.token_ids, self.pool, turns)
         self.pool.router.share(turns.group.session_id, session.id)
         try:

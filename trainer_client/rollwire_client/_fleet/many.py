@@ -45,7 +45,7 @@ async def generate_many(
         own: RolloutOptions = {**options, "session_id": session}
         seeded = sampling
         if sampling.seed is not None:
-            seeded = replace(sampling, seed=(sampling.seed + number) % (1 << 64))
+            seeded = replace(sampling, seed=(int(sampling.seed) + number) % (1 << 64))
         async with slots:
             while True:
                 rollout = pool.rollout(output, seeded, own)
