@@ -33,6 +33,8 @@ async def test_sync_code_uses_a_fleet_that_async_code_has_opened() -> None:
                 assert shared.policy == fleet.policy is not None
                 assert shared.policy.version == 3
                 assert shared.generate([1], TURN).complete
+                many = shared.generate_many([[1], [2]], TURN, n=3)
+                assert [[t.prompt_ids for t in group] for group in many] == [[(1,)] * 3, [(2,)] * 3]
                 session = shared.session([1, 2])
                 session.generate(TURN)
                 assert len(session.token_ids) == 7
