@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 JOBS ?= 4
 PYTEST := pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: demo test test-fast test-protobuf7 test-ucx test-sglang environments lint protos clean
+.PHONY: demo test test-fast test-protobuf7 test-ucx test-trl test-sglang environments lint protos clean
 
 demo: $(VENV)/installed ## two servers, a trainer, a policy that learns
 	$(RUN)rollwire demo
@@ -31,6 +31,12 @@ test-protobuf7: .overlay/installed
 test-ucx: .ucx/installed
 	PYTHONPATH=$(CURDIR)/.ucx $(RUN)$(PYTEST) -m "not gpu" tests/transport/test_ucx.py tests/transport/test_links.py tests/system/weights/test_faults_relays.py tests/server/test_transport_listen.py
 
+# TRL's own trainers on real servers; 290 MB more. dill pickles what does not lie in site-packages by
+# its content, and fails at that.
+TRL := .trl/site-packages
+test-trl: .trl/installed
+	PYTHONPATH=$(CURDIR)/$(TRL) $(RUN)$(PYTEST) -m "not gpu" tests/integrations
+
 # The contract on SGLang, on a CPU; Python 3.11 and 3 GB for an environment of its own. An engine
 # takes 3 GB of memory and a core, so two side by side.
 SGLANG := sglang==0.5.23 torchvision==0.28.0
@@ -39,7 +45,7 @@ test-sglang: .sglang/installed
 	$(ON_CPU) .sglang/bin/$(PYTEST) -n 2 --timeout 600 tests/contract --engine sglang
 	$(ON_CPU) .sglang/bin/$(PYTEST) -n 2 --timeout 600 tests/server/engines/test_sglang*.py
 
-environments: .overlay/installed .ucx/installed .sglang/installed ## what the three above run in
+environments: .overlay/installed .ucx/installed .trl/installed .sglang/installed ## what the four above run in
 
 lint: $(VENV)/installed
 	$(RUN)ruff check .
@@ -70,6 +76,11 @@ $(VENV)/installed: requirements/dev.txt requirements/deploy.txt pyproject.toml
 	$(RUN)pip install --quiet --disable-pip-version-check --no-deps --target .ucx -r requirements/ucx.txt
 	touch $@
 
+.trl/installed: $(VENV)/installed requirements/trl.txt
+	rm -rf .trl
+	$(RUN)pip install --quiet --disable-pip-version-check --no-deps --target $(TRL) -r requirements/trl.txt
+	touch $@
+
 .sglang/installed: requirements/sglang.txt pyproject.toml
 	$(PYTHON) -m venv .sglang
 	.sglang/bin/pip install --quiet --disable-pip-version-check -r requirements/sglang.txt
@@ -78,4 +89,4 @@ $(VENV)/installed: requirements/dev.txt requirements/deploy.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .overlay .ucx .sglang demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .overlay .ucx .trl .sglang demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -58,6 +58,28 @@ def test_the_demo_without_its_extra_says_what_to_install_before_it_loads_anythin
     )
 
 
+def test_an_integration_without_its_extra_says_what_to_install() -> None:
+    done = python(
+        "import importlib.metadata as metadata\n"
+        "versions = {'trl': None}\n"
+        "def version(name):\n"
+        "    if versions[name] is None:\n"
+        "        raise metadata.PackageNotFoundError(name)\n"
+        "    return versions[name]\n"
+        "metadata.version = version\n"
+        "from rollwire_client import MissingDependencyError\n"
+        "for versions['trl'] in (None, '1.15.0', '1.17.0'):\n"
+        "    try:\n        import rollwire_client.integrations.trl\n"
+        "    except MissingDependencyError as error:\n        print(error)"
+    )
+    needed = "this integration needs trl>=1.16,<1.17: pip install 'rollwire[trl]'"
+    assert done.stdout.splitlines() == [
+        f"trl is not installed, and {needed}",
+        f"trl 1.15.0 is installed, and {needed}",
+        f"trl 1.17.0 is installed, and {needed}",
+    ], done.stderr
+
+
 def test_all_that_is_exported_exists() -> None:
     for name in rollwire_client.__all__:
         assert hasattr(rollwire_client, name)

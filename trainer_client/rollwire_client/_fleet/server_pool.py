@@ -26,7 +26,7 @@ from rollwire_client._rpc.client import RolloutClient, Timeouts, checked_timeout
 from rollwire_client._rpc.conversion import begin_output, generate_request
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 
     from rollwire.types import WeightTag
 
@@ -185,6 +185,17 @@ class ServerPool:
         if (server := self._all.get(address)) is not None:
             server.committed(weights)
         self.policy.committed(weights)
+
+    def adopt(self, committed: Mapping[str, WeightTag]) -> None:
+        """These servers, by their addresses, have committed a policy that another process's fleet
+        has published.
+        """
+        if not committed:
+            return
+        weights = next(iter(committed.values()))
+        with self.policy.committing(weights.version, weights.digest, rollback=False):
+            for address, weights in committed.items():
+                self.committed(address, weights)
 
     def _policy_changed(self) -> None:
         for server in self._all.values():

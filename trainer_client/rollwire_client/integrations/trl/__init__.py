@@ -1,0 +1,16 @@
+"""TRL's trainers sample from rollwire's servers (``pip install 'rollwire[trl]'``).
+
+    trainer = GRPOTrainer(model=…, reward_funcs=…, args=GRPOConfig(…), train_dataset=…)
+    with RollwireGeneration(trainer, SyncFleet(["10.0.0.1:7000", "10.0.0.2:7000"])):
+        trainer.train()
+
+Raises MissingDependencyError when it is imported without a release of TRL that it is tested with.
+"""
+
+from rollwire_client.integrations.trl._versions import SUPPORTED, check_trl
+
+check_trl()
+
+from rollwire_client.integrations.trl._generation import RollwireGeneration  # noqa: E402
+
+__all__ = ["SUPPORTED", "RollwireGeneration"]
