@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import copy
+import inspect
 import json
 import math
 import re
@@ -44,7 +46,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "trl_grpo.py"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "trl_grpo.py"
+GUIDE = ROOT / "docs" / "trl.md"
 
 
 @pytest.fixture(scope="module")
@@ -324,3 +328,19 @@ def test_models_that_cannot_be_published_are_refused(tmp_path: Path) -> None:
         RollwireGeneration(trainer, fleet)
     with pytest.raises(TypeError, match="not a SyncFleet"):
         RollwireGeneration(trainer, ["127.0.0.1:5"])  # type: ignore[arg-type]
+
+
+def test_the_guide_names_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its programs need a download or a GPU: here only their names are looked up."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        tree = ast.parse(block)
+        names: dict[str, Any] = {}
+        imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+        exec(compile(ast.Module(imports, []), "guide", "exec"), names)  # noqa: S102 - our own
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            if isinstance(call.func, ast.Name):
+                named = {argument.arg: None for argument in call.keywords}
+                inspect.signature(names[call.func.id]).bind(*call.args, **named)

@@ -11,6 +11,7 @@ from rollwire_client.integrations.trl._versions import SUPPORTED, check_trl
 
 check_trl()
 
+from rollwire_client.integrations.trl._async_grpo import AsyncRollouts  # noqa: E402
 from rollwire_client.integrations.trl._generation import RollwireGeneration  # noqa: E402
 
-__all__ = ["SUPPORTED", "RollwireGeneration"]
+__all__ = ["SUPPORTED", "AsyncRollouts", "RollwireGeneration"]

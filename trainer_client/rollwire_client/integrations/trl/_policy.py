@@ -56,12 +56,18 @@ def policy_tensors(model: Any, dtypes: Mapping[str, str]) -> Iterator[tuple[str,
     unmerging in place would round them, a little more with each publish.
     """
     for name, tensor in _merged_tensors(model) if _is_peft(model) else model.named_parameters():
-        dtype = dtypes.get(plain := _plain_name(name))
-        tensor = tensor.detach()
-        if dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(getattr(torch, dtype))
+        plain = _plain_name(name)
+        tensor = cast(plain, tensor, dtypes)
         yield plain, tensor
         del tensor
+
+
+def cast(name: str, tensor: Tensor, dtypes: Mapping[str, str]) -> Tensor:
+    """The tensor in the dtype that servers have for this name."""
+    dtype = dtypes.get(name)
+    if dtype is None or not tensor.is_floating_point():
+        return tensor.detach()
+    return tensor.detach().to(getattr(torch, dtype))
 
 
 def fingerprint(optimizer: Any) -> int:
