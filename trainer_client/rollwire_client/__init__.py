@@ -28,6 +28,7 @@ from rollwire_client._batches.batch import (
     Tail,
 )
 from rollwire_client._batches.batcher import Batcher
+from rollwire_client._batches.group_file import append_groups, read_groups
 from rollwire_client._data import (
     Aborted,
     ActivePause,
@@ -46,6 +47,7 @@ from rollwire_client._errors import (
     ClosedError,
     DigestMismatchError,
     FrozenError,
+    GroupFileError,
     InvalidRequestError,
     MissingDependencyError,
     NotFiniteError,
@@ -112,6 +114,7 @@ __all__ = [
     "Fleet",
     "FrozenError",
     "Group",
+    "GroupFileError",
     "InvalidRequestError",
     "KvPolicy",
     "LogprobBasis",
@@ -171,4 +174,6 @@ __all__ = [
     "UpdateRefusedError",
     "WeightTag",
     "WeightVersionError",
+    "append_groups",
+    "read_groups",
 ]

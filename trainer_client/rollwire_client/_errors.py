@@ -256,6 +256,10 @@ class BufferFileError(RollwireError):
     """A file to load is not a saved buffer, is damaged, or belongs to another run."""
 
 
+class GroupFileError(RollwireError):
+    """A file to read is not what ``append_groups`` wrote; the message names the line."""
+
+
 class ClosedError(RollwireError):
     """The client or fleet is not open yet, or was closed."""
 
