@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_NAME, _FORMAT = b"rollwire buffer ", b"1"
+NAME, _FORMAT = b"rollwire buffer ", b"1"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -74,7 +74,7 @@ def write(path: Path, sampler: GroupSampler, contents: BufferContents) -> None:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with unfinished.open("wb") as file:
-            file.write(_NAME + _FORMAT + b"\n" + digest + content)
+            file.write(NAME + _FORMAT + b"\n" + digest + content)
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
@@ -82,17 +82,18 @@ def write(path: Path, sampler: GroupSampler, contents: BufferContents) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def read(path: Path, sampler: GroupSampler) -> BufferContents:
+def read(path: Path, sampler: GroupSampler | None = None) -> BufferContents:
+    """The file's contents; of any run without ``sampler``, else of its run only."""
     content = _content(path)
     try:
         message = SavedBuffer.FromString(content)
     except DecodeError as error:
         raise BufferFileError(f"{path}: no buffer, though its digest is right: {error}") from error
-    seed, size = sampler.run_seed, sampler.group_size
-    if (message.seed, message.group_size) != (seed, size):
+    size = message.group_size
+    if sampler is not None and (message.seed, size) != (sampler.run_seed, sampler.group_size):
         raise BufferFileError(
-            f"{path} is of seed {message.seed} and groups of {message.group_size}, this batcher of "
-            f"seed {seed} and groups of {size}: it belongs to another run"
+            f"{path} is of seed {message.seed} and groups of {size}, this batcher of seed "
+            f"{sampler.run_seed} and groups of {sampler.group_size}: it belongs to another run"
         )
     version = message.version if message.HasField("version") else None
     try:
@@ -110,11 +111,11 @@ def read(path: Path, sampler: GroupSampler) -> BufferContents:
 def _content(path: Path) -> bytes:
     data = path.read_bytes()
     line, _, rest = data.partition(b"\n")
-    if not line.startswith(_NAME):
+    if not line.startswith(NAME):
         raise BufferFileError(f"{path} is not a buffer that a Batcher saved")
-    if line != _NAME + _FORMAT:
+    if line != NAME + _FORMAT:
         raise BufferFileError(
-            f"{path} has the format {line[len(_NAME) :].decode(errors='replace')!r}, and this "
+            f"{path} has the format {line[len(NAME) :].decode(errors='replace')!r}, and this "
             f"release of rollwire reads {_FORMAT.decode()}"
         )
     digest, content = rest[:_DIGEST_BYTES], rest[_DIGEST_BYTES:]
