@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 JOBS ?= 4
 PYTEST := pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: demo test test-fast test-protobuf7 test-ucx test-trl test-sglang environments lint protos clean
+.PHONY: demo test test-fast test-protobuf7 test-ucx test-trl test-sglang test-view environments lint protos clean
 
 demo: $(VENV)/installed ## two servers, a trainer, a policy that learns
 	$(RUN)rollwire demo
@@ -45,7 +45,12 @@ test-sglang: .sglang/installed
 	$(ON_CPU) .sglang/bin/$(PYTEST) -n 2 --timeout 600 tests/contract --engine sglang
 	$(ON_CPU) .sglang/bin/$(PYTEST) -n 2 --timeout 600 tests/server/engines/test_sglang*.py
 
-environments: .overlay/installed .ucx/installed .trl/installed .sglang/installed ## what the four above run in
+# The page of `rollwire view` in Chromium, which is the system's: apt-get install chromium.
+test-view: .browser/installed
+	@command -v chromium || command -v google-chrome || { echo "test-view needs Chromium: apt-get install chromium"; exit 1; }
+	PYTHONPATH=$(CURDIR)/.browser $(RUN)$(PYTEST) -m "not gpu" tests/browser
+
+environments: .overlay/installed .ucx/installed .trl/installed .sglang/installed .browser/installed ## what the five above run in
 
 lint: $(VENV)/installed
 	$(RUN)ruff check .
@@ -81,6 +86,11 @@ $(VENV)/installed: requirements/dev.txt requirements/deploy.txt pyproject.toml
 	$(RUN)pip install --quiet --disable-pip-version-check --no-deps --target $(TRL) -r requirements/trl.txt
 	touch $@
 
+.browser/installed: $(VENV)/installed requirements/browser.txt
+	rm -rf .browser
+	$(RUN)pip install --quiet --disable-pip-version-check --no-deps --target .browser -r requirements/browser.txt
+	touch $@
+
 .sglang/installed: requirements/sglang.txt pyproject.toml
 	$(PYTHON) -m venv .sglang
 	.sglang/bin/pip install --quiet --disable-pip-version-check -r requirements/sglang.txt
@@ -89,4 +99,4 @@ $(VENV)/installed: requirements/dev.txt requirements/deploy.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .overlay .ucx .trl .sglang demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .overlay .ucx .trl .sglang .browser demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
