@@ -18,7 +18,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from rollwire_client import Batch, Batcher, Carry, Fleet, Prompt, Publisher, Sampling, Trajectory
+from rollwire_client import (
+    Batch,
+    Batcher,
+    Carry,
+    Fleet,
+    Prompt,
+    Publisher,
+    Sampling,
+    Trajectory,
+    append_groups,
+)
 from train import GROUP, PROMPTS, learn, load, reward
 from transformers.utils import logging
 
@@ -79,6 +89,9 @@ async def train(servers: list[str], folder: Path, steps: int) -> None:
             # One checkpoint: the policy, and what is under way.
             model.save_pretrained(folder / "model")
             batcher.save(buffer)
+            # To look at: rollwire view run/samples.jsonl
+            groups = [*batch.groups, *batch.dropped.groups]
+            await asyncio.to_thread(append_groups, folder / "samples.jsonl", groups)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,8 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, max=2000, help="Most steps of the trainer.")] = 400,
     minutes: Annotated[float, typer.Option(min=0, help="Most minutes of training.")] = 10.0,
     output: Annotated[
-        Path, typer.Option(file_okay=False, help="Folder for the plot and the servers' logs.")
+        Path,
+        typer.Option(file_okay=False, help="Folder for the plot, all samples and servers' logs."),
     ] = Path("demo-output"),
     *,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show only the result.")] = False,

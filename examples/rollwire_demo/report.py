@@ -250,6 +250,9 @@ class Display:
         if missed:
             self._console.print(Text(f"Missed: {missed}", style="bold red"))
         self._console.print(f"Reward against version: {plot}", soft_wrap=True)
+        folder = plot.parent
+        command = f"rollwire view {folder}/samples.jsonl --tokenizer {folder}/checkpoint"
+        self._console.print(f"All samples, as a web page: {command}", soft_wrap=True)
 
     def _panel(self) -> RenderableType:
         seconds = int(time.monotonic() - self._began)

@@ -13,10 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rollwire_client import Batcher, Fleet, KvPolicy, Publisher, RollwireError, Sampling
+from rollwire_client import (
+    Batcher,
+    Fleet,
+    KvPolicy,
+    Publisher,
+    RollwireError,
+    Sampling,
+    append_groups,
+)
 
 from rollwire_demo.report import TrainingHistory
-from rollwire_demo.task import LENGTH, Cipher
+from rollwire_demo.task import LENGTH, Cipher, save_tokenizer
 from rollwire_demo.trainer import Trainer, check_labels, make_policy, save_policy, snapshot
 
 if TYPE_CHECKING:
@@ -138,7 +146,10 @@ async def run_demo(
     torch.set_num_threads(1)  # the servers share the cores
     model = make_policy(seed)
     save_policy(model, output / "checkpoint")
-    loop = _TrainingLoop(model, seed, display)
+    save_tokenizer(output / "checkpoint")
+    samples = output / "samples.jsonl"
+    samples.unlink(missing_ok=True)
+    loop = _TrainingLoop(model, seed, display, samples)
     try:
         display.phase(f"starting {servers} server{'' if servers == 1 else 's'}")
         async with rollout_servers(servers, output / "checkpoint", output) as started:
@@ -156,7 +167,7 @@ async def run_demo(
 class _TrainingLoop:
     """Trains and publishes beside watching the servers."""
 
-    def __init__(self, model: Any, seed: int, display: Display) -> None:
+    def __init__(self, model: Any, seed: int, display: Display, samples: Path) -> None:
         self.history = TrainingHistory()
         # The policy by version; None is the initial checkpoint.
         self.weights: dict[int | None, dict[str, Tensor]] = {None: snapshot(model)}
@@ -164,6 +175,7 @@ class _TrainingLoop:
         self._seed = seed
         self._trainer = Trainer(model, seed)
         self._display = display
+        self._samples = samples
         self._alive: set[str] = set()
 
     async def run(self, servers: Sequence[Server], *, steps: int, seconds: float) -> None:
@@ -200,6 +212,8 @@ class _TrainingLoop:
             batch = await collect()
             for version in range(1, steps + 1):
                 answers = cipher.score(batch.groups)
+                groups = map(cipher.rewarded, batch.groups)
+                await asyncio.to_thread(append_groups, self._samples, groups)
                 await asyncio.to_thread(self._trainer.step, *_training_batch(answers))
                 self.weights[version] = snapshot(self._model)
                 # New groups begin before the update, and cross it, however fast the servers are.

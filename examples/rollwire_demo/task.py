@@ -7,15 +7,18 @@ both where to look and what each letter becomes, from nothing but its rewards.
 
 from __future__ import annotations
 
+import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rollwire_client import Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from rollwire_client import Group, Trajectory
 
@@ -51,6 +54,19 @@ class Cipher:
         padded = [*answer, *[-1] * LENGTH]
         return [float(a == b) for a, b in zip(self.solution(prompt), padded, strict=False)]
 
+    def rewarded(self, group: Group) -> Group:
+        """The group with its samples' rewards, for ``rollwire view``."""
+        return replace(
+            group,
+            samples=tuple(
+                replace(
+                    sample,
+                    reward=fmean(self.rewards(group.prompt.token_ids, sample.trajectory.token_ids)),
+                )
+                for sample in group.samples
+            ),
+        )
+
     def score(self, groups: Iterable[Group]) -> list[ScoredAnswer]:
         return [
             ScoredAnswer(
@@ -81,3 +97,15 @@ class ScoredAnswer:
 def spell(tokens: Sequence[int]) -> str:
     """Tokens for people: letters, and a dot for what is none."""
     return "".join(chr(ord("A") + token) if token < LETTERS else "·" for token in tokens)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Writes the tokenizer.json of a vocabulary of letters."""
+    texts = [*(spell([letter]) for letter in range(LETTERS)), "", ""]
+    texts[BEGIN], texts[ANSWER] = "⟨", "⟩ "
+    model = {
+        "type": "WordLevel",
+        "vocab": {text: token for token, text in enumerate(texts)},
+        "unk_token": texts[BEGIN],
+    }
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rollwire_client import read_groups
+from rollwire_client._view.tokenizer import read_tokenizer
 
 COMMAND = [str(Path(sys.executable).with_name("rollwire")), "demo"]
 SECONDS = 300  # three processes that import torch, on a machine that may be busy
@@ -66,6 +68,11 @@ def test_a_short_run_checks_its_labels_and_says_that_the_goal_was_missed(
     assert "log-probability" not in told.partition("Missed")[2], told
     assert "Traceback" not in told
     assert (tmp_path / "reward.png").exists()
+    groups = list(read_groups(tmp_path / "samples.jsonl"))
+    assert len(groups) == 10 * 8
+    assert all(reward is not None for group in groups for reward in group.rewards)
+    texts = read_tokenizer(tmp_path / "checkpoint").pieces
+    assert "".join(texts[token].decode() for token in groups[0].prompt.token_ids).isupper()
 
 
 @pytest.mark.slow

@@ -85,4 +85,5 @@ def test_each_token_is_rewarded_and_crossings_are_seen() -> None:
     first, second = task.score([Group(prompt, samples)])
     assert (first.reward, first.crossed) == (1.0, False)
     assert (second.reward, second.crossed) == (0.5, True)
+    assert task.rewarded(Group(prompt, samples)).rewards == (1.0, 0.5)
     assert list(second.rewards) == [1.0] * (LENGTH // 2) + [0.0] * (LENGTH // 2)
