@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rollwire_client import Group, Prompt, append_groups
 from rollwire_client._cli.app import run
-from support.viewing import SERVERS, Words, word_problems
+from support.viewing import SERVERS, Words, conversation_of, word_problems
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -343,6 +343,24 @@ def test_versions_have_colours_and_updates_are_marked(page: Any, groups: list[Gr
     rows = card.locator(".segments tbody tr").all_inner_texts()
     assert len(rows) == len(segments)
     assert f"{segments[0].weights.digest:016x}" in rows[0]
+
+
+def test_a_conversation_shows_what_was_given(
+    open_page: Callable[..., Any], write: Callable[..., Path], groups: list[Group], words: Words
+) -> None:
+    tool = words.encode("\n\nTool: the total is 12.\n\n")
+    group = conversation_of(groups[0], given=tool)
+    page = open_page(write([group], words))
+    card = page.locator(".sample")
+    given = card.locator(".t.given").all_inner_texts()
+    assert "".join(given).replace("⏎", "") == 2 * text_of(words, tool)
+    sampled = sum(len(turn.token_ids) for turn in group.samples[0].turns)
+    assert f"{sampled} tokens · {2 * len(tool)} given" in card.inner_text()
+    assert card.locator(".strip .given").count() == 2
+    card.locator(".t.given").nth(4).click()
+    assert "given, not sampled" in page.locator("#inspector").inner_text()
+    search(page, f"length:{sampled} total")
+    reads(page, "#found", "1 sample of 1, in 1 group")
 
 
 def test_unlikely_tokens_are_shaded(page: Any, groups: list[Group]) -> None:

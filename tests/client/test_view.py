@@ -16,7 +16,7 @@ from client.batches.support import begun, held, prompts
 from rollwire_client import Carry, Group, Prompt, RollwireError, Sample, append_groups, read_groups
 from rollwire_client._cli.app import run
 from rollwire_client._view.tokenizer import read_tokenizer
-from support.viewing import END, Words, word_problems
+from support.viewing import END, Words, conversation_of, word_problems
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 if TYPE_CHECKING:
@@ -88,11 +88,11 @@ def test_a_page_has_every_token_with_its_logprob_and_its_weights(
             assert [next(tokens) for _ in range(length)] == list(trajectory.token_ids)
             for exact in trajectory.logprobs:
                 assert -next(logprobs) / 1000 == pytest.approx(exact, abs=0.001)
-            for segment, (end, tag, kv_revision, server) in zip(
+            for segment, (start, end, tag, kv_revision, server) in zip(
                 trajectory.segments, segments, strict=True
             ):
                 weights = segment.weights
-                assert end == segment.end
+                assert (start, end) == (segment.start, segment.end)
                 assert overview["weights"][tag] == [
                     weights.version, weights.revision, weights.server_id, f"{weights.digest:016x}"
                 ]  # fmt: skip
@@ -108,7 +108,7 @@ def test_the_server_of_a_segment_is_left_open_where_it_is_not_known(
     more = replace(crossed.trajectory, servers=("10.0.0.1:1", "10.0.0.2:1"))  # one sampled nothing
     prompt = Prompt("p", more.prompt_ids)
     page = shown([Group(prompt, (Sample(more, None),))])
-    ((_, _, _, server),) = overview_of(page)["groups"][0]["samples"][0][-1]
+    ((_, _, _, _, server),) = overview_of(page)["groups"][0]["samples"][0][-1]
     assert server is None
 
 
@@ -146,6 +146,25 @@ def test_the_name_of_a_file_is_text_too(tmp_path: Path, groups: list[Group]) -> 
     page = (tmp_path / "page.html").read_text()
     assert "<title>&lt;img src=x&gt;&amp;.jsonl · rollwire view</title>" in page
     assert overview_of(page)["name"] == "<img src=x>&.jsonl"
+
+
+def test_given_tokens_of_a_conversation_have_neither_logprobs_nor_weights(
+    groups: list[Group], shown: Callable[..., str]
+) -> None:
+    group = conversation_of(groups[0], given=(1, 2))
+    page = shown([group])
+    overview = overview_of(page)
+    (fields,) = overview["groups"][0]["samples"]
+    _, _, _, _, _, length, segments = fields
+    turns = group.samples[0].turns
+    first, second = (len(turn.token_ids) for turn in turns)
+    assert length == first + 2 + second + 2
+    logprobs = numbers_of(page, "logprobs")
+    assert [i for i, steps in enumerate(logprobs) if steps == 65535] == [
+        first, first + 1, length - 2, length - 1
+    ]  # fmt: skip
+    covered = [i for start, end, *_ in segments for i in range(start, end)]
+    assert covered == [i for i, steps in enumerate(logprobs) if steps != 65535]
 
 
 async def test_a_saved_buffer_is_shown_while_its_groups_are_under_way(tmp_path: Path) -> None:

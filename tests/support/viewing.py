@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rollwire_client import (
+    Conversation,
     DropReason,
     Finish,
     FinishReason,
@@ -106,6 +108,29 @@ def word_problems(
         )
         error = StepFailedError("no memory for another 512 tokens") if dropped else None
         yield Group(prompt, samples, DropReason.FAILED if dropped else None, error)
+
+
+def conversation_of(group: Group, given: tuple[int, ...]) -> Group:
+    """A group of one conversation: the first two samples as its turns, ``given`` after each."""
+    token_ids = tuple(group.prompt.token_ids)
+    logprobs, versions = [0.0] * len(token_ids), list[int | None]([None] * len(token_ids))
+    mask, turns = [False] * len(token_ids), []
+    for sample in group.samples[:2]:
+        turn = replace(sample.trajectory, prompt_ids=token_ids)
+        turns.append(turn)
+        token_ids += turn.token_ids + given
+        logprobs += [*turn.logprobs, *[0.0] * len(given)]
+        versions += [*turn.versions, *[None] * len(given)]
+        mask += [*[True] * len(turn.token_ids), *[False] * len(given)]
+    conversation = Conversation(
+        session_id="session",
+        token_ids=token_ids,
+        logprobs=tuple(logprobs),
+        versions=tuple(versions),
+        mask=tuple(mask),
+        turns=tuple(turns),
+    )
+    return replace(group, samples=(Sample(turns[-1], 0.5, conversation),))
 
 
 def _sample(

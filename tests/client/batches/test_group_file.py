@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rollwire_client import (
+    Conversation,
     DropReason,
     Finish,
     FinishReason,
@@ -26,6 +27,7 @@ from rollwire_client import (
     append_groups,
     read_groups,
 )
+from support.viewing import conversation_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,6 +53,7 @@ def sample(prompt: tuple[int, ...] = (1, 2), reward: float | None = 0.25) -> Sam
         segments=(Segment(0, 2, TAGS[0], 3), Segment(2, 3, TAGS[1], 0)),
         finish=Finish(FinishReason.STOP, 7, "a\nmessage", 2, 3, 1),
         servers=("10.0.0.1:7000", "10.0.0.2:7000"),
+        stop_string="\n\n",
     )
     return Sample(trajectory, reward)
 
@@ -66,6 +69,19 @@ def test_what_is_appended_is_read(tmp_path: Path) -> None:
     append_groups(path, iter([DROPPED]))
     assert list(read_groups(path)) == [WHOLE, DROPPED]
     assert path.read_bytes().count(b"\n") == 2
+
+
+def test_a_conversation_is_read_with_its_turns(tmp_path: Path) -> None:
+    path = tmp_path / "groups.jsonl"
+    group = conversation_of(replace(WHOLE, samples=(sample(), sample())), given=(8, 9))
+    (told,) = group.samples
+    unfinished = replace(told, trajectory=replace(told.trajectory, finish=None), reward=None)
+    assert told.conversation is not None
+    begun = Conversation("s", (1, 2), (0.0, 0.0), (None, None), (False, False), ())
+    empty = Sample(Trajectory("", (1, 2), (), (), (), None, ()), None, begun)
+    written = replace(group, samples=(told, unfinished, empty))
+    append_groups(path, [written])
+    assert list(read_groups(path)) == [written]
 
 
 def test_an_error_is_read_as_its_text(tmp_path: Path) -> None:

@@ -9,7 +9,13 @@ A line is a group::
                   "segments": [{"start": 0, "end": 1, "weights": {"version": 3, "revision": 3,
                                 "server_id": "…", "digest": "00000000000000ff"},
                                 "oldest_kv_revision": 3}],
-                  "finish": {"reason": "stop", "stop_token_id": 5, …}, "servers": ["a:1"]}]}
+                  "finish": {"reason": "stop", "stop_token_id": 5, …}, "stop_string": null,
+                  "servers": ["a:1"]}]}
+
+A sample that is a conversation has its turns, each with the tokens that were given before it::
+
+    {"session_id": "…", "turns": [{"given_ids": [], "request_id": …}, {"given_ids": [9], …}],
+     "given_ids": [], "ended": true, "reward": 1.0}
 """
 
 from __future__ import annotations
@@ -28,10 +34,11 @@ from rollwire.types import Finish, FinishReason, WeightTag
 from rollwire_client._batches.batch import DropReason, Group, Prompt, Sample
 from rollwire_client._batches.group import checked_prompt
 from rollwire_client._errors import GroupFileError, InvalidRequestError, RollwireError
+from rollwire_client._fleet.session import Conversation
 from rollwire_client._trajectory import Segment, Trajectory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
 FORMAT = "rollwire group 1"
 
@@ -48,7 +55,8 @@ def append_groups(path: str | os.PathLike[str], groups: Iterable[Group]) -> None
     blocks while it writes, about a second for a million tokens; from a coroutine, use
     ``asyncio.to_thread``.
 
-    Log-probabilities are written as float32. ``Prompt.sampling`` and routing are left out. A
+    Log-probabilities are written as float32. ``Prompt.sampling``, text and routing are
+    left out. A
     ``Prompt.info`` that cannot be JSON is written as its ``repr``.
 
     Raises:
@@ -140,10 +148,40 @@ def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def split_turns(
+    sample: Sample, prompt_ids: Sequence[int]
+) -> tuple[list[tuple[tuple[int, ...], Trajectory]], tuple[int, ...]]:
+    """What was sampled, each turn with the tokens that were given before it, and what was given
+    after the last turn.
+    """
+    if sample.conversation is None:
+        return [((), sample.trajectory)], ()
+    turns, so_far = [], len(prompt_ids)
+    for turn in sample.conversation.turns:
+        turns.append((turn.prompt_ids[so_far:], turn))
+        so_far = len(turn.prompt_ids) + len(turn.token_ids)
+    return turns, sample.conversation.token_ids[so_far:]
+
+
 def _sample_fields(sample: Sample, prompt: Prompt) -> dict[str, Any]:
-    trajectory = sample.trajectory
-    if trajectory.prompt_ids != prompt.token_ids:
+    trajectory, conversation = sample.trajectory, sample.conversation
+    begin = trajectory.prompt_ids if conversation is None else conversation.token_ids
+    if begin[: len(prompt.token_ids) if conversation else None] != prompt.token_ids:
         raise ValueError(f"sequence {trajectory.request_id}: it has another prompt than its group")
+    reward = None if sample.reward is None else float(sample.reward)
+    if conversation is None:
+        return {**_trajectory_fields(trajectory), "reward": reward}
+    turns, given_ids = split_turns(sample, prompt.token_ids)
+    return {
+        "session_id": conversation.session_id,
+        "turns": [{"given_ids": given, **_trajectory_fields(turn)} for given, turn in turns],
+        "given_ids": given_ids,
+        "ended": trajectory.finish is not None,
+        "reward": reward,
+    }
+
+
+def _trajectory_fields(trajectory: Trajectory) -> dict[str, Any]:
     segments = []
     for segment in trajectory.segments:
         fields = asdict(segment)
@@ -156,8 +194,8 @@ def _sample_fields(sample: Sample, prompt: Prompt) -> dict[str, Any]:
         "logprobs": [float(f"{value:.9g}") for value in trajectory.logprobs],
         "segments": segments,
         "finish": None if finish is None else {**asdict(finish), "reason": finish.reason.value},
+        "stop_string": trajectory.stop_string,
         "servers": trajectory.servers,
-        "reward": None if sample.reward is None else float(sample.reward),
     }
 
 
@@ -183,6 +221,14 @@ class _Object:
         if name not in self._value:
             raise ValueError(f"{self.where}{name} is missing")
         return self._value[name]
+
+    def has(self, name: str) -> bool:
+        return name in self._value
+
+    def boolean(self, name: str) -> bool:
+        if not isinstance(value := self.value(name), bool):
+            self.fail(name, "true or false")
+        return value
 
     def text(self, name: str) -> str:
         if not isinstance(value := self.value(name), str):
@@ -258,6 +304,42 @@ def _group(line: _Object) -> Group:
 
 
 def _sample(fields: _Object, prompt_ids: tuple[int, ...]) -> Sample:
+    reward = fields.number_or_none("reward")
+    if not fields.has("turns"):
+        return Sample(_trajectory(fields, prompt_ids), reward)
+    token_ids, turns = prompt_ids, list[Trajectory]()
+    logprobs, versions = [0.0] * len(token_ids), list[int | None]([None] * len(token_ids))
+    mask = [False] * len(token_ids)
+
+    def add_given(given_ids: tuple[int, ...]) -> tuple[int, ...]:
+        logprobs.extend([0.0] * len(given_ids))
+        versions.extend([None] * len(given_ids))
+        mask.extend([False] * len(given_ids))
+        return token_ids + given_ids
+
+    for turn_fields in fields.objects("turns"):
+        token_ids = add_given(turn_fields.token_ids("given_ids"))
+        turn = _trajectory(turn_fields, token_ids)
+        turns.append(turn)
+        token_ids += turn.token_ids
+        logprobs += turn.logprobs
+        versions += turn.versions
+        mask += [True] * len(turn.token_ids)
+    token_ids = add_given(fields.token_ids("given_ids"))
+    conversation = Conversation(
+        session_id=fields.text("session_id"),
+        token_ids=token_ids,
+        logprobs=tuple(logprobs),
+        versions=tuple(versions),
+        mask=tuple(mask),
+        turns=tuple(turns),
+    )
+    last = turns[-1] if turns else Trajectory("", prompt_ids, (), (), (), None, ())
+    ended = fields.boolean("ended")
+    return Sample(last if ended else replace(last, finish=None), reward, conversation)
+
+
+def _trajectory(fields: _Object, prompt_ids: tuple[int, ...]) -> Trajectory:
     token_ids, logprobs = fields.token_ids("token_ids"), fields.items("logprobs")
     if len(logprobs) != len(token_ids) or not all(map(_is_number, logprobs)):
         fields.fail("logprobs", "a list of one number for each token")
@@ -269,7 +351,7 @@ def _sample(fields: _Object, prompt_ids: tuple[int, ...]) -> Sample:
     servers = fields.items("servers")
     if not all(isinstance(server, str) for server in servers):
         fields.fail("servers", "a list of addresses")
-    trajectory = Trajectory(
+    return Trajectory(
         request_id=fields.text("request_id"),
         prompt_ids=prompt_ids,
         token_ids=token_ids,
@@ -277,8 +359,8 @@ def _sample(fields: _Object, prompt_ids: tuple[int, ...]) -> Sample:
         segments=segments,
         finish=None if fields.value("finish") is None else _finish(fields.object("finish")),
         servers=tuple(servers),
+        stop_string=fields.text_or_none("stop_string"),
     )
-    return Sample(trajectory, fields.number_or_none("reward"))
 
 
 def _segment(fields: _Object) -> Segment:

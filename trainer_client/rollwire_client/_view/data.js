@@ -63,6 +63,7 @@ function unpackGroups() {
         at: tokensAt,
         servers: servers.map((server) => overview.servers[server]),
         segments: unpackSegments(segments),
+        sampled: segments.reduce((sum, [start, end]) => sum + end - start, 0), // tokens
         folded: null, // its text for searches, once it is needed
       };
       tokensAt += length;
@@ -71,22 +72,17 @@ function unpackGroups() {
       return sample;
     });
     group.rewards = group.samples.map((sample) => sample.reward).filter((reward) => reward !== null);
-    group.tokens = group.samples.reduce((sum, sample) => sum + sample.length, 0);
+    group.tokens = group.samples.reduce((sum, sample) => sum + sample.sampled, 0);
     return group;
   });
 }
 
 function unpackSegments(packed) {
-  let start = 0;
-  return packed.map(([end, tag, kvRevision, server]) => {
-    const segment = {
-      start, end, kvRevision,
-      weights: weights[tag],
-      server: server === null ? null : overview.servers[server],
-    };
-    start = end;
-    return segment;
-  });
+  return packed.map(([start, end, tag, kvRevision, server]) => ({
+    start, end, kvRevision,
+    weights: weights[tag],
+    server: server === null ? null : overview.servers[server],
+  }));
 }
 
 // The text of tokens. One that is a part of a character has none; the token that completes the

@@ -116,7 +116,8 @@ function sampleHead(sample) {
   const finish = sample.finish ?? "unfinished";
   const badge = element("span", { class: `badge ${finish}`, title: sample.message || null }, finish);
   const average = meanLogprob(sample);
-  const facts = [count(sample.length, "token")];
+  const facts = [count(sample.sampled, "token")];
+  if (sample.sampled < sample.length) facts.push(`${sample.length - sample.sampled} given`);
   if (average !== null) facts.push(`mean log-probability ${decimal(average, 2)}`);
   return element("header", { class: "sample-head" },
     element("h3", {}, `Sample ${sample.index}`), rewardMeter(sample.reward), reward, badge,
@@ -126,8 +127,10 @@ function sampleHead(sample) {
 
 function meanLogprob(sample) {
   let sum = 0;
-  for (let i = 0; i < sample.length; i++) sum += logprob(sample, i);
-  return sample.length && !Number.isNaN(sum) ? sum / sample.length : null;
+  for (const { start, end } of sample.segments) {
+    for (let i = start; i < end; i++) sum += logprob(sample, i);
+  }
+  return sample.sampled && !Number.isNaN(sum) ? sum / sample.sampled : null;
 }
 
 /** The reward between the lowest and the highest of all. */

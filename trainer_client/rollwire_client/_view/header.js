@@ -30,10 +30,11 @@ const EXAMPLES = [
 
 function drawHeader() {
   byId("file").textContent = [overview.name, overview.summary].filter(Boolean).join(" – ");
+  const tokens = samples.reduce((sum, sample) => sum + sample.sampled, 0);
   const facts = [
     [thousands.format(samples.length), "samples", ""],
     [thousands.format(groups.length), "groups", ""],
-    [compact.format(logprobColumn.length), "tokens", thousands.format(logprobColumn.length)],
+    [compact.format(tokens), "tokens", thousands.format(tokens)],
     [allRewards.length ? decimal(mean(allRewards)) : "–", "mean reward", ""],
     [versionRange(samples).replace(/^v/, "").replace("no version", "none") || "–", "versions", ""],
     [thousands.format(overview.servers.length), "servers", overview.servers.join(", ")],

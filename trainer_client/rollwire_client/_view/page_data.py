@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rollwire_client._batches.group_file import split_turns
+
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
+    from collections.abc import Hashable, Iterable, Sequence
 
     from rollwire_client._batches.batch import Group, Sample
     from rollwire_client._trajectory import Trajectory
@@ -26,7 +28,7 @@ K = TypeVar("K", bound="Hashable")
 
 _LOGPROB_STEP = 0.001
 _LOGPROB_MOST = 65534  # steps; lower log-probabilities are shown as this one
-_LOGPROB_UNKNOWN = 65535  # not a number
+_LOGPROB_UNKNOWN = 65535  # not a number, or not sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,9 @@ class PageData:
     Attributes:
         overview: All but the columns, for JSON.
         token_ids: Base64 of the index of each token in ``overview["vocabulary"]``, little-endian:
-            16 bits if those suffice, else 32. Of each group the prompt, then the outputs.
-        logprobs: Base64 of each output token's log-probability, as steps of -0.001 of 16 bits.
+            16 bits if those suffice, else 32. Of each group the prompt, then each sample's tokens.
+        logprobs: Base64 of the log-probability of each token of a sample, as steps of -0.001 of 16
+            bits; 65535 for tokens that were given, such as a tool's output.
     """
 
     overview: dict[str, Any]
@@ -84,31 +87,47 @@ class _Packer:
             "dropped": None if group.dropped is None else group.dropped.value,
             "error": None if group.error is None else str(group.error),
             "prompt": len(group.prompt.token_ids),
-            "samples": [self._add_sample(sample) for sample in group.samples],
+            "samples": [
+                self._add_sample(sample, group.prompt.token_ids) for sample in group.samples
+            ],
         }
 
-    def _add_sample(self, sample: Sample) -> list[Any]:
+    def _add_sample(self, sample: Sample, prompt_ids: Sequence[int]) -> list[Any]:
         """In the order of ``data.js``."""
-        trajectory = sample.trajectory
-        self._add_tokens(trajectory.token_ids)
-        self.logprobs.extend(map(_steps, trajectory.logprobs))
-        finish = trajectory.finish
+        turns, rest = split_turns(sample, prompt_ids)
+        length, segments = 0, list[list[int | None]]()
+        for given, turn in turns:
+            length += self._add_given(given)
+            self._add_tokens(turn.token_ids)
+            self.logprobs.extend(map(_steps, turn.logprobs))
+            segments += self._segments(turn, length)
+            length += len(turn.token_ids)
+        length += self._add_given(rest)
+        last, conversation = sample.trajectory, sample.conversation
+        finish = last.finish
+        servers = dict.fromkeys(server for turn in sample.turns for server in turn.servers)
         return [
-            trajectory.request_id,
+            last.request_id if conversation is None else conversation.session_id,
             sample.reward,
             None if finish is None else finish.reason.value,
-            "" if finish is None else finish.message,
-            [_number(self.servers, server) for server in trajectory.servers],
-            len(trajectory.token_ids),
-            self._segments(trajectory),
+            _finish_text(last),
+            [_number(self.servers, server) for server in servers],
+            length,
+            segments,
         ]
 
-    def _segments(self, trajectory: Trajectory) -> list[list[int | None]]:
-        """Of each: its end, weights, oldest KV revision, and server if that is known."""
+    def _add_given(self, token_ids: Sequence[int]) -> int:
+        self._add_tokens(token_ids)
+        self.logprobs.extend([_LOGPROB_UNKNOWN] * len(token_ids))
+        return len(token_ids)
+
+    def _segments(self, trajectory: Trajectory, begin: int) -> list[list[int | None]]:
+        """Of each: its start and end, weights, oldest KV revision, and server if that is known."""
         servers = _servers_of_segments(trajectory)
         return [
             [
-                segment.end,
+                begin + segment.start,
+                begin + segment.end,
                 _number(self.weights, segment.weights),
                 segment.oldest_kv_revision,
                 None if server is None else _number(self.servers, server),
@@ -133,6 +152,12 @@ def _servers_of_segments(trajectory: Trajectory) -> list[str | None]:
         return [None for _ in ids]
     places = [sum(changes[:index]) for index in range(len(ids))]
     return [trajectory.servers[place] for place in places]
+
+
+def _finish_text(trajectory: Trajectory) -> str:
+    if trajectory.stop_string is not None:
+        return f"stop string {json.dumps(trajectory.stop_string, ensure_ascii=False)}"
+    return "" if trajectory.finish is None else trajectory.finish.message
 
 
 def _number(table: dict[K, int], key: K) -> int:

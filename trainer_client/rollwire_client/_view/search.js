@@ -6,7 +6,7 @@ const DROPS = ["tail", "stale", "filtered", "cut", "failed", "unscored", "any", 
 /** Of each filter: what makes a test of a sample from its value. An error is thrown as text. */
 const FILTERS = {
   reward: (value) => ofNumber(value, (sample) => [sample.reward]),
-  length: (value) => ofNumber(value, (sample) => [sample.length]),
+  length: (value) => ofNumber(value, (sample) => [sample.sampled]),
   version: (value) =>
     ofNumber(value, (sample) => sample.segments.map((segment) => segment.weights.version)),
   updates: (value) => ofNumber(value, (sample) => [crossings(sample)]),

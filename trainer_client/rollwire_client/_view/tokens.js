@@ -62,14 +62,17 @@ function drawOutput(into, sample, query, end) {
   const marked = marks(sample, texts, query);
   const drawn = document.createDocumentFragment();
   let begin = into.drawn ?? 0;
-  let at = sample.segments.findIndex((segment) => segment.end > begin);
+  let at = Math.max(sample.segments.findIndex((segment) => segment.end > begin), 0);
   for (let i = begin; i < end; i++) {
     while (at + 1 < sample.segments.length && i >= sample.segments[at].end) at++;
     const segment = sample.segments[at];
-    if (segment && segment.start === i && at > 0) drawn.append(crossingMark(sample.segments[at - 1], segment));
-    const steps = logprobColumn[sample.logprobsAt + i];
-    const colour = segment ? versionColour(segment.weights.version) : "none";
-    const span = tokenSpan(texts[i], sample.at + i, marked[i], ` s${shade(steps)} w${colour}`);
+    if (segment?.start === i && at > 0 && sample.segments[at - 1].weights !== segment.weights) {
+      drawn.append(crossingMark(sample.segments[at - 1], segment));
+    }
+    const given = !segment || i < segment.start || i >= segment.end;
+    const classes = given ? " given"
+      : ` s${shade(logprobColumn[sample.logprobsAt + i])} w${versionColour(segment.weights.version)}`;
+    const span = tokenSpan(texts[i], sample.at + i, marked[i], classes);
     span.token = i;
     appendToken(drawn, span);
   }
@@ -103,7 +106,14 @@ function weightsText(segment) {
 /** A strip of the sample's segments, as long as their tokens. */
 function segmentStrip(sample) {
   const strip = element("div", { class: "strip", "aria-hidden": "true" });
+  const gap = (tokens) => {
+    if (!tokens) return;
+    const part = element("span", { class: "given", title: count(tokens, "given token") });
+    part.style.flexGrow = tokens;
+    strip.append(part);
+  };
   sample.segments.forEach((segment, i) => {
+    gap(segment.start - (i ? sample.segments[i - 1].end : 0));
     const moved = i > 0 && sample.segments[i - 1].weights.serverId !== segment.weights.serverId;
     const share = (segment.end - segment.start) / sample.length;
     const part = element("span", {
@@ -113,6 +123,7 @@ function segmentStrip(sample) {
     part.style.flexGrow = segment.end - segment.start;
     strip.append(part);
   });
+  gap(sample.length - (sample.segments.at(-1)?.end ?? 0));
   return strip;
 }
 
@@ -121,13 +132,13 @@ function describeToken(sample, i) {
   const text = tokenTexts(sample.at, sample.length)[i];
   const index = tokenColumn[sample.at + i];
   const value = logprob(sample, i);
-  const segment = sample.segments.find((s) => i < s.end);
+  const segment = sample.segments.find((s) => s.start <= i && i < s.end);
   const facts = [
     ["token", pieces === null ? "" : JSON.stringify(visible(text))],
     ["id", vocabulary[index]],
     ["position", `${i} of ${thousands.format(sample.length)}`],
-    ["log-probability", logprobText(value)],
-    ["weights", segment ? weightsText(segment) : "not known"],
+    ["log-probability", segment ? logprobText(value) : ""],
+    ["weights", segment ? weightsText(segment) : "given, not sampled"],
     ["sample", sample.index],
   ];
   return facts.filter(([, fact]) => fact !== "").map(([name, fact]) =>
