@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from support.servers import ServerProcess
@@ -69,6 +69,7 @@ class Run:
         peft_config = settings.pop("peft_config", None)
         rewards = settings.pop("reward_funcs", trl_training.digits)
         dataset = settings.pop("dataset", trl_training.data())
+        timeout = settings.pop("callback_timeout", 60)
         self.args = AsyncGRPOConfig(
             str(out),
             **{
@@ -96,6 +97,7 @@ class Run:
             reward_funcs=rewards,
             processing_class=tokenizer,
             tools=tools,
+            callback_timeout=timeout,
         )
         self.trainer = AsyncGRPOTrainer(
             model=str(policy),
@@ -272,28 +274,88 @@ def test_an_error_of_a_reward_function_ends_the_training(
     nothing_runs(servers)
 
 
-def test_rewards_and_what_is_left_unscored(
-    folder: Path, servers: list[str], tmp_path: Path
+def test_a_tool_that_there_is_not(
+    folder: Path, servers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Its message says so, and the training goes on. The trainer's log has it."""
+    run = Run(
+        folder, tmp_path, servers,
+        tools=[add], max_steps=1, max_tool_calling_iterations=1, log_completions=True,
+    )  # fmt: skip
+    (log,) = run.train()
+    assert log["tools/failure_frequency"] > 0
+    assert "unknown tool" in capsys.readouterr().out
+
+
+@pytest.fixture
+def sampling(folder: Path, servers: list[str], tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Starts the rollouts of a trainer that does not train, with this reward function."""
+    runs = []
+
+    def start(reward: Any, **settings: Any) -> Run:
+        runs.append(run := Run(folder, tmp_path, servers, reward_funcs=reward, **settings))
+        run.rollouts.init_weight_transfer()
+        run.rollouts.send_weights(run.trainer._streaming_iter())
+        run.rollouts.update_model_version(1)
+        run.rollouts.start()
+        return run
+
+    yield start
+    for run in runs:
+        run.rollouts.stop()
+        run.rollouts.destroy()
+
+
+def unhealthy(rollouts: AsyncRollouts, seconds: float) -> str:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            rollouts.check_health(seconds)
+        except RuntimeError as error:
+            return str(error)
+        time.sleep(0.01)
+    pytest.fail("it stayed healthy")
+
+
+def test_a_reward_function_that_takes_too_long(sampling: Callable[..., Run]) -> None:
+    done = threading.Event()
+
+    def slow(**_: Any) -> list[float]:
+        done.wait()
+        return []
+
+    run = sampling(slow, callback_timeout=0.2)
+    try:
+        assert "the reward function slow took more than 0.2 s" in unhealthy(run.rollouts, 60)
+    finally:
+        done.set()
+
+
+def test_a_reward_function_that_blocks_the_event_loop(sampling: Callable[..., Run]) -> None:
+    done = threading.Event()
+
+    async def blocking(**_: Any) -> list[float]:
+        done.wait()
+        return [0.0] * 4
+
+    run = sampling(blocking)
+    try:
+        assert "an async reward function or tool blocks it" in unhealthy(run.rollouts, 2)
+    finally:
+        done.set()
+
+
+def test_rewards_and_what_is_left_unscored(sampling: Callable[..., Run]) -> None:
     async def some(completions: list[Any], **columns: Any) -> list[float | None]:
         assert columns["answer"] == [7] * 4
         return [None, 1.0, 2.0, 3.0]
 
     rows = [{"prompt": [{"role": "user", "content": "same"}], "answer": 7}] * 3
-    run = Run(folder, tmp_path, servers, reward_funcs=[some, trl_training.digits], dataset=rows)
-    run.rollouts.init_weight_transfer()
-    try:
-        run.rollouts.send_weights(run.trainer._streaming_iter())
-        run.rollouts.update_model_version(5)
-        run.args.max_inflight_tasks = 8
+    run = sampling([some, trl_training.digits], dataset=rows)
+    samples = [run.rollouts.rollout_buffer.get(timeout=60) for _ in range(16)]
+    with pytest.raises(RuntimeError, match="have begun already"):
         run.rollouts.start()
-        samples = [run.rollouts.rollout_buffer.get(timeout=60) for _ in range(16)]
-        with pytest.raises(RuntimeError, match="have begun already"):
-            run.rollouts.start()
-    finally:
-        run.rollouts.stop()
-        run.rollouts.destroy()
-    assert {sample.model_version for sample in samples} == {5}
+    assert {sample.model_version for sample in samples} == {1}
     groups = [samples[start : start + 4] for start in range(0, 16, 4)]
     # Equal prompts are groups of their own, and so are those of the next pass.
     assert len({group[0].group_id for group in groups}) == 4

@@ -344,3 +344,41 @@ def test_the_guide_names_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
             if isinstance(call.func, ast.Name):
                 named = {argument.arg: None for argument in call.keywords}
                 inspect.signature(names[call.func.id]).bind(*call.args, **named)
+
+
+def adapters() -> dict[str, Any]:
+    from peft import LoHaConfig, LoraConfig
+
+    projections = ["q_proj", "v_proj", "down_proj"]
+    return {
+        "lora": LoraConfig(r=4, target_modules=projections, lora_dropout=0.1, bias="lora_only"),
+        "rslora": LoraConfig(r=4, target_modules=projections, use_rslora=True),
+        "dora": LoraConfig(r=4, target_modules=projections, use_dora=True),
+        "loha": LoHaConfig(r=4, target_modules=projections),
+        "trained modules": LoraConfig(r=4, target_modules=projections, modules_to_save=["norm"]),
+    }
+
+
+@pytest.mark.parametrize("name", ["lora", "rslora", "dora", "loha", "trained modules"])
+def test_what_is_published_of_adapters(name: str) -> None:
+    """The tensors of the merged model, bit for bit, under the names of the plain one."""
+    from peft import get_peft_model
+    from rollwire_client.integrations.trl._policy import check_model, policy_tensors
+
+    model = get_peft_model(trl_training.model(), adapters()[name])
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    model.train()
+    check_model(model)
+    published = dict(policy_tensors(model, {}))
+    merged = copy.deepcopy(model).merge_and_unload().state_dict()
+    plain = trl_training.model()
+    assert published.keys() == dict(plain.named_parameters()).keys()
+    changed = 0
+    for key, tensor in published.items():
+        assert torch.equal(tensor, merged[key]), key
+        changed += not torch.equal(tensor, plain.state_dict()[key])
+    assert changed >= 6

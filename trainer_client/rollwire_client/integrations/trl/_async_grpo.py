@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from rollwire.types import FinishReason, LogprobBasis
+from trl.trainer.utils import print_prompt_completions_sample
 
 from rollwire_client._arguments import update_text
 from rollwire_client._batches.batch import Carry, Prompt
@@ -293,7 +294,10 @@ class AsyncRollouts:
         while True:
             group = await groups.get()
             versions = [version for version in group.versions if version is not None]
-            for sample in await self._scorer.samples(group, min(versions) - self._ahead):
+            samples = await self._scorer.samples(group, min(versions) - self._ahead)
+            if self._args.log_completions:
+                self._print(samples)
+            for sample in samples:
                 while True:
                     sample.enqueued_at = time.time()
                     try:
@@ -301,6 +305,16 @@ class AsyncRollouts:
                         break
                     except queue.Full:  # a thread that waited in ``put`` could not be ended
                         await asyncio.sleep(_FULL_DELAY)
+
+    def _print(self, samples: list[Any]) -> None:
+        print_prompt_completions_sample(
+            prompts=[sample.prompt for sample in samples],
+            completions=[sample.completion for sample in samples],
+            rewards={"reward": [sample.metrics["reward"] for sample in samples]},
+            advantages=[sample.advantage for sample in samples],
+            step=samples[0].group_id,
+            num_samples=self._args.num_completions_to_print,
+        )
 
     def _count(self, batch: Batch) -> None:
         """Reports what became of the groups since the last batch."""
