@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 JOBS ?= 4
 PYTEST := pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: demo test test-fast test-protobuf7 test-ucx test-trl test-sglang test-view environments lint protos clean
+.PHONY: demo test test-fast test-protobuf7 test-ucx test-trl test-gateway test-sglang test-view environments lint protos clean
 
 demo: $(VENV)/installed ## two servers, a trainer, a policy that learns
 	$(RUN)rollwire demo
@@ -37,6 +37,10 @@ TRL := .trl/site-packages
 test-trl: .trl/installed
 	PYTHONPATH=$(CURDIR)/$(TRL) $(RUN)$(PYTEST) -m "not gpu" tests/integrations
 
+# The HTTP gateway, by real clients of its API; 45 MB more.
+test-gateway: .gateway/installed
+	PYTHONPATH=$(CURDIR)/.gateway $(RUN)$(PYTEST) -m "not gpu" tests/gateway
+
 # The contract on SGLang, on a CPU; Python 3.11 and 3 GB for an environment of its own. An engine
 # takes 3 GB of memory and a core, so two side by side.
 SGLANG := sglang==0.5.23 torchvision==0.28.0
@@ -50,7 +54,7 @@ test-view: .browser/installed
 	@command -v chromium || command -v google-chrome || { echo "test-view needs Chromium: apt-get install chromium"; exit 1; }
 	PYTHONPATH=$(CURDIR)/.browser $(RUN)$(PYTEST) -m "not gpu" tests/browser
 
-environments: .overlay/installed .ucx/installed .trl/installed .sglang/installed .browser/installed ## what the five above run in
+environments: .overlay/installed .ucx/installed .trl/installed .gateway/installed .sglang/installed .browser/installed ## what the six above run in
 
 lint: $(VENV)/installed
 	$(RUN)ruff check .
@@ -91,6 +95,11 @@ $(VENV)/installed: requirements/dev.txt requirements/deploy.txt pyproject.toml
 	$(RUN)pip install --quiet --disable-pip-version-check --no-deps --target .browser -r requirements/browser.txt
 	touch $@
 
+.gateway/installed: $(VENV)/installed requirements/gateway.txt
+	rm -rf .gateway
+	$(RUN)pip install --quiet --disable-pip-version-check --no-deps --target .gateway -r requirements/gateway.txt
+	touch $@
+
 .sglang/installed: requirements/sglang.txt pyproject.toml
 	$(PYTHON) -m venv .sglang
 	.sglang/bin/pip install --quiet --disable-pip-version-check -r requirements/sglang.txt
@@ -99,4 +108,4 @@ $(VENV)/installed: requirements/dev.txt requirements/deploy.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .overlay .ucx .trl .sglang .browser demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .overlay .ucx .trl .gateway .sglang .browser demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -41,6 +41,10 @@ GENERATE = ["generate", "--server", NOBODY, "--timeout", "0.1", "--prompt-ids", 
         (["publish", "/", "--server", NOBODY, "--kv-policy", "burn"], 2, "burn"),
         (["publish", "/", "--server", NOBODY, "--version", "-1"], 2, "--version"),
         (["publish", "/", "--server", NOBODY, "--version", str(2**63)], 2, "--version"),
+        (["gateway"], 2, "HOST:PORT"),
+        (["gateway", "nowhere"], 2, "nowhere"),
+        (["gateway", NOBODY, "--listen", "here"], 2, "'here' is not HOST:PORT"),
+        (["gateway", NOBODY, "--checkpoints", "/nowhere"], 2, "/nowhere"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -46,6 +46,16 @@ def test_the_command_without_its_extra_says_what_to_install() -> None:
     )
 
 
+def test_the_gateway_without_its_extra_says_what_to_install() -> None:
+    done = python(
+        "import sys; sys.modules['uvicorn'] = None\n"
+        "sys.argv = ['rollwire', 'gateway', '127.0.0.1:9']\n"
+        "from rollwire_client._cli import main; main()"
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == ("rollwire: the gateway needs uvicorn: pip install 'rollwire[gateway]'\n")
+
+
 def test_the_demo_without_its_extra_says_what_to_install_before_it_loads_anything() -> None:
     done = python(
         "import sys; sys.modules['matplotlib'] = sys.modules['torch'] = None\n"

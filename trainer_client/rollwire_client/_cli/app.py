@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rollwire_client._cli.gateway import gateway
 from rollwire_client._cli.generate import generate
 from rollwire_client._cli.publish import publish
 from rollwire_client._cli.servers import info, top
@@ -25,7 +26,7 @@ INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
-for subcommand in (generate, info, top, trace, view, publish):
+for subcommand in (generate, info, top, trace, view, publish, gateway):
     app.command()(subcommand)
 
 

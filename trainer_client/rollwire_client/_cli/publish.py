@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path  # noqa: TC003 - typer reads the annotation
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,16 +15,13 @@ from rollwire.types import KvPolicy
 
 from rollwire_client._arguments import servers_text, update_text
 from rollwire_client._cli import shared
-from rollwire_client._errors import MissingDependencyError, SourceError
 from rollwire_client._fleet.fleet import Fleet
+from rollwire_client._publishing.checkpoint import open_checkpoint
 from rollwire_client._publishing.publisher import Publisher
 from rollwire_client._rpc.client import Timeouts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from rich.table import Table
-    from torch import Tensor
 
     from rollwire_client._data import PublishReport, ServerReport
     from rollwire_client._publishing.publish_handle import PublishHandle
@@ -90,49 +85,6 @@ async def publish(
         where = "" if server.address in error else f"{server.address}: "
         shared.print_error(f"{where}{error}")
     return 1 if report.failed else 0
-
-
-@contextlib.contextmanager
-def open_checkpoint(folder: Path) -> Iterator[Mapping[str, Tensor]]:
-    """The tensors of all safetensors files in a folder, each read when it is asked for.
-
-    Raises:
-        SourceError: There are none, or a file cannot be read.
-        MissingDependencyError: safetensors or torch is not installed.
-    """
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"reading a checkpoint needs {error.name}: pip install 'rollwire[server]'"
-        ) from error
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise SourceError(f"{folder} has no .safetensors files: it is not a checkpoint folder")
-    with contextlib.ExitStack() as stack:
-        file_of: dict[str, Any] = {}
-        for path in files:
-            try:
-                file = stack.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise SourceError(f"{path} cannot be read: {error}") from error
-            file_of |= dict.fromkeys(file.keys(), file)
-        yield _LazyTensors(file_of)
-
-
-class _LazyTensors(Mapping[str, "Tensor"]):
-    def __init__(self, file_of: dict[str, Any]) -> None:
-        self._file_of = file_of
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._file_of[name].get_tensor(name)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
-
-    def __len__(self) -> int:
-        return len(self._file_of)
 
 
 async def _with_progress(handle: PublishHandle) -> PublishReport:

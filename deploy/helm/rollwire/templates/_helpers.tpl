@@ -19,7 +19,77 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 
+{{- /* Another name: the servers' selectors must not find gateways. */}}
+{{- define "rollwire.gatewaySelector" -}}
+app.kubernetes.io/name: rollwire-gateway
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
+{{- end }}
+
+{{- define "rollwire.gatewayLabels" -}}
+{{ include "rollwire.gatewaySelector" . }}
+app.kubernetes.io/component: gateway
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end }}
+
+{{- /* The secrets of a gateway: what it shows to the servers, and what it asks of its clients. */}}
+{{- define "rollwire.gatewaySecrets" -}}
+{{- with .Values.tls.secret }}
+- {name: fleet-tls, secret: {{ . | quote }}}
+{{- end }}
+{{- with .Values.tokens.secret }}
+- {name: fleet-tokens, secret: {{ . | quote }}}
+{{- end }}
+{{- with .Values.gateway.tls.secret }}
+- {name: gateway-tls, secret: {{ . | quote }}}
+{{- end }}
+{{- with .Values.gateway.tokens.secret }}
+- {name: gateway-tokens, secret: {{ . | quote }}}
+{{- end }}
+{{- end }}
+
+{{- define "rollwire.gatewayArgs" -}}
+{{- $gateway := .Values.gateway }}
+{{- if .Values.tls.secret }}
+- --tls-ca=/etc/rollwire/fleet-tls/ca.crt
+{{- if .Values.tls.mutual }}
+- --tls-cert=/etc/rollwire/fleet-tls/tls.crt
+- --tls-key=/etc/rollwire/fleet-tls/tls.key
+{{- end }}
+{{- end }}
+{{- if .Values.tokens.secret }}
+- --token-file=/etc/rollwire/fleet-tokens/{{ $gateway.checkpointVolume | empty | ternary "rollout" "control" }}
+{{- end }}
+- gateway
+- dns:///{{ include "rollwire.name" . }}.{{ .Release.Namespace }}.svc:{{ include "rollwire.port.api" . }}
+- --listen=0.0.0.0:{{ include "rollwire.port.http" . }}
+- --metrics-listen=0.0.0.0:{{ include "rollwire.port.metrics" . }}
+{{- with $gateway.tokenizer | default (hasPrefix "/" .Values.model | ternary .Values.model "") }}
+- {{ printf "--tokenizer=%s" . | quote }}
+{{- end }}
+{{- with $gateway.modelName }}
+- {{ printf "--model-name=%s" . | quote }}
+{{- end }}
+{{- if $gateway.checkpointVolume }}
+- --checkpoints=/checkpoints
+{{- end }}
+- --drain-seconds={{ include "rollwire.text" $gateway.drainSeconds }}
+{{- if $gateway.tls.secret }}
+- --listen-cert=/etc/rollwire/gateway-tls/tls.crt
+- --listen-key=/etc/rollwire/gateway-tls/tls.key
+{{- end }}
+{{- if $gateway.tokens.secret }}
+- --rollout-token-file=/etc/rollwire/gateway-tokens/rollout
+- --control-token-file=/etc/rollwire/gateway-tokens/control
+{{- end }}
+{{- range $name, $value := $gateway.flags }}
+- {{ include "rollwire.flag" (dict "name" $name "value" $value) | quote }}
+{{- end }}
+{{- end }}
+
 {{- define "rollwire.port.api" -}}50051{{- end }}
+{{- define "rollwire.port.http" -}}8000{{- end }}
 {{- define "rollwire.port.health" -}}50052{{- end }}
 {{- define "rollwire.port.metrics" -}}9464{{- end }}
 
@@ -102,6 +172,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- if and .Values.tls.mutual (not .Values.tls.secret) }}
 {{- fail "tls.mutual needs tls.secret" }}
+{{- end }}
+{{- if and .Values.gateway.enabled .Values.gateway.tokens.secret (not .Values.gateway.tls.secret) }}
+{{- fail "gateway.tokens.secret needs gateway.tls.secret: the gateway refuses tokens that travel in the clear" }}
 {{- end }}
 {{- with include "rollwire.transportPorts" . }}
 {{- $first := splitList "-" . | first | int }}

@@ -1,0 +1,267 @@
+"""Text and token ids: the model's tokenizer and its chat template, off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rollwire_client._detokenizer import Detokenizer
+from rollwire_client._errors import MissingDependencyError
+from rollwire_client._gateway.errors import invalid
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rollwire_client._trajectory import Trajectory
+
+T = TypeVar("T")
+Messages = list[dict[str, Any]]
+
+_ROLES = {"system", "developer", "user", "assistant", "tool"}
+_PROBED = "rollwire"  # in the arguments of a call that a template is tried with
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedMessage:
+    """An output of a chat that may call tools.
+
+    Attributes:
+        content: What it says.
+        reasoning: What it thinks; None if the model does not.
+        calls: Its calls, in OpenAI's shape.
+        broken: What was meant as a call and is none, with its text and what is wrong.
+    """
+
+    content: str
+    reasoning: str | None
+    calls: list[dict[str, Any]]
+    broken: list[dict[str, str]]
+
+
+class Tokenizer:
+    """A tokenizer of Hugging Face's, used by one thread beside the event loop.
+
+    Text is decoded as a whole, or by a ``Detokenizer``; decodes of single tokens are never joined.
+    """
+
+    def __init__(self, inner: Any, renderer: Any = None) -> None:
+        """``renderer``: of PyPI's ``renderers``; it finds the calls of tools in an output."""
+        self._inner = inner
+        self._renderer = renderer
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._arguments_as_text = _arguments_as_text(inner)
+
+    @classmethod
+    def load(cls, folder: str, renderer: str | None = None) -> Tokenizer:
+        """``renderer``: name of the model's renderer, such as "qwen3".
+
+        Raises:
+            MissingDependencyError: A renderer needs a package that is not installed.
+            OSError, ValueError: There is no such tokenizer or renderer.
+        """
+        from transformers import AutoTokenizer
+
+        inner = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return cls(inner, None if renderer is None else _renderer(renderer, inner))
+
+    @property
+    def parses_tools(self) -> bool:
+        return self._renderer is not None
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
+        """``special_tokens``: whether the tokenizer adds its own, such as the BOS token."""
+
+        def encode() -> list[int]:
+            return list(self._inner.encode(text, add_special_tokens=special_tokens))
+
+        return await self._run(encode)
+
+    async def render(
+        self,
+        messages: Messages,
+        tools: list[Any] | None,
+        settings: dict[str, Any],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+    ) -> list[int]:
+        """The token ids of a chat by the model's template; a template that writes the BOS token
+        gets no second one.
+        """
+        checked = [
+            _checked_message(number, message, as_text=self._arguments_as_text)
+            for number, message in enumerate(messages)
+        ]
+
+        def render() -> list[int]:
+            ids = self._inner.apply_chat_template(
+                checked,
+                tools=tools or None,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=True,
+                return_dict=False,
+                **settings,
+            )
+            return list(ids)
+
+        try:
+            return await self._run(render)
+        except Exception as error:  # a template is a program, and it is the model's
+            raise invalid(f"the chat template refuses these messages: {error}", "messages") from (
+                error
+            )
+
+    def detokenizer(
+        self, stop: Sequence[str] = (), *, skip_special_tokens: bool = True
+    ) -> Detokenizer:
+        return Detokenizer(self._decoder(skip_special_tokens=skip_special_tokens), stop)
+
+    async def text(self, trajectory: Trajectory, *, skip_special_tokens: bool) -> str:
+        """The text of an output, before the token or string that ended it."""
+        if trajectory.text is not None:
+            return trajectory.text
+        finish = trajectory.finish
+        shown = list(trajectory.token_ids)
+        if finish is not None and finish.stop_token_id is not None:
+            shown.pop()
+        decode = self._decoder(skip_special_tokens=skip_special_tokens)
+        return await self._run(lambda: decode(shown))
+
+    async def message(
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: list[Any]
+    ) -> ParsedMessage:
+        """What the policy says, thinks and calls in an output of a chat."""
+        prompt, output = list(prompt_ids), list(token_ids)
+        parsed = await self._run(
+            lambda: self._renderer.parse_response(output, prompt_ids=prompt, tools=tools)
+        )
+        calls, broken = [], []
+        for call in parsed.tool_calls:
+            if call.status == "ok" and call.name:
+                calls.append(_call(call))
+            else:
+                broken.append({"raw": call.raw, "status": str(call.status)})
+        return ParsedMessage(parsed.content or "", parsed.reasoning_content, calls, broken)
+
+    @functools.lru_cache(maxsize=1 << 18)  # noqa: B019 - it lives as long as the process
+    def token(self, token_id: int) -> str:
+        """The text of one token, as log-probabilities name it."""
+        text: str = self._decoder(skip_special_tokens=False)([token_id])
+        return text
+
+    def _decoder(self, *, skip_special_tokens: bool) -> Callable[[list[int]], str]:
+        return functools.partial(
+            self._inner.decode,
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+
+
+def _renderer(name: str, inner: Any) -> Any:
+    try:
+        from pydantic import TypeAdapter
+        from renderers import RendererConfig, create_renderer
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"calls of tools need {error.name}: pip install 'rollwire[gateway,tools]'"
+        ) from error
+    return create_renderer(inner, TypeAdapter(RendererConfig).validate_python({"name": name}))
+
+
+def _call(call: Any) -> dict[str, Any]:
+    arguments = call.arguments if call.arguments is not None else {}
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {
+        "id": call.id or f"call_{uuid.uuid4().hex}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": arguments},
+    }
+
+
+def _checked_message(number: int, message: Any, *, as_text: bool) -> dict[str, Any]:
+    """A message as templates want it."""
+    path = f"messages[{number}]"
+    if not isinstance(message, dict) or message.get("role") not in _ROLES:
+        raise invalid(
+            f"{path} is not a message with a role of {', '.join(sorted(_ROLES))}", "messages"
+        )
+    made = {name: value for name, value in message.items() if value is not None}
+    made["content"] = _text_content(path, message.get("content"))
+    if calls := made.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise invalid(f"{path}.tool_calls is not a list", "messages")
+        made["tool_calls"] = [
+            _checked_call(f"{path}.tool_calls[{index}]", call, as_text=as_text)
+            for index, call in enumerate(calls)
+        ]
+    return made
+
+
+def _text_content(path: str, content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise invalid(f"{path}.content is neither a text nor a list of parts", "messages")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise invalid(f"{path}.content has a part that is not text", "messages")
+        if not isinstance(part.get("text"), str):
+            raise invalid(f"{path}.content has a text part without its text", "messages")
+    return "".join(part["text"] for part in content)
+
+
+def _checked_call(path: str, call: Any, *, as_text: bool) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise invalid(f"{path} is not a call of a function", "messages")
+    arguments = function.get("arguments", "{}")
+    try:
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        parsed = None  # the policy may have written no JSON; a template shows it as it is
+    if not as_text and isinstance(parsed, dict):
+        arguments = parsed
+    elif not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _arguments_as_text(inner: Any) -> bool:
+    """Whether the template writes the arguments of calls as they are (DeepSeek's) instead of
+    converting a mapping to JSON itself (Qwen's). OpenAI's API has them as text.
+    """
+
+    def rendered(arguments: Any) -> str:
+        call = {
+            "id": "call_0",
+            "type": "function",
+            "function": {"name": "f", "arguments": arguments},
+        }
+        messages = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        try:
+            return str(inner.apply_chat_template(messages, tokenize=False))
+        except Exception:
+            return ""
+
+    if not getattr(inner, "chat_template", None):
+        return False
+    mapping = rendered({_PROBED: 1})
+    return f'{{"{_PROBED}": 1}}' not in mapping and f'{{"{_PROBED}": 1}}' in rendered(
+        f'{{"{_PROBED}": 1}}'
+    )
