@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from rollwire_client._gateway.errors import HttpError
-from rollwire_client._gateway.tokenizer import Tokenizer
+from rollwire_client._gateway.tokenizer import ChatTokenizer
 from support.gateways import CHATML, loaded_tokenizer, small_tokenizer
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ JOINING = (
 TEMPLATES = {"mapping": CHATML, "text": JOINING}
 
 
-async def rendered(tokenizer: Tokenizer, inner: Any, messages: list[Any] = MESSAGES) -> str:
+async def rendered(tokenizer: ChatTokenizer, inner: Any, messages: list[Any] = MESSAGES) -> str:
     ids = await tokenizer.render(
         messages, None, {}, add_generation_prompt=True, continue_final_message=False
     )
@@ -45,7 +45,7 @@ async def rendered(tokenizer: Tokenizer, inner: Any, messages: list[Any] = MESSA
 @pytest.mark.parametrize("kind", TEMPLATES)
 async def test_arguments_of_calls_are_written_once_as_json(tmp_path: Path, kind: str) -> None:
     inner = loaded_tokenizer(small_tokenizer(tmp_path, template=TEMPLATES[kind]))
-    text = await rendered(Tokenizer(inner), inner)
+    text = await rendered(ChatTokenizer(inner), inner)
     assert ARGUMENTS in text
     assert "How so?" in text
     assert '\\"' not in text
@@ -56,14 +56,14 @@ async def test_arguments_that_are_no_json_are_shown_as_they_are(tmp_path: Path, 
     inner = loaded_tokenizer(small_tokenizer(tmp_path, template=TEMPLATES[kind]))
     broken = {**CALL, "function": {"name": "weather", "arguments": "{city: "}}
     messages = [MESSAGES[0], {**MESSAGES[1], "tool_calls": [broken]}]
-    assert "{city: " in await rendered(Tokenizer(inner), inner, messages)
+    assert "{city: " in await rendered(ChatTokenizer(inner), inner, messages)
 
 
 async def test_a_rendered_chat_gets_no_second_bos(tmp_path: Path) -> None:
     inner = loaded_tokenizer(
         small_tokenizer(tmp_path, template="{{ bos_token }}" + CHATML, bos=True)
     )
-    tokenizer = Tokenizer(inner)
+    tokenizer = ChatTokenizer(inner)
     ids = await tokenizer.render(
         MESSAGES[:1], None, {}, add_generation_prompt=True, continue_final_message=False
     )
@@ -75,7 +75,7 @@ async def test_a_rendered_chat_gets_no_second_bos(tmp_path: Path) -> None:
 
 async def test_a_template_that_refuses_is_an_error_of_the_request(tmp_path: Path) -> None:
     template = "{{ raise_exception('roles must alternate') }}"
-    tokenizer = Tokenizer(loaded_tokenizer(small_tokenizer(tmp_path, template=template)))
+    tokenizer = ChatTokenizer(loaded_tokenizer(small_tokenizer(tmp_path, template=template)))
     with pytest.raises(HttpError, match="roles must alternate") as raised:
         await tokenizer.render(
             MESSAGES, None, {}, add_generation_prompt=True, continue_final_message=False

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rollwire_client._fleet.fleet import Fleet
     from rollwire_client._gateway.metrics import GatewayMetrics
-    from rollwire_client._gateway.tokenizer import Tokenizer
+    from rollwire_client._gateway.tokenizer import ChatTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Gateway:
         self,
         fleet: Fleet,
         settings: GatewaySettings,
-        tokenizer: Tokenizer | None,
+        tokenizer: ChatTokenizer | None,
         metrics: GatewayMetrics,
         model_names: tuple[str, ...],
     ) -> None:
@@ -95,7 +95,7 @@ class Gateway:
             )
         return name or self.model_names[0]
 
-    def tokenizer_for(self, what: str) -> Tokenizer:
+    def tokenizer_for(self, what: str) -> ChatTokenizer:
         if self.tokenizer is None:
             raise invalid(
                 f"{what} needs a tokenizer, and this gateway has none: start it with --tokenizer, "

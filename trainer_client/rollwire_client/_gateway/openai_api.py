@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rollwire_client._gateway.gateway import Gateway
-    from rollwire_client._gateway.tokenizer import Tokenizer
+    from rollwire_client._gateway.tokenizer import ChatTokenizer
 
 # Fields that change nothing of what is sampled.
 _IGNORED = (
@@ -75,7 +75,7 @@ _TEMPLATE_ARGUMENTS = {
 }  # fmt: skip
 
 
-def _tools(fields: Fields, tokenizer: Tokenizer) -> tuple[list[Any], bool]:
+def _tools(fields: Fields, tokenizer: ChatTokenizer) -> tuple[list[Any], bool]:
     """The tools of a request, and whether to look for calls of them."""
     tools = fields.take("tools", [])
     choice = fields.take("tool_choice", "auto" if tools else "none")

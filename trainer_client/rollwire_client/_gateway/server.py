@@ -22,7 +22,7 @@ from rollwire_client._gateway.app import create_app, create_metrics_app
 from rollwire_client._gateway.gateway import Gateway
 from rollwire_client._gateway.metrics import GatewayMetrics
 from rollwire_client._gateway.security import BearerTokens
-from rollwire_client._gateway.tokenizer import Tokenizer
+from rollwire_client._gateway.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -159,14 +159,14 @@ async def _model_names(fleet: Fleet) -> tuple[str, ...]:
     return tuple(dict.fromkeys(i.model for i in infos if isinstance(i, ServerInfo))) or ("policy",)
 
 
-def _load_tokenizer(settings: GatewaySettings) -> Tokenizer | None:
+def _load_tokenizer(settings: GatewaySettings) -> ChatTokenizer | None:
     folder, renderer = settings.tokenizer, settings.renderer
     if folder is None:
         if renderer is not None:
             raise GatewayStartError("--renderer needs --tokenizer")
         return None
     try:
-        return Tokenizer.load(folder, renderer)
+        return ChatTokenizer.load(folder, renderer)
     except MissingDependencyError:
         raise
     except Exception as error:

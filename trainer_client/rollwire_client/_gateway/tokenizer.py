@@ -43,7 +43,7 @@ class ParsedMessage:
     broken: list[dict[str, str]]
 
 
-class Tokenizer:
+class ChatTokenizer:
     """A tokenizer of Hugging Face's, used by one thread beside the event loop.
 
     Text is decoded as a whole, or by a ``Detokenizer``; decodes of single tokens are never joined.
@@ -57,7 +57,7 @@ class Tokenizer:
         self._arguments_as_text = _arguments_as_text(inner)
 
     @classmethod
-    def load(cls, folder: str, renderer: str | None = None) -> Tokenizer:
+    def load(cls, folder: str, renderer: str | None = None) -> ChatTokenizer:
         """``renderer``: name of the model's renderer, such as "qwen3".
 
         Raises:
