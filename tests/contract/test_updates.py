@@ -82,6 +82,23 @@ async def test_a_commit_is_told_everywhere(api: Api) -> None:
     assert all(tag == answer.weights for tag in output.tags)
 
 
+async def test_an_update_may_lay_its_tensors_out_in_any_order(api: Api) -> None:
+    weights = await random_weights(api, 4)
+    prompt, digests, scores = (5, 6, 7, 8), [], []
+    for names in ([*weights], [*weights][::-1]):
+        change = Update(
+            api,
+            {name: weights[name] for name in names},
+            term=next(TERMS),
+            version=await next_version(api),
+        )
+        await change.stage()
+        digests.append((await change.commit()).weights.digest)
+        scores.append(await scored(api, prompt, [9, 10, 11]))
+    assert digests[0] == digests[1]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+
+
 async def test_a_sequence_goes_on_under_the_new_policy_which_computes_all_anew(api: Api) -> None:
     prompt, output, before = await crossing(api, common_pb2.KV_POLICY_RECOMPUTE)
     assert output.revisions == sorted(output.revisions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 from support.calls import connected
 from support.fleets import policy, published, publisher
@@ -16,11 +17,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-async def test_servers_take_any_order_and_the_adapter_is_unmerged(three: Servers) -> None:
+GPU = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+async def test_servers_take_any_order_and_the_adapter_is_unmerged(
+    three: Servers, device: str
+) -> None:
     first, part = three.next_version(), three.next_version()
     async with three.fleet() as fleet:
         trainer = publisher(fleet)
-        tensors = await policy(trainer, first)
+        weights = await policy(trainer, first)
+        tensors = {name: tensor.to(device) for name, tensor in weights.items()}
         by_name = await published(trainer, first)
         adapted = [name for name in tensors if name.endswith("q_proj.weight")]
         before = {name: tensors[name].clone() for name in adapted}
