@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rollwire_client._detokenizer import Detokenizer
 from rollwire_client._errors import MissingDependencyError
 from rollwire_client._gateway.errors import invalid
+from rollwire_client._gateway.messages import ControlTokens, arguments_as_text, checked_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Messages = list[dict[str, Any]]
-
-_ROLES = {"system", "developer", "user", "assistant", "tool"}
-_PROBED = "rollwire"  # in the arguments of a call that a template is tried with
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,8 @@ class ChatTokenizer:
         self._inner = inner
         self._renderer = renderer
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-        self._arguments_as_text = _arguments_as_text(inner)
+        self._arguments_as_text = arguments_as_text(inner)
+        self._control_tokens = ControlTokens(inner)
 
     @classmethod
     def load(cls, folder: str, renderer: str | None = None) -> ChatTokenizer:
@@ -97,21 +96,21 @@ class ChatTokenizer:
         gets no second one.
         """
         checked = [
-            _checked_message(number, message, as_text=self._arguments_as_text)
+            checked_message(number, message, as_text=self._arguments_as_text)
             for number, message in enumerate(messages)
         ]
 
         def render() -> list[int]:
-            ids = self._inner.apply_chat_template(
-                checked,
+            marked, hidden = self._control_tokens.hide(checked)
+            text = self._inner.apply_chat_template(
+                marked,
                 tools=tools or None,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                tokenize=True,
-                return_dict=False,
+                tokenize=False,
                 **settings,
             )
-            return list(ids)
+            return self._control_tokens.encode(text, hidden)
 
         try:
             return await self._run(render)
@@ -189,79 +188,3 @@ def _call(call: Any) -> dict[str, Any]:
         "type": "function",
         "function": {"name": call.name, "arguments": arguments},
     }
-
-
-def _checked_message(number: int, message: Any, *, as_text: bool) -> dict[str, Any]:
-    """A message as templates want it."""
-    path = f"messages[{number}]"
-    if not isinstance(message, dict) or message.get("role") not in _ROLES:
-        raise invalid(
-            f"{path} is not a message with a role of {', '.join(sorted(_ROLES))}", "messages"
-        )
-    made = {name: value for name, value in message.items() if value is not None}
-    made["content"] = _text_content(path, message.get("content"))
-    if calls := made.get("tool_calls"):
-        if not isinstance(calls, list):
-            raise invalid(f"{path}.tool_calls is not a list", "messages")
-        made["tool_calls"] = [
-            _checked_call(f"{path}.tool_calls[{index}]", call, as_text=as_text)
-            for index, call in enumerate(calls)
-        ]
-    return made
-
-
-def _text_content(path: str, content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise invalid(f"{path}.content is neither a text nor a list of parts", "messages")
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            raise invalid(f"{path}.content has a part that is not text", "messages")
-        if not isinstance(part.get("text"), str):
-            raise invalid(f"{path}.content has a text part without its text", "messages")
-    return "".join(part["text"] for part in content)
-
-
-def _checked_call(path: str, call: Any, *, as_text: bool) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise invalid(f"{path} is not a call of a function", "messages")
-    arguments = function.get("arguments", "{}")
-    try:
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        parsed = None  # the policy may have written no JSON; a template shows it as it is
-    if not as_text and isinstance(parsed, dict):
-        arguments = parsed
-    elif not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _arguments_as_text(inner: Any) -> bool:
-    """Whether the template writes the arguments of calls as they are (DeepSeek's) instead of
-    converting a mapping to JSON itself (Qwen's). OpenAI's API has them as text.
-    """
-
-    def rendered(arguments: Any) -> str:
-        call = {
-            "id": "call_0",
-            "type": "function",
-            "function": {"name": "f", "arguments": arguments},
-        }
-        messages = [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        ]
-        try:
-            return str(inner.apply_chat_template(messages, tokenize=False))
-        except Exception:
-            return ""
-
-    if not getattr(inner, "chat_template", None):
-        return False
-    mapping = rendered({_PROBED: 1})
-    return f'{{"{_PROBED}": 1}}' not in mapping and f'{{"{_PROBED}": 1}}' in rendered(
-        f'{{"{_PROBED}": 1}}'
-    )
