@@ -80,13 +80,14 @@ class Source:
         self.taken: list[str] = []
         self.called: list[str] = []
         self.raises_at = ""
+        self.error: type[BaseException] = ZeroDivisionError
         self.names = NAMES
         self._lazy = lazy
 
     def __call__(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.names:
             if name == self.raises_at:
-                raise ZeroDivisionError("as scripted")
+                raise self.error("as scripted")
             self.taken.append(name)
             yield name, (lambda name=name: self._give(name)) if self._lazy else policy()[name]
 
@@ -175,12 +176,13 @@ async def test_after_a_failure_all_iterate_again_and_functions_are_called_if_nee
         assert sources[0].called == sources[1].called == sources[2].called
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
 async def test_a_rank_that_raises_ends_it_for_all(
-    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
+    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup, error: type[BaseException]
 ) -> None:
     async with trainer(monkeypatch, group) as (servers, publisher, ranks):
         sources = [Source() for _ in ranks]
-        sources[2].raises_at = "layer.weight"
+        sources[2].raises_at, sources[2].error = "layer.weight", error
         over = threading.Event()
 
         def waits_for_rank_2() -> Iterator[tuple[str, Tensor]]:
@@ -193,9 +195,10 @@ async def test_a_rank_that_raises_ends_it_for_all(
         await until(lambda: ranks[0]._coordinator is not None and ranks[0]._coordinator.ended)
         over.set()
         told = errors(await running)
-        assert "rank 2 failed: ZeroDivisionError: as scripted" in told[0]
+        assert "rank 2 failed: " in told[0]
+        assert error.__name__ in told[0]
         assert told[1].startswith("PublishError: rank 0 did not publish: rank 2 failed")
-        assert told[2].startswith("SourceError: the source of this rank raised ZeroDivisionError")
+        assert told[2].startswith("SourceError: the source of this rank raised ")
         assert [server.commits for server in servers] == [[], []]
         # They are in step still.
         handle, *others = await on_all(ranks, publisher, [Source() for _ in ranks])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError, asyncio.CancelledError])
+@pytest.mark.parametrize("error", [ZeroDivisionError, asyncio.CancelledError, SystemExit])
 async def test_an_error_of_the_callable_is_the_publish_s(error: type[BaseException]) -> None:
     def source() -> Iterator[tuple[str, torch.Tensor]]:
         yield "embed.weight", policy()["embed.weight"]
@@ -353,6 +353,42 @@ async def test_a_source_that_hangs_at_its_end_ends_the_publish() -> None:
             await handle.committed
         assert servers[0].commits == []
         let_go.set()
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, asyncio.CancelledError, SystemExit])
+async def test_what_a_source_raises_as_it_is_closed_does_not_hide_why(
+    error: type[BaseException],
+) -> None:
+    def source() -> Iterator[tuple[str, object]]:
+        try:
+            yield "embed.weight", lambda: torch.zeros(1)
+        finally:
+            raise error("of the trainer")
+
+    async with publishing(1) as (_, _, publisher):
+        handle = await publisher.publish(1, source)
+        with pytest.raises(SchemaMismatchError, match=r"embed\.weight"):
+            await handle.committed
+        await publish(publisher)  # the next one is not hindered
+
+
+async def test_a_source_that_hangs_as_it_is_closed_ends_the_publish() -> None:
+    let_go = threading.Event()
+
+    def source() -> Iterator[tuple[str, object]]:
+        try:
+            yield "embed.weight", lambda: torch.zeros(1)
+        finally:
+            let_go.wait(60)
+
+    async with publishing(1, IMPATIENT) as (servers, _, publisher):
+        handle = await publisher.publish(1, source)
+        with pytest.raises(SourceError, match="did not provide its end within"):
+            async with asyncio.timeout(20):
+                await handle.committed
+        assert servers[0].commits == []
+        let_go.set()
+        await publish(publisher)  # the next one is not hindered
 
 
 class Reading(Mapping[str, "torch.Tensor"]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import threading
@@ -48,7 +47,7 @@ def close_source(items: object) -> None:
         return
     try:
         close()
-    except Exception:
+    except BaseException:  # as below
         logger.exception("the source raised when it was closed")
 
 
@@ -208,8 +207,9 @@ class SourceReader:
 def _source_errors(tensor: str) -> Iterator[None]:
     try:
         yield
-    # CancelledError: from an event loop of the source's own; none runs in this thread.
-    except (Exception, asyncio.CancelledError) as error:
+    # Such as SystemExit, or CancelledError of an event loop of the source's own: this thread has
+    # neither a loop nor a program to end.
+    except BaseException as error:
         raise TensorSourceError(tensor, error) from error
 
 
@@ -317,8 +317,9 @@ class Sender:
             traceback.clear_frames(error.__traceback__)
             raise
         finally:
-            self.packing = None
+            self.packing = PackingStatus("", time.monotonic())  # it may hang as it is closed too
             reader.close()
+            self.packing = None
 
     def _send_buckets(
         self,

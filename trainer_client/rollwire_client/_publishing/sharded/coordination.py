@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from rollwire.deadlines import Timeout
 
-from rollwire_client._concurrency import cancel_all, run_in_thread
+from rollwire_client._concurrency import as_exception, cancel_all, run_in_thread
 from rollwire_client._errors import PublishError, SourceError, TensorsChangedError
 from rollwire_client._publishing.sharded.connection import Connection, Message
 
@@ -310,8 +310,8 @@ class Participant:
             with detector:
                 while (command := self._commands.get()) is not None:
                     self._execute(*command, detector)
-        except Exception as error:
-            self._fail(error)
+        except BaseException as error:
+            self._fail(as_exception(error))
         finally:
             self._value = None
             close_source(self._items)
