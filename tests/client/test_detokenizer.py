@@ -199,6 +199,27 @@ def test_real_tokenizers(tokenizer: Tokenizer, data: st.DataObject) -> None:
     assert (taken, shown, builder.text, builder.stop_string) == (kept, text, text, which)
 
 
+@pytest.mark.parametrize("said", ["국" * 40, "é국😀" * 20, "😀é" * 30])
+def test_long_runs_of_characters_in_several_tokens(tokenizer: Tokenizer, said: str) -> None:
+    """SentencePiece's decoder makes U+FFFD of a whole run of bytes that begins in a character."""
+    by_bytes = "▁" in tokenizer.get_vocab()
+    ids = [*said.encode()] if by_bytes else tokenizer.encode(said).ids
+    longest = 0
+
+    def decode(ids: list[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    builder, shown = TextBuilder(Detokenizer(decode, ["never"]), 0), ""
+    for token in ids:
+        builder.append([token])
+        shown += builder.take()
+    builder.end(hides_last=False)
+    assert (shown + builder.take(), builder.text) == (said, said)
+    assert longest < 100
+
+
 def test_a_token_is_decoded_with_a_bounded_number_of_others() -> None:
     longest = 0
 
@@ -361,6 +382,32 @@ async def test_an_error_of_decode_is_the_caller_s(fake: FakeServer) -> None:
             await fleet.generate([1], detokenizer=utf8)
         await until(lambda: fake.running == 0)
         assert len(fake.requests) == 1
+
+
+@pytest.mark.parametrize("stop", [(), ["x"]])
+async def test_tokens_that_decode_does_not_know_cost_their_group_alone(stop: Sequence[str]) -> None:
+    def some(ids: list[int]) -> str:
+        return "".join({5: "a", 6: "b"}[i] for i in ids)
+
+    # A model's vocabulary may be larger than its tokenizer's.
+    def say_seven(prompt: Sequence[int], output: Sequence[int]) -> int:
+        return 7 if len(output) == 3 and prompt[0] == 1 else 5
+
+    options = {"detokenizer": Detokenizer(some, stop)}
+    sampling = Sampling(max_new_tokens=6)
+    async with FakeServer(say_seven) as fake, Fleet([fake.address], timeouts=CLOSE) as fleet:
+        async with Batcher(
+            fleet, seed=1, group_size=2, sampling=sampling, options=options, bar=False
+        ) as batcher:
+            prompts = iter([Prompt(str(i), [i]) for i in range(3)])
+            batch = await batcher.collect(prompts, 2)
+            assert [group.prompt.id for group in batch.groups] == ["0", "2"]
+            (dropped,) = batch.dropped.groups
+            assert isinstance(dropped.error, KeyError)
+        session = fleet.session([1])
+        with pytest.raises(KeyError):
+            await session.generate(sampling, **options)
+        assert session.token_ids[:5] == (1, 5, 5, 5, 7)  # none is lost
 
 
 def test_left_over_tasks_of_a_stopped_stream(fake: FakeServer) -> None:

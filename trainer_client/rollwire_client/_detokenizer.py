@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _INCOMPLETE = "\ufffd"  # what decoders make of bytes that are no character, or none yet
+_CHARACTER_BYTES = 4  # at most, in UTF-8
 _WINDOW = 32  # tokens that are decoded again with each new one
 _LONGEST_WINDOW = 256  # if their text never ends with a whole character
 
@@ -82,7 +83,10 @@ class TextBuilder:
     @property
     def text(self) -> str:
         """All of it, as far as it has come: what was taken, and the rest."""
-        text = self._text(len(self._window)) if self._end is None else self._end
+        try:
+            text = self._text(len(self._window)) if self._end is None else self._end
+        except Exception:  # of the caller's function: the next ``take`` or ``end`` raises it
+            text = ""
         return "".join(self._parts) + text[self._taken :]
 
     def skip(self, token_ids: Sequence[int]) -> None:
@@ -144,6 +148,19 @@ class TextBuilder:
             return self._known
         return self._known + self._decode(window)[len(self._context_text) :]
 
+    def _context_start(self, text: str, count: int) -> int | None:
+        """Where in the window the next context may begin, of which ``text`` is up to ``count``.
+
+        Not within a character: some decoders then make U+FFFD of all bytes that follow, whole
+        characters included.
+        """
+        latest = count - _WINDOW
+        for start in range(latest, max(latest - _CHARACTER_BYTES, -1), -1):
+            context = self._decode(self._window[start:count])
+            if not context.startswith(_INCOMPLETE) or text.endswith(context):
+                return start
+        return None
+
     def _find(self, text: str, before: int) -> tuple[int, str] | None:
         """The first stop string that ends after so many characters, and where it begins."""
         whole = _whole(text)
@@ -160,12 +177,16 @@ class TextBuilder:
         count = len(self._window) - 1
         if count - self._context < _WINDOW:
             return
-        known = self._text(count)
-        if known.endswith(_INCOMPLETE) and count - self._context < _LONGEST_WINDOW:
-            return
-        self._window = self._window[count - _WINDOW :]
-        self._context = _WINDOW
-        self._context_text = self._decode(self._window[:_WINDOW])
+        text = self._decode(self._window[:count])
+        known = self._known + text[len(self._context_text) :]
+        start = None if known.endswith(_INCOMPLETE) else self._context_start(text, count)
+        if start is None:
+            if count - self._context < _LONGEST_WINDOW:
+                return
+            start = count - _WINDOW
+        self._window = self._window[start:]
+        self._context = count - start
+        self._context_text = self._decode(self._window[: self._context])
         done = max(min(len(known) - self._longest, self._taken), 0)
         self._known = known[done:]
         self._taken -= done
