@@ -142,6 +142,42 @@ async def test_what_the_function_must_not_do() -> None:
     assert server.requests == []
 
 
+async def test_a_conversation_ends_when_the_function_returns() -> None:
+    kept: list[Session] = []
+    turns: list[asyncio.Task] = []
+
+    async def keeps(session: Session, prompt: Prompt) -> None:
+        await use_a_tool(session, prompt)
+        kept.append(session)
+
+    async def leaves_a_turn(session: Session, prompt: Prompt) -> None:
+        await use_a_tool(session, prompt)
+        turns.append(asyncio.create_task(session.generate(Sampling(max_new_tokens=4000))))
+        await until(lambda: server.running == 1)
+
+    async with FakeServer() as server, fleet_of(server) as fleet:
+        async with batcher_of(fleet, keeps, group_size=1) as batcher:
+            batch = await batcher.collect(prompts(), 1, prefetch=1)
+            await until(lambda: len(kept) == 2 and server.running == 0)
+            for session in kept:
+                before = session.conversation()
+                for change in (lambda s=session: s.append(TOOL), lambda s=session: s.rewind(0)):
+                    with pytest.raises(RuntimeError, match="has ended"):
+                        change()
+                with pytest.raises(RuntimeError, match="has ended"):
+                    await session.generate()
+                assert session.conversation() == before
+                turn = await session.fork().generate()  # a fork is the function's own
+                assert turn.prompt_ids == before.token_ids
+            assert batch.finished.lengths == (3,)
+        async with batcher_of(fleet, leaves_a_turn, group_size=1, refills=0) as batcher:
+            with pytest.raises(CallbackError, match="returned while a turn was under way"):
+                await batcher.collect(iter([Prompt("1", [1])]), 1)
+        for task in turns:
+            task.cancel()
+        await asyncio.wait(turns)
+
+
 async def test_a_turn_that_is_out_of_time_drops_the_group() -> None:
     async def late(session: Session, prompt: Prompt) -> None:
         await session.generate()

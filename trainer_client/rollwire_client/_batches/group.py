@@ -26,7 +26,7 @@ from rollwire_client._errors import (
     TimedOutError,
 )
 from rollwire_client._fleet.rollout import QUEUE_FULL_DELAY, queue_was_full
-from rollwire_client._fleet.session import Session, TurnSettings, rollout_of
+from rollwire_client._fleet.session import Session, TurnSettings, end, rollout_of
 from rollwire_client._rpc.conversion import checked_token_ids
 from rollwire_client._trajectory import TrajectoryBuilder
 
@@ -213,10 +213,16 @@ class GroupSampler:
             raise CallbackError(
                 f"the rollout of prompt {prompt.id!r} raised {error!r}", callback="rollout"
             ) from error
-        if not session.conversation().turns:
+        problem = ""
+        if rollout_of(session) is not None:
+            problem = "returned while a turn was under way: await its turns"
+        elif not session.conversation().turns:
+            problem = "sampled nothing"
+        if problem:
             raise CallbackError(
-                f"the rollout of prompt {prompt.id!r} sampled nothing", callback="rollout"
+                f"the rollout of prompt {prompt.id!r} {problem}", callback="rollout"
             )
+        end(session)
         sample.returned = True
 
 

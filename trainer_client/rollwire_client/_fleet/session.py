@@ -110,6 +110,7 @@ class Session:
         self._forks = self._turns = 0  # begun
         self._so_far = Conversation(self.id, (), (), (), (), ())
         self._rollout: Rollout | None = None  # of the turn that is under way
+        self._ended = False  # a batch has it, and it does not change any more
         self.append(prompt_ids)
 
     @property
@@ -125,9 +126,9 @@ class Session:
 
         Raises:
             InvalidRequestError: They are not token ids.
-            RuntimeError: A turn is under way.
+            RuntimeError: A turn is under way, or a batch has the conversation already.
         """
-        self._check_idle()
+        self._check_changeable()
         given = checked_token_ids(token_ids)
         self._add(given, (0.0,) * len(given), (None,) * len(given), sampled=False)
 
@@ -156,9 +157,9 @@ class Session:
 
         Raises:
             TypeError, ValueError: The conversation has no such position.
-            RuntimeError: A turn is under way.
+            RuntimeError: A turn is under way, or a batch has the conversation already.
         """
-        self._check_idle()
+        self._check_changeable()
         before = self._so_far
         position = integer("position", position, maximum=len(before.token_ids))
         self._so_far = Conversation(
@@ -186,7 +187,7 @@ class Session:
             **options: The options of ``RolloutOptions``, except ``session_id``.
 
         Raises:
-            RuntimeError: A turn is under way.
+            RuntimeError: A turn is under way, or a batch has the conversation already.
         """
         rollout = self._turn(sampling, options)
         with self._sampling(rollout):
@@ -212,7 +213,7 @@ class Session:
         return self._so_far
 
     def _turn(self, sampling: Sampling | None, options: RolloutOptions) -> Rollout:
-        self._check_idle()
+        self._check_changeable()
         if "session_id" in options:
             raise TypeError("session_id is the session's own: leave it out")
         sampling, options = self._settings.apply(sampling, options, (*self._place, self._turns))
@@ -255,7 +256,20 @@ class Session:
         if self._rollout is not None:
             raise RuntimeError("a turn of this session is under way: let it end, or leave it")
 
+    def _check_changeable(self) -> None:
+        self._check_idle()
+        if self._ended:
+            raise RuntimeError(
+                "this conversation has ended, as the function that held it has returned: go on "
+                "with a fork of it"
+            )
+
 
 def rollout_of(session: Session) -> Rollout | None:
     """The turn that is under way."""
     return session._rollout  # noqa: SLF001 - no business of a session's user
+
+
+def end(session: Session) -> None:
+    """Nothing is added to the conversation any more; no turn may be under way."""
+    session._ended = True  # noqa: SLF001 - no business of a session's user
