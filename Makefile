@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 JOBS ?= 4
 PYTEST := pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: demo test test-fast test-protobuf7 test-ucx test-trl test-gateway test-sglang test-view environments lint protos clean
+.PHONY: demo test test-fast test-protobuf7 test-ucx test-trl test-verl test-gateway test-sglang test-view environments lint protos clean
 
 demo: $(VENV)/installed ## two servers, a trainer, a policy that learns
 	$(RUN)rollwire demo
@@ -41,6 +41,15 @@ test-trl: .trl/installed
 test-gateway: .gateway/installed
 	PYTHONPATH=$(CURDIR)/.gateway $(RUN)$(PYTEST) -m "not gpu" tests/gateway
 
+# verl's own managers on real servers, then the tests that verl has of these for a CPU; 700 MB more. Ray's
+# processes take this interpreter and this path.
+VERL := .verl/site-packages
+test-verl: .verl/installed
+	PYTHONPATH=$(CURDIR)/$(VERL) $(RUN)pytest -n 2 --dist loadscope tests/integrations/test_verl.py
+	PYTHONPATH=$(CURDIR)/$(VERL) $(RUN)pytest -c /dev/null --import-mode importlib -p no:cacheprovider \
+		$(VERL)/tests/checkpoint_engine/test_global_steps_on_cpu.py \
+		$(VERL)/tests/experimental/agent_loop/*_on_cpu.py
+
 # The contract on SGLang, on a CPU; Python 3.11 and 3 GB for an environment of its own. An engine
 # takes 3 GB of memory and a core, so two side by side.
 SGLANG := sglang==0.5.23 torchvision==0.28.0
@@ -54,7 +63,7 @@ test-view: .browser/installed
 	@command -v chromium || command -v google-chrome || { echo "test-view needs Chromium: apt-get install chromium"; exit 1; }
 	PYTHONPATH=$(CURDIR)/.browser $(RUN)$(PYTEST) -m "not gpu" tests/browser
 
-environments: .overlay/installed .ucx/installed .trl/installed .gateway/installed .sglang/installed .browser/installed ## what the six above run in
+environments: .overlay/installed .ucx/installed .trl/installed .verl/installed .gateway/installed .sglang/installed .browser/installed ## what the seven above run in
 
 lint: $(VENV)/installed
 	$(RUN)ruff check .
@@ -85,6 +94,11 @@ $(VENV)/installed: requirements/dev.txt requirements/deploy.txt pyproject.toml
 	$(RUN)pip install --quiet --disable-pip-version-check --no-deps --target .ucx -r requirements/ucx.txt
 	touch $@
 
+.verl/installed: $(VENV)/installed requirements/verl.txt
+	rm -rf .verl
+	$(RUN)pip install --quiet --disable-pip-version-check --no-deps --target $(VERL) -r requirements/verl.txt
+	touch $@
+
 .trl/installed: $(VENV)/installed requirements/trl.txt
 	rm -rf .trl
 	$(RUN)pip install --quiet --disable-pip-version-check --no-deps --target $(TRL) -r requirements/trl.txt
@@ -108,4 +122,4 @@ $(VENV)/installed: requirements/dev.txt requirements/deploy.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .overlay .ucx .trl .gateway .sglang .browser demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .overlay .ucx .trl .verl .gateway .sglang .browser demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -68,25 +68,30 @@ def test_the_demo_without_its_extra_says_what_to_install_before_it_loads_anythin
     )
 
 
-def test_an_integration_without_its_extra_says_what_to_install() -> None:
+@pytest.mark.parametrize(
+    ("framework", "supported", "others"),
+    [("trl", ">=1.16,<1.17", ("1.15.0", "1.17.0")), ("verl", ">=0.9.1,<0.10", ("0.9.0", "0.10.0"))],
+)
+def test_an_integration_without_its_extra_says_what_to_install(
+    framework: str, supported: str, others: tuple[str, str]
+) -> None:
     done = python(
-        "import importlib.metadata as metadata\n"
-        "versions = {'trl': None}\n"
+        "import importlib, importlib.metadata as metadata\n"
+        f"versions = {{'{framework}': None}}\n"
         "def version(name):\n"
         "    if versions[name] is None:\n"
         "        raise metadata.PackageNotFoundError(name)\n"
         "    return versions[name]\n"
         "metadata.version = version\n"
         "from rollwire_client import MissingDependencyError\n"
-        "for versions['trl'] in (None, '1.15.0', '1.17.0'):\n"
-        "    try:\n        import rollwire_client.integrations.trl\n"
+        f"for versions['{framework}'] in {(None, *others)}:\n"
+        f"    try:\n        importlib.import_module('rollwire_client.integrations.{framework}')\n"
         "    except MissingDependencyError as error:\n        print(error)"
     )
-    needed = "this integration needs trl>=1.16,<1.17: pip install 'rollwire[trl]'"
+    needed = f"this integration needs {framework}{supported}: pip install 'rollwire[{framework}]'"
     assert done.stdout.splitlines() == [
-        f"trl is not installed, and {needed}",
-        f"trl 1.15.0 is installed, and {needed}",
-        f"trl 1.17.0 is installed, and {needed}",
+        f"{framework} is not installed, and {needed}",
+        *(f"{framework} {other} is installed, and {needed}" for other in others),
     ], done.stderr
 
 
