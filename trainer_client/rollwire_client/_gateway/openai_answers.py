@@ -166,15 +166,11 @@ class ChoiceShape:
             )
             return {"content": text}, reason
         parsed = await self.tokenizer.message(trajectory.prompt_ids, trajectory.token_ids, tools)
-        made: dict[str, Any] = {"content": parsed.content or None}
-        if parsed.reasoning is not None:
-            made["reasoning_content"] = parsed.reasoning
-        if parsed.calls:
-            made["tool_calls"] = parsed.calls
-        if parsed.broken:
-            made["invalid_tool_calls"] = parsed.broken
+        made = parsed.message()
+        if parsed.invalid_tool_calls:
+            made["invalid_tool_calls"] = list(parsed.invalid_tool_calls)
         # An output that was cut may lack a call: it says so.
-        return made, "tool_calls" if parsed.calls and reason == "stop" else reason
+        return made, "tool_calls" if parsed.tool_calls and reason == "stop" else reason
 
     def ended(self, trajectory: Trajectory, reason: str) -> dict[str, Any]:
         finish = trajectory.finish

@@ -4,41 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
-import uuid
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollwire_client._detokenizer import Detokenizer
 from rollwire_client._errors import MissingDependencyError
 from rollwire_client._gateway.errors import invalid
 from rollwire_client._gateway.messages import ControlTokens, arguments_as_text, checked_message
+from rollwire_client.chat import parse_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rollwire_client._trajectory import Trajectory
+    from rollwire_client.chat import ParsedMessage
 
 T = TypeVar("T")
 Messages = list[dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedMessage:
-    """An output of a chat that may call tools.
-
-    Attributes:
-        content: What it says.
-        reasoning: What it thinks; None if the model does not.
-        calls: Its calls, in OpenAI's shape.
-        broken: What was meant as a call and is none, with its text and what is wrong.
-    """
-
-    content: str
-    reasoning: str | None
-    calls: list[dict[str, Any]]
-    broken: list[dict[str, str]]
 
 
 class ChatTokenizer:
@@ -140,16 +122,7 @@ class ChatTokenizer:
     ) -> ParsedMessage:
         """What the policy says, thinks and calls in an output of a chat."""
         prompt, output = list(prompt_ids), list(token_ids)
-        parsed = await self._run(
-            lambda: self._renderer.parse_response(output, prompt_ids=prompt, tools=tools)
-        )
-        calls, broken = [], []
-        for call in parsed.tool_calls:
-            if call.status == "ok" and call.name:
-                calls.append(_call(call))
-            else:
-                broken.append({"raw": call.raw, "status": str(call.status)})
-        return ParsedMessage(parsed.content or "", parsed.reasoning_content, calls, broken)
+        return await self._run(lambda: parse_message(self._renderer, prompt, output, tools))
 
     @functools.lru_cache(maxsize=1 << 18)  # noqa: B019 - it lives as long as the process
     def token(self, token_id: int) -> str:
@@ -177,14 +150,3 @@ def _renderer(name: str, inner: Any) -> Any:
             f"calls of tools need {error.name}: pip install 'rollwire[gateway,tools]'"
         ) from error
     return create_renderer(inner, TypeAdapter(RendererConfig).validate_python({"name": name}))
-
-
-def _call(call: Any) -> dict[str, Any]:
-    arguments = call.arguments if call.arguments is not None else {}
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {
-        "id": call.id or f"call_{uuid.uuid4().hex}",
-        "type": "function",
-        "function": {"name": call.name, "arguments": arguments},
-    }
