@@ -132,19 +132,23 @@ def test_adapters_are_merged_into_what_is_published(servers: list[str], tmp_path
 
 
 def test_two_processes(servers: list[str], tmp_path: Path) -> None:
-    """Without and with an adapter; then with a third server, which there is not, required."""
+    """Plain, with an adapter, and with tools, of which each process calls its own number; then with
+    a third server, which there is not, required.
+    """
     before = newest(servers)
     nobody = f"{own.host()}:9"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = trl_training.__file__
     ran(*torchrun, script, *servers, nobody, "--folder", str(tmp_path), cwd=tmp_path)
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
-    for number, (plain_or_lora, of_second) in enumerate(zip(first[:2], second[:2], strict=True)):
-        assert plain_or_lora["processes"] == 2
-        assert plain_or_lora["difference"] < 1e-5
-        assert plain_or_lora["version"] == of_second["version"] == before + 8 * (number + 1)
-    assert f"version {before + 17} is on 2 of 3 servers" in first[2]["error"]
-    assert second[2]["error"] == f"rank 0: {first[2]['error']}"
+    versions = [before + 8, before + 16, before + 18]
+    assert [outcome["version"] for outcome in first[:3]] == versions
+    assert [outcome["version"] for outcome in second[:3]] == versions
+    for outcome in first[:3]:
+        assert outcome["processes"] == 2
+        assert outcome["difference"] < 1e-5
+    assert f"version {before + 19} is on 2 of 3 servers" in first[3]["error"]
+    assert second[3]["error"] == f"rank 0: {first[3]['error']}"
 
 
 @pytest.mark.slow
@@ -157,20 +161,13 @@ def test_the_example_learns(servers: list[str], tmp_path: Path) -> None:
     assert float(found[3]) < 1e-5
 
 
-def double(number: int) -> str:
-    """Doubles a number.
-
-    Args:
-        number: Any number.
-    """
-    return str(2 * number)
-
-
 def test_every_turn_of_a_conversation_with_tools_is_sampled_by_the_servers(
     servers: list[str], tmp_path: Path
 ) -> None:
     tokens = sampled(servers)
-    trainer = trl_training.make(tmp_path, max_steps=2, tools=[double], max_completion_length=600)
+    trainer = trl_training.make(
+        tmp_path, max_steps=2, tools=[trl_training.double], max_completion_length=600
+    )
     with RollwireGeneration(trainer, SyncFleet(servers)):
         trainer.train()
     logs = [entry for entry in trainer.state.log_history if "tools/call_frequency" in entry]

@@ -80,6 +80,15 @@ def digits(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
     ]
 
 
+def double(number: int) -> str:
+    """Doubles a number.
+
+    Args:
+        number: Any number.
+    """
+    return str(2 * number)
+
+
 def make(folder: Path, *, lora: bool = False, **others: Any) -> GRPOTrainer:
     """A trainer; other arguments are its own or its config's."""
     own = {name: others.pop(name) for name in ("model", "tools", "callbacks") if name in others}
@@ -124,8 +133,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     outcomes = []
-    for lora in (False, True):
-        trainer = make(options.folder, lora=lora, per_device_train_batch_size=8)
+    with_tools = {"tools": [double], "max_completion_length": 600, "max_steps": 2}
+    for settings in ({}, {"lora": True}, with_tools):
+        trainer = make(options.folder, per_device_train_batch_size=8, **settings)
         with RollwireGeneration(trainer, SyncFleet(options.servers)) as generation:
             trainer.train()
         outcomes.append(
