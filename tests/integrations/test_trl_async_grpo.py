@@ -15,7 +15,7 @@ pytest.importorskip("trl", reason="TRL is in an environment of its own: make tes
 
 import torch
 from peft import LoraConfig
-from rollwire_client import Fleet, Sampling
+from rollwire_client import Fleet, PublishError, Sampling
 from rollwire_client.integrations.trl import AsyncRollouts
 from rollwire_client.sync import SyncFleet
 from support import trl_attention, trl_training
@@ -189,6 +189,38 @@ def test_it_learns(folder: Path, servers: list[str], tmp_path: Path) -> None:
     assert log[0]["ratio"] == pytest.approx(1, abs=1e-6)
     rewards = [entry["reward"] for entry in log]
     assert sum(rewards[-5:]) > 5 * sum(rewards[:5])
+
+
+class TrainsAnother(TrainerCallback):
+    """From the first step on, the model that is published is not the one that is trained."""
+
+    def __init__(self, trainer: AsyncGRPOTrainer) -> None:
+        self.trainer = trainer
+
+    def on_step_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        if state.global_step == 0:
+            self.trainer.model = copy.deepcopy(self.trainer.model)
+
+
+def test_a_policy_that_does_not_change_though_it_is_trained(
+    folder: Path, servers: list[str], tmp_path: Path
+) -> None:
+    run = Run(folder, tmp_path, servers, max_steps=10)
+    run.trainer.add_callback(TrainsAnother(run.trainer))
+    with pytest.raises(PublishError, match="what is trained does not reach the servers"):
+        run.train()
+    assert run.trainer.state.global_step == 5
+    nothing_runs(servers)
+
+
+def test_a_policy_that_has_nothing_to_learn_may_stay_the_same(
+    folder: Path, servers: list[str], tmp_path: Path
+) -> None:
+    def same(completions: list[Any], **_: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    run = Run(folder, tmp_path, servers, max_steps=8, reward_funcs=same)
+    assert len(run.train()) == 8
 
 
 def test_a_clean_end_with_a_full_queue(folder: Path, servers: list[str], tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from rollwire_client._arguments import update_text
 from rollwire_client._batches.batch import Carry, Prompt
 from rollwire_client._batches.batcher import Batcher
 from rollwire_client._data import Sampling, checked_share
+from rollwire_client._errors import PublishError
 from rollwire_client.integrations.trl._conversation import Conversations, Task
 from rollwire_client.integrations.trl._policy import cast
 from rollwire_client.integrations.trl._scoring import Scorer
@@ -43,6 +44,9 @@ _METRICS = 4096  # entries that the trainer has not read
 _FULL_DELAY = 0.05  # seconds between two tries to put a sample into a full queue
 _BEAT = 1.0  # seconds between two signs of life of the event loop
 _STOP_SECONDS = 30.0
+_UNCHANGED = (
+    4  # steps within which a trainer, which fetches batches ahead, has learned from samples
+)
 
 
 class AsyncRollouts:
@@ -104,7 +108,7 @@ class AsyncRollouts:
             raise TypeError(f"fleet is {fleet!r:.80}, not a SyncFleet(…)")
         checked_share(require)
         _check_args(args)
-        self.rollout_buffer: queue.Queue[Any] = queue.Queue(args.queue_maxsize)
+        self.rollout_buffer = _CountingQueue(args.queue_maxsize, self._teaches)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue(_METRICS)
         self.version: int | None = None
         self.report: PublishReport | None = None
@@ -125,6 +129,9 @@ class AsyncRollouts:
         self._scorer = Scorer(functions, self._conversations, callback_timeout)
         self._dtypes: dict[str, str] = {}
         self._newest = -1  # the highest version that servers have committed
+        # At each publish since the policy last changed: the samples that the trainer had taken.
+        self._taken: list[int] = []
+        self._model_version = 0  # the trainer's own count of its policies
         self._ahead = 0  # how much versions are above the trainer's own count of them
         self._running: Future[None] | None = None
         self._idle = threading.Event()  # nothing runs in the event loop
@@ -151,7 +158,8 @@ class AsyncRollouts:
         """Publishes the policy.
 
         Raises:
-            PublishError: Too few servers have committed it.
+            PublishError: Too few servers have committed it, or the policy has not changed for some
+                publishes although the trainer has taken samples with advantages.
             RollwireError: See ``Publisher.publish_and_wait``.
         """
         version = self._newest + 1
@@ -162,14 +170,23 @@ class AsyncRollouts:
             logger.warning(
                 "%s does not serve version %s: %s", server.address, version, server.error
             )
-        if self.report is not None and report.digest == self.report.digest:
-            logger.warning(
-                "%s is equal to %s bit for bit: if the trainer has learned from rewards that "
-                "differ, what it trains does not reach the servers",
-                update_text(version), update_text(self.version),
-            )  # fmt: skip
+        self._check_digest(report)
         self.version = self._newest = version
         self.report = report
+
+    def _check_digest(self, report: PublishReport) -> None:
+        if self.report is None or report.digest != self.report.digest:
+            self._taken.clear()
+        self._taken.append(self.rollout_buffer.taken)
+        if len(self._taken) <= _UNCHANGED:
+            return
+        if lessons := self._taken[-1 - _UNCHANGED] - self._taken[0]:
+            raise PublishError(
+                f"{update_text(report.version)} was published, and is equal to the "
+                f"{len(self._taken) - 1} before it bit for bit, though the trainer had taken "
+                f"{lessons} samples to learn from: what is trained does not reach the servers, or "
+                "its changes are too small for their dtype"
+            )
 
     def resume(self) -> None:
         """Does nothing: see ``pause``."""
@@ -199,6 +216,7 @@ class AsyncRollouts:
 
     def update_model_version(self, model_version: int) -> None:
         """The trainer's own count of its policies, for the version that was published last."""
+        self._model_version = model_version
         if self.version is not None:
             self._ahead = self.version - model_version
 
@@ -220,6 +238,11 @@ class AsyncRollouts:
                 f"the fleet's event loop has not run for {silent:.0f} s: an async reward function "
                 "or tool blocks it"
             )
+
+    def _teaches(self, sample: Any) -> bool:
+        """Whether the trainer can learn from a sample that it takes: it drops what is too old."""
+        age = self._model_version - sample.model_version
+        return bool(sample.advantage) and age <= self._args.max_staleness
 
     async def _run(self, fleet: Fleet) -> None:
         self._idle.clear()
@@ -331,6 +354,20 @@ class AsyncRollouts:
                     "rollout/dropped_groups_total": float(len(batch.dropped.groups)),
                 }
             )
+
+
+class _CountingQueue(queue.Queue[Any]):
+    """Counts the samples that are taken and have something to teach."""
+
+    def __init__(self, size: int, teaches: Callable[[Any], bool]) -> None:
+        super().__init__(size)
+        self.taken = 0
+        self._teaches = teaches
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:  # noqa: FBT001, FBT002
+        sample = super().get(block, timeout)
+        self.taken += self._teaches(sample)
+        return sample
 
 
 class _Once:
