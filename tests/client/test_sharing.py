@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from client.publishing import publishing
 from client.scripted_weights import policy
-from rollwire_client import ClosedError, Fleet, Sampling, Timeouts
+from rollwire_client import ClosedError, Fleet, Sampling, Timeouts, _concurrency
+from rollwire_client._concurrency import LoopAffinity, LoopCalls
 from rollwire_client.sync import SyncFleet, SyncPublisher
 
 if TYPE_CHECKING:
@@ -62,6 +64,32 @@ def test_a_loop_that_has_ended_takes_no_calls() -> None:
     shared = asyncio.run(run())
     with pytest.raises(ClosedError):
         shared.generate([1], TURN)
+
+
+def test_a_call_that_a_loop_took_at_its_end_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_concurrency, "_LOOP_CHECK_SECONDS", 0.05)
+    loop = asyncio.new_event_loop()
+    schedule, taken = loop.call_soon_threadsafe, threading.Event()
+
+    def taking(*call: Any) -> object:
+        try:
+            return schedule(*call)
+        finally:
+            taken.set()
+
+    async def work() -> None:
+        raise AssertionError("nobody runs it")
+
+    def close() -> None:
+        assert taken.wait(60)
+        loop.close()
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", taking)
+    closing = threading.Thread(target=close)
+    closing.start()
+    with pytest.raises(ClosedError, match="was closed meanwhile"):
+        LoopCalls(loop, LoopAffinity("SyncFleet", bound=False)).call(work())
+    closing.join()
 
 
 async def test_async_code_uses_a_fleet_that_sync_code_has_opened(server: ScriptedServer) -> None:

@@ -29,6 +29,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _LOOP_TIMEOUT = 30.0  # seconds for a loop's thread to start, and for what was cancelled to end
+_LOOP_CHECK_SECONDS = 1.0  # between two looks whether the loop of a call was closed
 
 _FORK_SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"
 if _FORK_SUPPORT not in os.environ:
@@ -338,6 +339,11 @@ class LoopCalls:
             work.close()
             raise
         try:
+            while not concurrent.futures.wait([future], _LOOP_CHECK_SECONDS).done:
+                if loop.is_closed():
+                    if not tasks:  # it took the call, and never ran again
+                        work.close()
+                    raise ClosedError("the event loop of the fleet was closed meanwhile")
             return future.result()
         finally:
             if not future.done():
