@@ -6,7 +6,8 @@ import asyncio
 import gc
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import rollwire_transport as transport
@@ -21,6 +22,7 @@ from support.memory_link import MemoryLink
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from concurrent.futures import Future
 
     from rollwire_server.engines.base import Engine
     from rollwire_server.weights.manager import UpdateManager
@@ -269,3 +271,57 @@ async def test_an_update_that_is_staged_as_it_leaves_a_group_stays_so(
             await updates.current.receiving
         commit = await updates.commit(PUBLISHER, "u", sender.digest, KvPolicy.KEEP)
         assert commit.weights.version == 1
+
+
+class Failed(MemoryLink):
+    """Its sender is gone as soon as the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed = threading.Event()
+
+    def receive(self, header: Tensor, payload: Tensor) -> transport.Transfer:
+        assert self.failed.wait(60)
+        return super().receive(header, payload)
+
+
+class Noting(ThreadPoolExecutor):
+    """Notes its last job."""
+
+    def submit(self, *work: Any, **named: Any) -> Future[Any]:
+        self.last = super().submit(*work, **named)
+        return self.last
+
+
+async def test_a_group_that_fails_as_it_is_left_is_not_taken_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that a trainer has kept, and does not use again."""
+    first, may_open = Failed(), threading.Event()
+
+    def open_link(*_: object, epoch: str, **__: object) -> MemoryLink:
+        assert epoch == "first" or may_open.wait(60)
+        return first if epoch == "first" else Failing(lets_go=True)
+
+    executor = Noting()
+    asyncio.get_running_loop().set_default_executor(executor)
+    monkeypatch.setattr(transport, "open_link", open_link)
+    async with updating() as room, asyncio.timeout(60):
+        updates, manifest = room.updates, room.manifest
+        reports = updates.announce(UpdateAnnouncement(PUBLISHER, "u", 1, False, manifest, 30.0))
+        await anext(reports)
+        await joined(updates, PUBLISHER, "u", "first")
+        over = threading.Event()
+        executor.last.add_done_callback(lambda _: over.set())
+        first.failed.set()
+        assert over.wait(60)  # the event loop is about to learn that it has failed
+        joining = asyncio.create_task(joined(updates, PUBLISHER, "u", "second"))
+        for _ in range(3):
+            progress = await anext(reports)
+            assert (progress.epoch, progress.phase) == ("first", UpdatePhase.RECEIVING)
+        may_open.set()
+        await joining
+        while (progress := await anext(reports)).phase is not UpdatePhase.STALLED:
+            pass
+        assert progress.epoch == "second"
+        await reports.aclose()

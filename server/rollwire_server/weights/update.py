@@ -207,7 +207,7 @@ class WeightUpdate:
 
     async def close(self) -> None:
         """Leaves the group and releases the staged memory."""
-        await self._leave()
+        await self._leave(self._take_link())
         self._opening = None  # whose result is the link
         self.release()
 
@@ -241,8 +241,10 @@ class WeightUpdate:
         self._check_place(request)
         if self._epoch != request.epoch or self._opening is None:
             self._epoch = request.epoch
+            # At once: a failure of the former group must not look as one of this group.
+            former = self._take_link()
             self._opening = spawn(
-                self._tasks, self._open(request), f"open {self.announcement.update_id}"
+                self._tasks, self._open(request, former), f"open {self.announcement.update_id}"
             )
         link = await result_of(self._opening)
         return b"" if link is None else link.answer
@@ -264,8 +266,10 @@ class WeightUpdate:
                 "the trainer has rank 0",
             )
 
-    async def _open(self, request: JoinRequest) -> transport.Link | None:
-        await self._leave()
+    async def _open(
+        self, request: JoinRequest, former: transport.Link | None
+    ) -> transport.Link | None:
+        await self._leave(former)
         await self._group.close()
         self._check_still_wanted(request)
         if self.phase is UpdatePhase.STAGED:  # the rest arrived while the former group was left
@@ -346,8 +350,11 @@ class WeightUpdate:
             metadata={"peer": "" if self._lost_peer is None else f"rank {self._lost_peer}"},
         )
 
-    async def _leave(self) -> None:
+    def _take_link(self) -> transport.Link | None:
         link, self._link = self._link, None
+        return link
+
+    async def _leave(self, link: transport.Link | None) -> None:
         if link is not None:
             link.abort()
             self._forwarded_bytes += link.forwarded_bytes
