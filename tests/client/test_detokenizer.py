@@ -220,6 +220,52 @@ def test_long_runs_of_characters_in_several_tokens(tokenizer: Tokenizer, said: s
     assert longest < 100
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("least", [0, 5, 17])
+def test_stop_strings_in_runs_of_characters_in_several_tokens(
+    tokenizer: Tokenizer, size: int, least: int
+) -> None:
+    said = "국é\n😀국국\nx국</tool>국국"
+    by_bytes = "▁" in tokenizer.get_vocab()
+    ids = [*said.encode()] if by_bytes else tokenizer.encode(said).ids
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    for stop in (["\n"], ["국\n"], ["국국"], ["</tool>", "\nx"]):
+        prefixes = [decode(ids[:count]) for count in range(len(ids) + 1)]
+        ends = [count for count, text in enumerate(prefixes) if not text.endswith("\ufffd")]
+        before = max(len(prefixes[count]) for count in ends if count < max(least, 1))
+        found = (
+            (count, place, text)
+            for count in ends
+            for text in stop
+            for place in [prefixes[count].find(text, max(before - len(text) + 1, 0))]
+            if place >= 0 and count >= least
+        )
+        kept, place, which = min(found, default=(len(ids), len(said), None))
+        builder, taken, shown = TextBuilder(Detokenizer(decode, stop), least), 0, ""
+        while taken < len(ids) and builder.stop_string is None:
+            taken += builder.append(ids[taken : taken + size])
+            shown += builder.take()
+        builder.end(hides_last=False)
+        shown += builder.take()
+        assert (taken, builder.stop_string) == (kept, which)
+        assert shown == builder.text == said[:place]
+
+
+def test_a_text_that_ends_within_a_character(tokenizer: Tokenizer) -> None:
+    vocabulary = tokenizer.get_vocab()
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("국")[0][0]
+    pieces = [f"<0x{byte:02X}>" for byte in "국".encode()] if "▁" in vocabulary else [*last]
+    ids = ([vocabulary[piece] for piece in pieces] * 4)[:-1]
+    builder = TextBuilder(Detokenizer(tokenizer.decode), 0)
+    builder.append(ids)
+    assert builder.text == "국국국\ufffd"
+    builder.end(hides_last=False)
+    assert builder.take() == builder.text == "국국국\ufffd"
+
+
 def test_a_token_is_decoded_with_a_bounded_number_of_others() -> None:
     longest = 0
 

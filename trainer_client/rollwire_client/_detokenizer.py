@@ -84,7 +84,7 @@ class TextBuilder:
     def text(self) -> str:
         """All of it, as far as it has come: what was taken, and the rest."""
         try:
-            text = self._text(len(self._window)) if self._end is None else self._end
+            text = self._all_text() if self._end is None else self._end
         except Exception:  # of the caller's function: the next ``take`` or ``end`` raises it
             text = ""
         return "".join(self._parts) + text[self._taken :]
@@ -100,10 +100,10 @@ class TextBuilder:
         """
         first = max(self._min_tokens - self._tokens, 1)  # of these that may complete one
         if self._stop and first <= len(token_ids):
-            before = len(_whole(self._text_with(token_ids[: first - 1])))
-            if self._find(self._text_with(token_ids), before) is not None:
+            before = len(self._whole_text(token_ids[: first - 1]))
+            if self._find(self._whole_text(token_ids), before) is not None:
                 for count in range(first, len(token_ids) + 1):
-                    text = self._text_with(token_ids[:count])
+                    text = self._whole_text(token_ids[:count])
                     if (found := self._find(text, before)) is not None:
                         position, self.stop_string = found
                         self._end = text[:position]
@@ -114,7 +114,7 @@ class TextBuilder:
     def end(self, *, hides_last: bool) -> None:
         """The sequence has ended; its last token may be no text."""
         if self._end is None:
-            self._end = self._text(len(self._window) - hides_last)
+            self._end = self._all_text(hidden=int(hides_last))
 
     def take(self) -> str:
         """The text that was not taken yet, and that no further token can change or make a part of a
@@ -130,23 +130,34 @@ class TextBuilder:
     def _shown(self) -> str:
         if self._end is not None:
             return self._end
-        text = _whole(self._text(len(self._window) - 1))
+        text = self._whole_text(hidden=1)
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stop):
                 return text[:-length]
         return text
 
-    def _text(self, count: int) -> str:
-        """The text up to so many tokens of the window."""
+    def _text(self, count: int, token_ids: Sequence[int] = ()) -> str:
+        """The text up to so many tokens, of those of the window and these."""
         if count <= self._context:
             return self._known
-        return self._known + self._decode(self._window[:count])[len(self._context_text) :]
-
-    def _text_with(self, token_ids: Sequence[int]) -> str:
         window = [*self._window, *token_ids]
-        if len(window) <= self._context:
-            return self._known
-        return self._known + self._decode(window)[len(self._context_text) :]
+        return self._known + self._decode(window[:count])[len(self._context_text) :]
+
+    def _whole_text(self, token_ids: Sequence[int] = (), *, hidden: int = 0) -> str:
+        """The same, without the last ``hidden`` tokens, and up to the last whole character."""
+        count = len(self._window) + len(token_ids) - hidden
+        text = full = self._text(count, token_ids)
+        # Some decoders make U+FFFD of whole characters too, if bytes follow that are none yet.
+        for fewer in range(1, _CHARACTER_BYTES):
+            if not text.endswith(_INCOMPLETE):
+                return text
+            text = self._text(count - fewer, token_ids)
+        return full.rstrip(_INCOMPLETE) if text.endswith(_INCOMPLETE) else text
+
+    def _all_text(self, *, hidden: int = 0) -> str:
+        """The same, with what it ends in if that is no whole character."""
+        whole, text = self._whole_text(hidden=hidden), self._text(len(self._window) - hidden)
+        return text if text.startswith(whole) else whole + _INCOMPLETE
 
     def _context_start(self, text: str, count: int) -> int | None:
         """Where in the window the next context may begin, of which ``text`` is up to ``count``.
@@ -163,8 +174,7 @@ class TextBuilder:
 
     def _find(self, text: str, before: int) -> tuple[int, str] | None:
         """The first stop string that ends after so many characters, and where it begins."""
-        whole = _whole(text)
-        places = [(whole.find(s, max(before - len(s) + 1, 0)), -len(s), s) for s in self._stop]
+        places = [(text.find(s, max(before - len(s) + 1, 0)), -len(s), s) for s in self._stop]
         found = min((place for place in places if place[0] >= 0), default=None)
         return None if found is None else (found[0], found[2])
 
@@ -190,8 +200,3 @@ class TextBuilder:
         done = max(min(len(known) - self._longest, self._taken), 0)
         self._known = known[done:]
         self._taken -= done
-
-
-def _whole(text: str) -> str:
-    """Without an incomplete character at its end."""
-    return text.rstrip(_INCOMPLETE)
