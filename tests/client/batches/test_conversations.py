@@ -305,6 +305,33 @@ async def test_closing_ends_conversations_on_the_servers_too() -> None:
         await until(lambda: server.running == 0)
 
 
+@pytest.mark.parametrize("says", [None, ZeroDivisionError("as scripted")])
+async def test_a_function_that_catches_its_end_is_not_called_again(
+    says: Exception | None,
+) -> None:
+    called: list[str] = []
+
+    async def catches_all(session: Session, prompt: Prompt) -> None:
+        called.append(prompt.id)
+        try:
+            await session.generate(Sampling(max_new_tokens=4000))
+        except BaseException:
+            if says is not None:
+                raise says from None
+
+    async with FakeServer(tokens_per_second=50) as server, fleet_of(server) as fleet:
+        async with batcher_of(fleet, catches_all) as batcher:
+            collecting = asyncio.create_task(batcher.collect(prompts(), 2))
+            await until(lambda: server.running == 4)
+            collecting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await collecting
+            async with asyncio.timeout(20):
+                await batcher.close()
+        assert sorted(called) == ["1", "1", "2", "2"]
+        await until(lambda: server.running == 0)
+
+
 async def test_a_dead_server_costs_no_turn() -> None:
     async with (
         FakeServer(tokens_per_second=100) as one,

@@ -193,7 +193,10 @@ class GroupSampler:
     async def _run(self, group: LiveGroup, sample: LiveSample) -> None:
         turns = SampleTurns(self, group, sample)
         if self.rollout is not None:
-            await self._converse(self.rollout, turns)
+            try:
+                await self._converse(self.rollout, turns)
+            finally:
+                _raise_if_cancelled()
             return
         sampling, options = turns.apply(None, {"session_id": group.session_id}, ())
         sample.rollout = self.pool.rollout(sample.output, sampling, options)
@@ -314,6 +317,13 @@ def _error(task: asyncio.Task[None], group: LiveGroup) -> Exception | None:
         cancelled.__cause__ = error
         return cancelled
     return None
+
+
+def _raise_if_cancelled() -> None:
+    """The caller's function may have caught it, as a bare ``except`` does."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _server_failed(error: RollwireError) -> bool:
