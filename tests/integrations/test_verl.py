@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import verl
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from peft import LoraConfig, get_peft_model
 from rollwire_client import Fleet, PublishError, Sampling, SchemaMismatchError, SourceError
 from rollwire_client.integrations.verl import RollwireCheckpointEngine
 from rollwire_client.integrations.verl._options import FleetOptions, PublishOptions
@@ -31,6 +33,8 @@ from support import verl_training
 from support.programs import ran
 from support.servers import ServerProcess
 from support.servers import servers as start_servers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.utils import omega_conf_to_dataclass
 from verl.utils.config import validate_config
@@ -126,7 +130,7 @@ class TestVerl:
         assert seen["death"]["difference"] < 1e-5
 
     def test_a_policy_that_did_not_change_is_an_error(self, seen: dict[str, Any]) -> None:
-        assert "version 7 has the same weights as version 6" in seen["unchanged"]
+        assert "the last 2 versions, up to 7, have the same weights" in seen["unchanged"]
 
 
 # The checkpoint engine, in this process.
@@ -201,24 +205,42 @@ async def test_adapters_that_are_not_merged_are_refused(
     assert (await served(server)).weights.version is None
 
 
-async def test_the_second_publish_must_change_the_weights(
+async def test_a_merged_adapter_is_published_as_verl_gives_it(
+    one_rank: None, start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verl.workers.engine.fsdp import transformer_impl  # warns when it is imported
+
+    server = start_server()
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = get_peft_model(builtin_model("builtin:tiny"), adapter)
+    merged = copy.deepcopy(model).merge_and_unload().state_dict()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for part in (*model.base_model.model.model.layers, model):
+        fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
+    # Both need a GPU.
+    monkeypatch.setattr(transformer_impl, "get_device_id", lambda: "cpu")
+    monkeypatch.setattr(transformer_impl, "log_gpu_memory_usage", lambda *_, **__: None)
+    actor = SimpleNamespace(module=model, _is_offload_param=False)
+    weights = transformer_impl.FSDPEngine._merged_lora_per_tensor_param(actor)
+    await engine(server).send_weights(weights, global_steps=1)
+    now = (await served(server)).weights
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor.full_tensor(), before[name]), name
+    rounded = {name: tensor.bfloat16() for name, tensor in merged.items()}  # as verl does
+    await engine(server).send_weights(rounded.items(), global_steps=2)
+    assert (await served(server)).weights.digest == now.digest
+
+
+async def test_steps_without_a_gradient_are_borne_and_a_frozen_policy_is_not(
     one_rank: None, start_server: StartServer, policy: dict[str, Tensor]
 ) -> None:
     server = start_server()
-    frozen = engine(server)
-    await frozen.send_weights(reversed(policy.items()), global_steps=0)
-    with pytest.raises(PublishError, match="version 1 has the same weights as version 0"):
-        await frozen.send_weights(reversed(policy.items()), global_steps=1)
-
-
-async def test_steps_may_leave_the_weights_if_that_is_allowed(
-    one_rank: None, start_server: StartServer, policy: dict[str, Tensor]
-) -> None:
-    server = start_server()
-    patient = engine(server, allow_unchanged=True)
-    for version in (1, 2):
-        await patient.send_weights(policy.items(), global_steps=version)
-    assert (await served(server)).weights.version == 2
+    publishing = engine(server, max_unchanged=2)
+    changed = {name: tensor * 1.01 for name, tensor in policy.items()}
+    for version, weights in enumerate([policy, policy, policy, changed, changed, changed]):
+        await publishing.send_weights(reversed(weights.items()), global_steps=version)
+    with pytest.raises(PublishError, match="the last 4 versions, up to 6, have the same weights"):
+        await publishing.send_weights(changed.items(), global_steps=6)
 
 
 async def test_other_rollouts_than_rollwires_are_refused(start_server: StartServer) -> None:
@@ -391,7 +413,16 @@ def test_wrong_options_are_named(options: dict[str, Any], error: str) -> None:
         FleetOptions.of(options, "here")
 
 
-@pytest.mark.parametrize("options", [{"kv_policy": "drop"}, {"require": "most"}])
-def test_wrong_ways_to_publish_are_named(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"kv_policy": "drop"}, "kv_policy"),
+        ({"require": "most"}, "require"),
+        ({"max_unchanged": -1}, "max_unchanged"),
+        ({"timeouts": {"sauce": 60}}, "sauce"),
+        ({"timeouts": {"source": -1}}, "source"),
+    ],
+)
+def test_wrong_ways_to_publish_are_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=named):
         PublishOptions.split(options)

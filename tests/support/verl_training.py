@@ -204,6 +204,7 @@ def compose_config(policy: Path, servers: Sequence[str], *more: str) -> Any:
                 f"+{rollout}.engine_kwargs.rollwire.servers=[{listed}]",
                 f"{rollout}.checkpoint_engine.backend=rollwire",
                 f"+{rollout}.checkpoint_engine.engine_kwargs.rollwire.servers=[{listed}]",
+                f"+{rollout}.checkpoint_engine.engine_kwargs.rollwire.max_unchanged=0",
                 *more,
             ],
         )

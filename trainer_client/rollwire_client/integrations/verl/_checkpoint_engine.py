@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
     from rollwire_client._data import PublishReport
     from rollwire_client._publishing.publisher import Publisher
+
+logger = logging.getLogger(__name__)
 
 _OPTIONS = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.rollwire"
 # What rank 0 keeps of the weights, in device memory: some more buckets than are under way, of the
@@ -48,6 +51,7 @@ class RollwireCheckpointEngine(CheckpointEngine):
         self._ranks: Ranks | None = None
         self._publisher: Publisher | None = None  # on rank 0
         self._last: PublishReport | None = None
+        self._unchanged = 0  # publishes in a row
 
     def prepare(self) -> None:
         """Nothing: servers allocate memory for an update when it is announced."""
@@ -82,8 +86,7 @@ class RollwireCheckpointEngine(CheckpointEngine):
             Metrics, on rank 0.
 
         Raises:
-            PublishError: See ``Ranks.publish`` and ``PublishOptions.require``. Or the content is
-                that of the last version.
+            PublishError: See ``Ranks.publish`` and ``PublishOptions``.
         """
         if self._ranks is None:
             raise PublishError("the ranks are not connected: call init_process_group before")
@@ -100,8 +103,8 @@ class RollwireCheckpointEngine(CheckpointEngine):
         report = await handle.committed
         before, self._last = self._last, report
         report.require(self._publishing.require)
-        if before is not None and not self._publishing.allow_unchanged:
-            _check_changed(before, report)
+        if before is not None and report.version != before.version:
+            self._check_changed(before, report)
         return _metrics(report)
 
     async def receive_weights(
@@ -130,16 +133,24 @@ class RollwireCheckpointEngine(CheckpointEngine):
         keep = _BUCKETS_KEPT * max(self._publishing.bucket_bytes or 0, _BUCKET_BYTES)
         return RereadableWeights(weights, dtypes, keep)
 
-
-def _check_changed(before: PublishReport, now: PublishReport) -> None:
-    if now.version == before.version or now.digest != before.digest:
-        return
-    raise PublishError(
-        f"version {now.version} has the same weights as version {before.version}: what verl gives "
-        "to publish is not what it trains. The servers have committed it. With LoRA, set "
-        "actor_rollout_ref.model.lora.merge=True. If steps may leave the weights as they are, "
-        f"as with a learning rate of 0, set +{_OPTIONS}.allow_unchanged=True"
-    )
+    def _check_changed(self, before: PublishReport, now: PublishReport) -> None:
+        """Without a gradient a step changes nothing, but verl's not publishing what it trains looks
+        the same; it lasts longer.
+        """
+        self._unchanged = self._unchanged + 1 if now.digest == before.digest else 0
+        limit = self._publishing.max_unchanged
+        if self._unchanged and (limit is None or self._unchanged <= limit):
+            logger.warning(
+                "version %s has the same weights as version %s", now.version, before.version
+            )
+        elif self._unchanged:
+            raise PublishError(
+                f"the last {self._unchanged + 1} versions, up to {now.version}, have the same "
+                "weights: what verl gives to publish is not what it trains. The servers have "
+                "committed them. With LoRA, set actor_rollout_ref.model.lora.merge=True. If so "
+                "many steps may leave the weights as they are, as with a learning rate of 0, raise "
+                f"{_OPTIONS}.max_unchanged"
+            )
 
 
 def _metrics(report: PublishReport) -> dict[str, float]:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from rollwire.types import KvPolicy
 
-from rollwire_client._data import checked_share
+from rollwire_client._arguments import integer
+from rollwire_client._data import PublishTimeouts, checked_share
 from rollwire_client._fleet.fleet import Fleet
 from rollwire_client._publishing.publisher import Publisher
 from rollwire_client._rpc.channel import Credentials
@@ -66,7 +67,9 @@ class PublishOptions:
         kv_policy: "recompute" or "keep", see ``KvPolicy``.
         require: Which servers must have a policy before verl goes on; see
             ``PublishReport.require``.
-        allow_unchanged: Whether a new version may have the content of the last one.
+        max_unchanged: How many new versions in a row may have the weights of the one before, as
+            while all rewards are equal; None: any number. One more is an error.
+        timeouts: Those of ``PublishTimeouts`` that are not the default, in seconds.
     """
 
     backend: str | None = None
@@ -74,9 +77,13 @@ class PublishOptions:
     bucket_bytes: int | None = None
     kv_policy: str = "recompute"
     require: Require = "any"
-    allow_unchanged: bool = False
+    max_unchanged: int | None = 3
+    timeouts: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        PublishTimeouts(**self.timeouts)
+        if self.max_unchanged is not None:
+            integer("max_unchanged", self.max_unchanged)
         checked_share(self.require)
         if self.kv_policy not in _KV_POLICIES:
             raise ValueError(f"kv_policy is {self.kv_policy!r}, not {' or '.join(_KV_POLICIES)}")
@@ -96,4 +103,5 @@ class PublishOptions:
             host=self.host,
             bucket_bytes=self.bucket_bytes,
             kv_policy=_KV_POLICIES[self.kv_policy],
+            timeouts=PublishTimeouts(**self.timeouts),
         )
