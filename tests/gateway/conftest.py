@@ -19,9 +19,8 @@ if find_spec("starlette") is None or find_spec("openai") is None:
 else:
     import httpx
     import pytest_asyncio
+    from gateway.spoken import MODEL, SpokenPolicy, spoken_policy
     from support.gateways import gateways, loaded_tokenizer, small_tokenizer
-
-    MODEL = "policy"
 
     @pytest.fixture(scope="session")
     def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -48,6 +47,12 @@ else:
                 *("--tokenizer", str(tokenizer_folder), "--model-name", MODEL),
                 *("--metrics-listen", "127.0.0.1:0", "--stream-interval", "0"),
             )
+
+    @pytest_asyncio.fixture
+    async def policy(start_gateway: StartGateway, tmp_path: Path) -> AsyncIterator[SpokenPolicy]:
+        """It says what the test chooses."""
+        async with spoken_policy(start_gateway, tmp_path / "tokenizer") as made:
+            yield made
 
     @pytest_asyncio.fixture
     async def http(gateway: GatewayProcess) -> AsyncIterator[httpx.AsyncClient]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from rollwire_client._concurrency import cancel_all, run_in_thread
-from rollwire_client._gateway.errors import HttpError, invalid
+from rollwire_client._gateway.errors import HttpError, bug, invalid
 from rollwire_client._gateway.fields import Fields
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     Send = Callable[[Message], Awaitable[None]]
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 CLIENT_GONE = 499  # as nginx logs it; nobody gets it
 _BODY_SECONDS = 60.0  # for a request's body to arrive
@@ -174,6 +177,13 @@ class EventAnswer:
                 await error_answer(error)(scope, receive, send)
                 return
             await events.send(error.body())
+        except ClientGoneError:
+            raise
+        except Exception as error:
+            if not events.started:
+                raise
+            logger.exception("a bug of the gateway ends a stream")
+            await events.send(bug(error).body())
         await events.end()
 
     async def _produced(self, events: EventSender) -> None:

@@ -28,7 +28,7 @@ from rollwire_client._gateway.answers import (
     read_fields,
     unless_gone,
 )
-from rollwire_client._gateway.errors import HttpError, http_error
+from rollwire_client._gateway.errors import HttpError, bug, http_error
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -194,5 +194,4 @@ async def _http_exception(_: Request, error: HTTPException) -> Response:
 
 
 async def _bug(_: Request, error: Exception) -> Response:
-    message = f"a bug of the gateway: {type(error).__name__}: {error}"
-    return error_answer(HttpError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="internal"))
+    return error_answer(bug(error))

@@ -103,6 +103,12 @@ def invalid(message: str, param: str | None = None, code: str = "invalid_value")
     return HttpError(Status.BAD_REQUEST, message, code=code, param=param)
 
 
+def bug(error: Exception) -> HttpError:
+    """What nobody has foreseen."""
+    message = f"a bug of the gateway: {type(error).__name__}: {error}"
+    return HttpError(Status.INTERNAL_SERVER_ERROR, message, code="internal")
+
+
 def http_error(error: RollwireError) -> HttpError:
     """How an error of the fleet is answered."""
     message, last = str(error), _last(error)
