@@ -8,7 +8,7 @@ import uuid
 from collections import defaultdict
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rollwire_client._errors import RollwireError
 from rollwire_client._gateway.errors import HttpError, http_error
@@ -81,11 +81,13 @@ class _RunningSequence:
     session: str
     task: asyncio.Task[None] | None = None
     aborted: bool = False
+    delivering: bool = False  # a chunk, which its reader gets whole
 
     def abort(self) -> None:
         if not self.aborted and self.task is not None and not self.task.done():
             self.aborted = True
-            self.task.cancel()
+            if not self.delivering:
+                self.task.cancel()
 
 
 class Sampler:
@@ -121,10 +123,8 @@ class Sampler:
                 async with asyncio.TaskGroup() as group:
                     for sequence in sequences:
                         sequence.task = group.create_task(self._sample(sequence, request, listener))
-            except* RollwireError as errors:
-                raise http_error(_first(errors)) from errors
-            except* HttpError as errors:
-                raise _first(errors) from errors
+            except ExceptionGroup as errors:
+                raise _to_raise(errors) from errors
         return [sequence.output.trajectory() for sequence in sequences]
 
     def abort(self, name: str | None) -> int:
@@ -217,7 +217,11 @@ class Sampler:
                 return
             async with contextlib.aclosing(rollout.chunks()) as chunks:
                 async for chunk in chunks:
+                    sequence.delivering = True
                     await listener.on_chunk(sequence.number, chunk)
+                    sequence.delivering = False
+                    if sequence.aborted:
+                        break
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if not sequence.aborted or task is None or task.uncancel():
@@ -244,8 +248,18 @@ class Sampler:
         return made
 
 
-def _first(errors: BaseExceptionGroup[Any]) -> Any:
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+def _to_raise(errors: ExceptionGroup[Exception]) -> Exception:
+    """The first error of several sequences, as it is answered; a bug before all others."""
+    leaves = list(_leaves(errors))
+    known = [error for error in leaves if isinstance(error, RollwireError | HttpError)]
+    if len(known) < len(leaves):
+        return next(error for error in leaves if error not in known)
+    return http_error(known[0]) if isinstance(known[0], RollwireError) else known[0]
+
+
+def _leaves(errors: ExceptionGroup[Exception]) -> Iterator[Exception]:
+    for error in errors.exceptions:
+        if isinstance(error, ExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
