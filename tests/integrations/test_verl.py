@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import os
@@ -25,6 +26,7 @@ from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model
 from rollwire_client import Fleet, PublishError, Sampling, SchemaMismatchError, SourceError
 from rollwire_client.integrations.verl import RollwireCheckpointEngine
+from rollwire_client.integrations.verl._actor import RolloutActor
 from rollwire_client.integrations.verl._options import FleetOptions, PublishOptions
 from rollwire_client.integrations.verl._sampling import sampling
 from rollwire_client.integrations.verl._weights import RereadableWeights
@@ -247,6 +249,25 @@ async def test_other_rollouts_than_rollwires_are_refused(start_server: StartServ
     made = RollwireCheckpointEngine(bucket_size=1, servers=[start_server().address])
     with pytest.raises(PublishError, match="publishes to rollwire's servers only"):
         await anext(made.receive_weights())
+
+
+async def test_servers_that_missed_an_update_get_no_sequences(
+    one_rank: None, start_server: StartServer, policy: dict[str, Tensor]
+) -> None:
+    updated, behind = start_server(), start_server()
+    await engine(updated).send_weights(policy.items(), global_steps=1)
+    actor = RolloutActor(FleetOptions([updated.address, behind.address]), CONFIG)
+    await actor.open()
+    assert actor._fleet is not None
+    try:
+        await actor.update_weights(global_steps=1)
+        await actor.resume_generation()
+        made = await asyncio.gather(
+            *(actor.generate([1, 2, 3], {"max_tokens": 16}, str(number)) for number in range(8))
+        )
+    finally:
+        await actor._fleet.close()
+    assert {output.extra_fields["min_global_steps"] for output in made} == {1}
 
 
 @pytest.mark.parametrize("at", [0.3, 0.9])
