@@ -291,6 +291,20 @@ async def test_another_shape_or_dtype_is_refused_with_advice(wrong: torch.Tensor
         assert servers[0].commits == []
 
 
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("partial", [False, True])
+async def test_a_sparse_tensor_is_refused_by_its_name(called: bool, partial: bool) -> None:
+    async with publishing(1) as (servers, _, publisher):
+
+        def source() -> Iterator[tuple[str, object]]:
+            sparse = policy()["layer.bias"].to_sparse()
+            yield "layer.bias", (lambda: sparse) if called else sparse
+
+        with pytest.raises(SchemaMismatchError, match=r"layer\.bias.*sparse"):
+            await (await publisher.publish(1, source, partial=partial)).committed
+        assert servers[0].commits == []
+
+
 async def test_a_callable_may_leave_tensors_out_too() -> None:
     source = Adapted(["layer.bias"])
     async with publishing(2) as (servers, _, publisher):

@@ -204,7 +204,7 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 def _counter(tensor: Tensor) -> _Counter:
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         reference = weakref.ref(tensor)
         return lambda: None if (alive := reference()) is None else _version(alive)
     # A tensor that shares the counter but not the memory. A weak reference would not do: ``tensor``
