@@ -305,6 +305,34 @@ async def test_a_sparse_tensor_is_refused_by_its_name(called: bool, partial: boo
         assert servers[0].commits == []
 
 
+@pytest.mark.parametrize("first", ["embed.weight", "head.weight"])
+@pytest.mark.parametrize("way", ["equal", "the same", "another", "a function"])
+async def test_tied_tensors_that_differ_are_refused_as_in_a_mapping(first: str, way: str) -> None:
+    tensors = policy()
+    embed = tensors["embed.weight"]
+    embed[0, 0] = torch.nan  # whose copy is equal, for a publish
+    head = embed if way == "the same" else embed.clone()
+    if way == "another":
+        head[1, 1] += 1
+    tensors["head.weight"] = head
+    second = "head.weight" if first == "embed.weight" else "embed.weight"
+    names = dict.fromkeys([first, *tensors, second])
+
+    def source() -> Iterator[tuple[str, object]]:
+        for name in names:
+            tensor = tensors[name]
+            yield name, (lambda tensor=tensor: tensor) if way == "a function" else tensor
+
+    async with publishing(1) as (servers, _, publisher):
+        publishing_ = publisher.publish_and_wait(1, source)
+        if way == "another":
+            with pytest.raises(SchemaMismatchError, match=r"head\.weight is tied to embed\.weight"):
+                await publishing_
+            assert servers[0].commits == []
+        else:
+            await publishing_
+
+
 async def test_a_callable_may_leave_tensors_out_too() -> None:
     source = Adapted(["layer.bias"])
     async with publishing(2) as (servers, _, publisher):

@@ -86,6 +86,13 @@ def mismatch(problem: str) -> SchemaMismatchError:
     )
 
 
+def tied_problem(alias: str, name: str) -> str:
+    return (
+        f"{alias} is tied to {name} on the servers, and a tensor of its own here: tie them, or "
+        "leave it out"
+    )
+
+
 def _select(
     tensors: Mapping[str, Tensor], schema: Sequence[TensorSpec], *, partial: bool
 ) -> dict[str, str]:
@@ -110,10 +117,7 @@ def _select(
         name = alias_of.get(local_name, local_name)
         if name != local_name and name in tensors:
             if memory_of[local_name] != memory_of[name]:
-                problems.append(
-                    f"{local_name} is tied to {name} on the servers, and a tensor of its own here: "
-                    "tie them, or leave it out"
-                )
+                problems.append(tied_problem(local_name, name))
             continue
         got, want = replace(transport.describe(local_name, tensor), name=name), wanted[name]
         if got.shape != want.shape:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
+import torch
 
 from rollwire_client._concurrency import run_in_thread
 from rollwire_client._errors import PublishError, SourceError
-from rollwire_client._publishing.schema import check_given, mismatch
+from rollwire_client._publishing.schema import check_given, mismatch, tied_problem
+from rollwire_client._publishing.tensors import is_plain, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import torch
     from rollwire_transport import TensorSpec
     from torch import Tensor
 
@@ -63,6 +65,8 @@ class CheckedSource:
         specs = {spec.name: spec for spec in self.schema}
         wanted = [spec.name for spec in self.schema if spec.alias_of is None]
         given: dict[str, str] = {}  # the servers' names, and the trainer's
+        tied = {spec.alias_of for spec in self.schema}
+        firsts: dict[str, _First] = {}
         items = iter(source())
         try:
             while True:
@@ -83,9 +87,13 @@ class CheckedSource:
                 name = specs[local_name].alias_of or local_name
                 if (before := given.get(name)) is None:
                     given[name] = local_name
+                    if name in tied and is_plain(value):
+                        firsts[name] = _First.of(value)
                     yield name, value
                 elif before == local_name:
                     raise mismatch(f"the source gave {local_name} twice")
+                elif name in firsts and is_plain(value) and firsts[name].differs_from(value):
+                    raise mismatch(tied_problem(before if local_name == name else local_name, name))
                 del value
         finally:
             transport.close_source(items)
@@ -140,6 +148,28 @@ class CheckedSource:
                 f"the source raised {type(error).__name__}: {error}; nothing was sent, the servers "
                 "keep what they serve"
             ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _First:
+    """The tensor that was given first, of those that are tied on the servers; not kept alive."""
+
+    tensor: weakref.ref[Tensor]
+    version: int | None  # torch's count of its changes
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _First:
+        return cls(weakref.ref(tensor), version_of(tensor))
+
+    def differs_from(self, second: Tensor) -> bool:
+        """Whether it does for sure: a tensor that is gone, or was used again, says nothing."""
+        first = self.tensor()
+        if first is None or first.data_ptr() == second.data_ptr():
+            return False
+        if self.version is None or version_of(first) != self.version:
+            return False
+        one, other = (t.detach().reshape(-1).view(torch.uint8) for t in (first, second))
+        return not torch.equal(one, other.to(one.device))
 
 
 @dataclass(slots=True)

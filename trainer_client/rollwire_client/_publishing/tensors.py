@@ -7,7 +7,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Self
+from typing import Self, TypeGuard
 
 import torch
 from rollwire_transport import close_source
@@ -184,6 +184,16 @@ class ChangeDetector:
 
 _Counter = Callable[[], int | None]  # None: the tensor is gone
 _PLAIN = {Tensor, torch.nn.Parameter}
+
+
+def is_plain(value: TensorOrFunction) -> TypeGuard[Tensor]:
+    """Whether it is no function, and no DTensor or other subclass."""
+    return type(value) in _PLAIN
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """How often it was changed in place; None if torch does not count that."""
+    return None if tensor.is_inference() else _version(tensor)
 
 
 def _local(tensor: Tensor) -> Tensor:
