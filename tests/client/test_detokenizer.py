@@ -354,6 +354,20 @@ async def test_chunks_have_the_text_that_is_certain() -> None:
         assert sum(bool(chunk.text) for chunk in read) > 3  # as it came
 
 
+async def test_a_server_learns_of_a_stop_string_before_the_reader_goes_on() -> None:
+    async with (
+        FakeServer(say, tokens_per_second=500) as fake,
+        Fleet([fake.address], timeouts=CLOSE) as fleet,
+        RolloutClient(fake.address, timeouts=CLOSE) as client,
+    ):
+        for sampler in (fleet, client):
+            stream = sampler.stream([1], Sampling(max_new_tokens=50_000), detokenizer=STOP)
+            async for chunk in stream:
+                if chunk.finish is not None:
+                    await until(lambda: fake.running == 0)
+            assert chunk.finish.output_tokens == KEPT
+
+
 async def test_the_text_of_other_ends(fake: FakeServer) -> None:
     async with fake, Fleet([fake.address], timeouts=CLOSE) as fleet:
         cut = await fleet.generate([1], Sampling(max_new_tokens=5), detokenizer=STOP)

@@ -149,19 +149,23 @@ class Rollout:
                             if self.output.text is not None:
                                 chunk = self.output.with_text(chunk)
                                 if self.output.text.stop_string is not None:
-                                    yield self._stopped(chunk)
-                                    return
+                                    stopped = self._stopped(chunk)
+                                    break
                             self.output.finish = chunk.finish
                             if chunk.token_ids or chunk.finish:
                                 yield self.output.with_routing(chunk)
-                        self._end(server, attempt.finish)
-                        return
+                        else:
+                            self._end(server, attempt.finish)
+                            return
                     finally:
                         server.end(attempt)
                 except RollwireError as failure:
                     if not whole:
                         self._drop_unread()
                     await self._recover(server, failure)
+                else:  # the server has been told: its reader may take its time
+                    yield stopped
+                    return
         except RollwireError as error:
             if whole:
                 await self._take_rest()

@@ -295,6 +295,8 @@ class RolloutClient:
                 output.finish = chunk.finish
                 if output.text is not None and output.text.stop_string is not None:
                     attempt.detach()
+                    attempt.close()
+                    attempt = None
                     output.cut(chunk.offset + len(chunk.token_ids))
                     yield output.with_routing(chunk)
                     return
