@@ -28,6 +28,24 @@ async def test_only_whole_characters_are_sent(policy: SpokenPolicy) -> None:
     assert len([part for part in parts if part]) > 5
 
 
+async def test_an_aborted_stream_shows_what_was_held_back(policy: SpokenPolicy) -> None:
+    policy.server._pause = 0.01
+    policy.say("abc " * 50)
+    text, ids, aborted = "", [], None
+    extra = {"return_token_ids": True, "request_id": "mine"}
+    async for event in await policy.ask(stream=True, stop="c abc abc x", extra_body=extra):
+        (choice,) = event.choices
+        text += choice.delta.content or ""
+        ids += (choice.model_extra or {}).get("token_ids", [])
+        if len(ids) > 20 and aborted is None:
+            url = str(policy.client.base_url).replace("/v1/", "/abort_request")
+            aborted = await policy.client.post(url, body={"rid": "mine"}, cast_to=object)
+    assert aborted == {"success": True, "message": "", "sequences": 1}
+    assert choice.finish_reason == "abort"
+    assert text == policy.tokenizer.decode(ids)
+    assert ids == policy.says[: len(ids)]
+
+
 @pytest.mark.parametrize(
     ("stop", "shown"), [("좋아", "한국어 날씨는 "), ("씨는 좋", "한국어 날"), ("없", KOREAN)]
 )

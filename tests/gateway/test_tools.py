@@ -68,6 +68,16 @@ async def test_calls_of_tools(policy: SpokenPolicy) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_without_words(policy: SpokenPolicy, *, stream: bool) -> None:
+    policy.say(NOW + END)
+    answer = await policy.ask(tools=TOOLS, stream=stream)
+    choice = [event async for event in answer][-1].choices[0] if stream else answer.choices[0]
+    message = choice.delta if stream else choice.message
+    assert (message.content, len(message.tool_calls)) == (None, 1)
+    assert choice.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_a_cut_is_a_cut_though_there_are_calls(policy: SpokenPolicy, *, stream: bool) -> None:
     policy.say(f"I look.{NOW}\n{WEATHER}")
     answer = await policy.ask(tools=TOOLS, stream=stream)

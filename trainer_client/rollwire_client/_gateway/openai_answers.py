@@ -72,16 +72,9 @@ class ChoiceShape:
         self.gateway = gateway
         self.request = request
         self.tokenizer = gateway.tokenizer_for("text")
-        kind, prefix = (
-            ("chat.completion", "chatcmpl-")
-            if request.chat
-            else (
-                "text_completion",
-                "cmpl-",
-            )
-        )
-        self.kind = kind
-        self.chunk_kind = kind + (".chunk" if request.chat else "")
+        self.kind = "chat.completion" if request.chat else "text_completion"
+        self.chunk_kind = self.kind + (".chunk" if request.chat else "")
+        prefix = "chatcmpl-" if request.chat else "cmpl-"
         self.head = {
             "id": prefix + uuid.uuid4().hex,
             "created": int(time.time()),
@@ -92,9 +85,11 @@ class ChoiceShape:
         choices = []
         for index, trajectory in enumerate(trajectories):
             message, reason = await self.message(trajectory)
-            content: dict[str, Any] = {"text": self.echo(index) + message.get("content", "")}
+            content: dict[str, Any]
             if self.request.chat:
                 content = {"message": {"role": "assistant", "refusal": None, **message}}
+            else:
+                content = {"text": self.echo(index) + message["content"]}
             choices.append(
                 {
                     "index": index,
@@ -191,15 +186,16 @@ class _ChoiceEvents:
     def __init__(self, shape: ChoiceShape, events: EventSender) -> None:
         self._shape = shape
         self._events = events
-        self._begun: set[int] = set()
+        self._shown: dict[int, int] = {}  # characters of each sequence that has begun
         fields = shape.request.tokens
         self._shows_tokens = fields.logprobs or fields.token_ids
 
     async def on_chunk(self, number: int, chunk: Chunk) -> None:
         shape, first = self._shape, {}
         text = chunk.text if shape.request.parsed_tools is None else ""
-        if number not in self._begun:
-            self._begun.add(number)
+        begins = number not in self._shown
+        self._shown[number] = self._shown.get(number, 0) + len(text)
+        if begins:
             first, text = shape.prompt_ids(number), shape.echo(number) + text
             if shape.request.chat:
                 role = {"role": "assistant", "content": ""}
@@ -211,7 +207,9 @@ class _ChoiceEvents:
 
     async def on_end(self, number: int, trajectory: Trajectory) -> None:
         shape = self._shape
-        delta, reason = shape.delta(""), finish_reason(trajectory.finish)
+        # What was held back, as it might have become a stop string, of a sequence that was aborted.
+        rest = (trajectory.text or "")[self._shown.get(number, 0) :]
+        delta, reason = shape.delta(rest), finish_reason(trajectory.finish)
         if shape.request.parsed_tools is not None:  # all at once, however the stream was cut
             message, reason = await shape.message(trajectory)
             for index, call in enumerate(message.get("tool_calls", [])):
