@@ -7,9 +7,10 @@
 Raises MissingDependencyError when it is imported without a release of TRL that it is tested with.
 """
 
-from rollwire_client.integrations.trl._versions import SUPPORTED, check_trl
+from rollwire_client.integrations._versions import check_installed
 
-check_trl()
+SUPPORTED = ">=1.16,<1.17"
+check_installed("trl", SUPPORTED)
 
 from rollwire_client.integrations.trl._async_grpo import AsyncRollouts  # noqa: E402
 from rollwire_client.integrations.trl._generation import RollwireGeneration  # noqa: E402

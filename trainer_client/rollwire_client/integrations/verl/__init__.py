@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rollwire_client.integrations.verl._versions import SUPPORTED, check_verl
+from rollwire_client.integrations._versions import check_installed
 
-check_verl()
+SUPPORTED = ">=0.9.1,<0.10"
+check_installed("verl", SUPPORTED)
 
 from verl.checkpoint_engine.base import CheckpointEngineRegistry  # noqa: E402
 from verl.workers.rollout import base  # noqa: E402

@@ -1,6 +1,6 @@
 """Makes verl's Parquet files of GSM8K's own files, which have a question and an answer a line.
 
-    python examples/verl/prepare.py train.jsonl test.jsonl --to gsm8k
+    python examples/verl_gsm8k/prepare.py train.jsonl test.jsonl --to gsm8k
 
 Any file of such lines will do, if each answer ends with ``#### NUMBER``.
 """
