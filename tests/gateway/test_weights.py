@@ -78,6 +78,8 @@ async def test_a_folder_that_is_not_whole_changes_nothing(
         after = (await http.get("/server_info")).json()["servers"][0]["weights"]
     error = response.json()["error"]
     assert response.status_code == (403 if problem == "outside" else 400), error
+    codes = {"outside": "folder_not_allowed", "shape": "schema_mismatch_error"}
+    assert error["code"] == codes.get(problem, "source_error")
     assert str(path) in error["message"] or problem == "shape"
     assert after == before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from http import HTTPStatus as Status
 from typing import Any
 
@@ -117,10 +118,14 @@ def http_error(error: RollwireError) -> HttpError:
     return HttpError(
         _status(last),
         message,
-        code=_CODES.get(last.reason, last.reason.lower()) or type(last).__name__,
+        code=_CODES.get(last.reason, last.reason.lower()) or _snake_case(type(last).__name__),
         param=next((name.removeprefix("sampling.") for name in last.violations), None),
         retry_after=last.retry_after,
     )
+
+
+def _snake_case(name: str) -> str:
+    return re.sub("(?<!^)([A-Z])", r"_\1", name).lower()
 
 
 def _last(error: RollwireError) -> RollwireError:

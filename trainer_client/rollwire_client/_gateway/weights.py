@@ -59,11 +59,11 @@ class WeightUpdater:
         return report
 
     async def _publish(self, path: Path, version: int | None) -> PublishReport:
+        if self._publisher is None:
+            self._publisher = Publisher(self._fleet)  # says if torch is missing
         await run_in_thread(lambda: check_folder(path))
         if version is None:
             version = (await self._fleet.newest_version() or 0) + 1
-        if self._publisher is None:
-            self._publisher = Publisher(self._fleet)
         with open_checkpoint(path) as tensors:
             handle = await self._publisher.publish(version, tensors)
             try:
