@@ -11,6 +11,7 @@ remaining members form another one and continue from the lowest bucket that one 
 group that has moved an update can move the next one.
 """
 
+from rollwire_transport._cast import castable
 from rollwire_transport._concurrency import on_side_stream
 from rollwire_transport._digest import sum_digests, tensor_digest, tensor_digests
 from rollwire_transport._errors import (
@@ -74,6 +75,7 @@ __all__ = [
     "TransportError",
     "TransportTimeout",
     "available_backends",
+    "castable",
     "close_source",
     "compare",
     "describe",

@@ -9,13 +9,14 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rollwire_transport._bucket_digest import HEADER_WORDS, BucketDigester, HostCopy, UpdateDigest
+from rollwire_transport._cast import Casts, castable
 from rollwire_transport._concurrency import fast_thread_switching
 from rollwire_transport._errors import ManifestError, TensorSourceError, TransportError
 from rollwire_transport._layout import validate
@@ -54,6 +55,8 @@ def close_source(items: object) -> None:
 class SourceReader:
     """Reads a source along with the manifest and packs its tensors into buckets.
 
+    With ``casts``, floating-point tensors are cast to the dtypes of the manifest.
+
     A tensor that the source gives before its turn is gathered at once and copied to host memory:
     its own memory may be reused as soon as the source goes on. ``on_request`` is called with a
     tensor's name before the source is asked for it, and with ``another_came`` if one has.
@@ -64,9 +67,11 @@ class SourceReader:
         manifest: Manifest,
         source: Source,
         first_bucket: int,
+        casts: Casts | None,
         on_request: Callable[..., None],
         stop: threading.Event,
     ) -> None:
+        self._casts = casts
         self._specs = manifest.tensors
         sent = [i for i, spec in enumerate(manifest.tensors) if spec.alias_of is None]
         self._indices = {manifest.tensors[i].name: i for i in sent}
@@ -154,7 +159,7 @@ class SourceReader:
 
     def _hold(self, index: int) -> None:
         if index >= self._first and nbytes(self._specs[index]):
-            self._held[index] = self._read_tensor(index).to("cpu", copy=True)
+            self._held[index] = self._copy_whole(index, self._read_tensor(index), "cpu")
         self._given = None
 
     def _ended_before(self, name: str) -> ManifestError:
@@ -171,7 +176,7 @@ class SourceReader:
             found = describe(spec.name, tensor)
         except ValueError as error:
             raise self._unexpected(spec, f"what cannot be sent: {error}") from error
-        if found != spec:
+        if found != spec and not self._can_cast(found, spec):
             raise self._unexpected(spec, _summary(found))
         if tensor.is_meta:
             what = f"{spec.name} on the meta device, which holds no data"
@@ -191,16 +196,41 @@ class SourceReader:
             [f"tensor {number} is {wanted} in the manifest, the source gave {given}"]
         )
 
+    def _can_cast(self, found: TensorSpec, spec: TensorSpec) -> bool:
+        return (
+            self._casts is not None
+            and castable(found.dtype, spec.dtype)
+            and replace(found, dtype=spec.dtype) == spec
+        )
+
     def _copy(self, span: Span, target: Tensor) -> None:
-        assert self._tensor is not None  # noqa: S101 - ``pack`` has set it
-        spec = self._specs[self._index]
-        if not self._tensor.is_contiguous():
+        tensor, spec = self._tensor, self._specs[self._index]
+        assert tensor is not None  # noqa: S101 - ``pack`` has set it
+        dtype = DTYPES[spec.dtype]
+        if not tensor.is_contiguous():
             if span.length == nbytes(spec):  # straight into the bucket, whatever its strides
-                target.view(DTYPES[spec.dtype]).view(spec.shape).copy_(self._tensor)
+                self._copy_elements(spec, tensor, target.view(dtype).view(spec.shape))
                 return
-            self._tensor = self._tensor.contiguous()
-        data = as_bytes(self._tensor)
-        target.copy_(data[span.tensor_offset : span.tensor_offset + span.length])
+            self._tensor = tensor = self._copy_whole(self._index, tensor, tensor.device)
+        if tensor.dtype == dtype:
+            data = as_bytes(tensor)
+            target.copy_(data[span.tensor_offset : span.tensor_offset + span.length])
+            return
+        first, count = span.tensor_offset // dtype.itemsize, span.length // dtype.itemsize
+        elements = as_bytes(tensor).view(tensor.dtype)[first : first + count]
+        self._copy_elements(spec, elements, target.view(dtype))
+
+    def _copy_whole(self, index: int, tensor: Tensor, device: torch.device | str) -> Tensor:
+        spec = self._specs[index]
+        copy = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=device)
+        self._copy_elements(spec, tensor, copy)
+        return copy
+
+    def _copy_elements(self, spec: TensorSpec, source: Tensor, target: Tensor) -> None:
+        if self._casts is None:
+            target.copy_(source)
+        else:
+            self._casts.copy(spec.name, source, target)
 
 
 @contextlib.contextmanager
@@ -238,6 +268,11 @@ class PackingStatus:
 class Sender:
     """Sends an update bucket by bucket, over one group after another until all is there.
 
+    Args:
+        manifest: The layout, and the dtypes that receivers expect.
+        cast: Whether floating-point tensors of other dtypes are cast to these, each piece as it is
+            packed.
+
     Attributes:
         packing: The bucket that is being packed now, to be read from another thread: a source may
             be slow, or hang.
@@ -246,9 +281,10 @@ class Sender:
         ManifestError: The manifest is not valid.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, *, cast: bool = True) -> None:
         validate(manifest)
         self._manifest = manifest
+        self._casts = Casts() if cast else None
         self._update_digest = UpdateDigest(manifest)
         self.packing: PackingStatus | None = None
 
@@ -261,6 +297,11 @@ class Sender:
     def digest(self) -> int:
         """The digest of the whole update, once every bucket was sent."""
         return self._update_digest.total()
+
+    @property
+    def casts(self) -> dict[str, str]:
+        """By name, the dtypes from which tensors were cast."""
+        return {} if self._casts is None else dict(self._casts.dtypes)
 
     def send(
         self,
@@ -294,8 +335,9 @@ class Sender:
                 receiver, abort the link.
 
         Raises:
-            ManifestError: The source does not give what the manifest says. The buckets before that
-                tensor were sent.
+            ManifestError: The source does not give what the manifest says; the buckets before that
+                tensor were sent. Or a cast made a finite value infinite; this is checked once all
+                is packed.
             TensorSourceError: The source raised.
             TransportError: A receiver failed, and ``peer`` names it; or ``stop`` was set.
         """
@@ -303,7 +345,9 @@ class Sender:
         if not 0 <= first_bucket <= len(buckets):
             raise ValueError(f"first_bucket is {first_bucket}, there are {len(buckets)} buckets")
         stop = stop or threading.Event()
-        reader = SourceReader(self._manifest, source, first_bucket, self._on_request, stop)
+        reader = SourceReader(
+            self._manifest, source, first_bucket, self._casts, self._on_request, stop
+        )
         try:
             with fast_thread_switching(), link.stream_context():
                 self._send_buckets(
@@ -368,6 +412,8 @@ class Sender:
                 self.packing = None
             while in_flight:
                 complete_oldest()
+            if self._casts is not None:
+                self._casts.check()
         finally:
             for packed in in_flight:  # a receiver may have it
                 self._add_digest(packed)
