@@ -137,9 +137,7 @@ def test_many_wrapped_names_are_refused_at_once() -> None:
         match_schema(other, schema, partial=False, detector=ChangeDetector())
 
 
-@pytest.mark.parametrize(
-    "change", [{"shape": (4, 8)}, {"dtype": "bfloat16"}], ids=["shape", "dtype"]
-)
+@pytest.mark.parametrize("change", [{"shape": (4, 8)}, {"dtype": "int8"}], ids=["shape", "dtype"])
 @pytest.mark.parametrize("prefix", ["module.", "policy."])
 def test_no_other_name_is_proposed_for_a_tensor_that_does_not_fit(
     prefix: str, change: dict[str, object]

@@ -175,14 +175,17 @@ async def test_what_was_prepared_is_not_asked_for_again() -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"layer.bias": torch.zeros(8)}, "layer.bias is float32, the servers want bfloat16: cast"),
         (
-            {
-                name: tensor.half()
-                for name, tensor in policy().items()
-                if tensor.dtype.itemsize == 4
-            },
-            r"and 1 more are float16, the servers want float32: .* or start the servers with --dty",
+            {"layer.bias": torch.zeros(8, dtype=torch.int64)},
+            "layer.bias is int64, the servers want bfloat16: .* only floating point is cast",
+        ),
+        (
+            {"layer.bias": torch.zeros(8, dtype=torch.bool)},
+            "layer.bias is bool, the servers want bfloat16: cast before publishing",
+        ),
+        (
+            {"layer.bias": torch.zeros(8).to(torch.float8_e4m3fn)},
+            "layer.bias is float8_e4m3fn, the servers want bfloat16: dequantize before publishing",
         ),
         (
             {"layer.weight": torch.zeros(24, 8)},

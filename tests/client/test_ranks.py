@@ -112,6 +112,21 @@ def errors(outcomes: list[object]) -> list[str]:
     return [f"{type(outcome).__name__}: {outcome}" for outcome in outcomes]
 
 
+async def test_what_a_sharded_trainer_gathers_is_cast(
+    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
+) -> None:
+    def masters() -> Iterator[tuple[str, Tensor]]:
+        for name in NAMES:
+            yield name, lambda name=name: policy()[name].double()
+
+    async with trainer(monkeypatch, group) as (servers, publisher, ranks):
+        handle, *others = await on_all(ranks, publisher, [masters for _ in ranks])
+        assert others == [None, None]
+        report = await handle.committed
+        assert [cast.source for cast in report.casts] == ["float64", "float64"]
+        assert all(holds(server) for server in servers)
+
+
 async def test_all_iterate_and_learn_of_the_release(
     monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
 ) -> None:

@@ -370,7 +370,7 @@ def test_what_is_published_of_adapters(name: str) -> None:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
     model.train()
     check_model(model)
-    published = dict(policy_tensors(model, {}))
+    published = dict(policy_tensors(model))
     merged = copy.deepcopy(model).merge_and_unload().state_dict()
     plain = trl_training.model()
     assert published.keys() == dict(plain.named_parameters()).keys()

@@ -32,6 +32,7 @@ from rollwire_client._batches.group_file import append_groups, read_groups
 from rollwire_client._data import (
     Aborted,
     ActivePause,
+    DtypeCast,
     Pause,
     PublishReport,
     PublishTimeouts,
@@ -107,6 +108,7 @@ __all__ = [
     "DigestMismatchError",
     "Drop",
     "DropReason",
+    "DtypeCast",
     "ErrorScope",
     "Evaluation",
     "Finish",

@@ -216,6 +216,25 @@ class ServerReport:
 
 
 @dataclass(frozen=True, slots=True)
+class DtypeCast:
+    """Tensors of a publish that were cast, all from one dtype to one other.
+
+    Attributes:
+        source: Their dtype in the trainer, as "float32".
+        target: Their dtype on the servers.
+        tensors: How many they are.
+    """
+
+    source: str
+    target: str
+    tensors: int
+
+    def __str__(self) -> str:
+        noun = "tensor" if self.tensors == 1 else "tensors"
+        return f"{self.tensors} {noun} cast from {self.source} to {self.target}"
+
+
+@dataclass(frozen=True, slots=True)
 class PublishReport:
     """The result of a publish.
 
@@ -227,6 +246,7 @@ class PublishReport:
         seconds: Time from ``publish`` to the last commit.
         servers: One entry per server, in the fleet's order; after ``catch_up``, of the servers that
             were behind.
+        casts: The tensors whose dtype is another one on the servers.
     """
 
     version: int | None
@@ -235,6 +255,7 @@ class PublishReport:
     bytes: int
     seconds: float
     servers: tuple[ServerReport, ...]
+    casts: tuple[DtypeCast, ...] = ()
 
     @property
     def failed(self) -> tuple[ServerReport, ...]:

@@ -113,7 +113,7 @@ def _table(report: PublishReport) -> Table:
         ">revision", ">received MB", ">staging s", ">paused ms", ">held",
         title=f"{update_text(report.version)}, digest {shared.hex_digest(report.digest)}: "
         f"{report.bytes / 1e6:.1f} MB to {servers_text(len(report.servers))} "
-        f"in {report.seconds:.2f} s",
+        f"in {report.seconds:.2f} s{''.join(f', {cast}' for cast in report.casts)}",
     )  # fmt: skip
     for server in report.servers:
         table.add_row(

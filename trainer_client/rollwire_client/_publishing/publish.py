@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from rollwire.v1 import weights_pb2
 
 from rollwire_client._arguments import update_text
 from rollwire_client._concurrency import cancel_all, run_to_end
-from rollwire_client._data import PublishReport, ServerReport
+from rollwire_client._data import DtypeCast, PublishReport, ServerReport
 from rollwire_client._errors import (
     DigestMismatchError,
     PublishError,
@@ -30,7 +31,7 @@ from rollwire_client._rpc.channel import local_address
 from rollwire_client._rpc.conversion import manifest_to_proto
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
     from rollwire.types import KvPolicy
@@ -72,6 +73,7 @@ class Publish:
     manifest: transport.Manifest
     device: torch.device | None  # where they lie; None is the CPU
     allow_version_rollback: bool
+    cast: bool  # floating-point tensors, to the dtypes of the manifest
     expected_digest: int | None  # other content is not committed
     detector: ChangeDetector  # a change before the release ends the publish
     coordinator: Coordinator | None  # of other ranks, whose tensors must not change either
@@ -79,6 +81,7 @@ class Publish:
     def __post_init__(self) -> None:
         self.progress = PublishProgress(sum(bucket.size for bucket in self.manifest.buckets))
         self._checked_at = 0.0
+        self._casts: tuple[DtypeCast, ...] = ()
         self._changes = Changes()
         self._targets = [
             PublishTarget(
@@ -140,6 +143,7 @@ class Publish:
         transfer = WeightTransfer(
             self.manifest,
             source,
+            cast=self.cast,
             device=self.device,
             backends=[self.backend] if self.backend else self._common_backends(),
             find_host=self._find_host,
@@ -155,6 +159,7 @@ class Publish:
             await transfer.close()
             raise
         await self._require_a_server("no server has received it")
+        self._casts = _count_casts(self.manifest, transfer.casts)
         return transfer.digest
 
     async def _check_content(self, digest: int) -> None:
@@ -219,6 +224,7 @@ class Publish:
             bytes=self.progress.total_bytes,
             seconds=seconds,
             servers=tuple(_server_report(target) for target in self._targets),
+            casts=self._casts,
         )
 
     async def _require_a_server(self, problem: str) -> None:
@@ -262,6 +268,13 @@ class Publish:
         if (now := time.monotonic()) - self._checked_at > _CHECK_SECONDS:
             self._checked_at = now
             self.detector.check()
+
+
+def _count_casts(manifest: transport.Manifest, dtypes: Mapping[str, str]) -> tuple[DtypeCast, ...]:
+    counts = Counter(
+        (dtypes[spec.name], spec.dtype) for spec in manifest.tensors if spec.name in dtypes
+    )
+    return tuple(DtypeCast(*dtypes, count) for dtypes, count in counts.items())
 
 
 def _server_report(target: PublishTarget) -> ServerReport:

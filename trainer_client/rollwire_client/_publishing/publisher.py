@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
 import time
@@ -63,6 +64,8 @@ class Publisher:
             server allocates four if it cannot receive them where the update is staged. Default: a
             64th of the update, between 64 and 256 MiB.
         timeouts: How long to wait.
+        cast: Whether floating-point tensors of another dtype than the servers' are cast to it, on
+            their device, while they are sent. Otherwise they are refused.
 
     Raises:
         TypeError, ValueError: An argument is invalid, such as a negative ``term``.
@@ -80,6 +83,7 @@ class Publisher:
         kv_policy: KvPolicy = KvPolicy.RECOMPUTE,
         bucket_bytes: int | None = None,
         timeouts: PublishTimeouts | None = None,
+        cast: bool = True,
     ) -> None:
         _require_transport()
         if not isinstance(timeouts, PublishTimeouts | None):
@@ -95,6 +99,7 @@ class Publisher:
         self._kv_policy = _check_kv_policy(kv_policy)
         self._bucket_bytes = None if bucket_bytes is None else _check_bucket_bytes(bucket_bytes)
         self._timeouts = timeouts or PublishTimeouts()
+        self._cast = cast
         self._schema: tuple[TensorSpec, ...] | None = None
         self._order: GivenOrder | None = None
         self._starting = False
@@ -189,7 +194,8 @@ class Publisher:
             TypeError: ``version`` is not an integer, or ``kv_policy`` is not a ``KvPolicy``.
             ValueError: ``version`` is negative, or needs more than 63 bits.
             ClosedError: The fleet is not open.
-            SchemaMismatchError: The tensors do not match the servers' schema.
+            SchemaMismatchError: The tensors do not match the servers' schema. Values that overflow
+                when they are cast are noticed later, by ``handle.released`` and ``committed``.
             PublishInProgressError: The previous publish has not ended.
             StalePublisherError: A publisher with a higher term took over.
             PublishFailedError: No server accepts the update.
@@ -347,24 +353,25 @@ class Publisher:
         from rollwire_client._publishing.tensors import ChangeDetector, check_tensors, device_of
 
         detector = ChangeDetector()
+        match = functools.partial(
+            match_schema, cast=self._cast, detector=detector, coordinator=coordinator
+        )
         kv_policy = self._kv_policy if kv_policy is None else _check_kv_policy(kv_policy)
         schema = await self.schema()
         source: TensorSource
         if isinstance(tensors, Mapping):
-            specs, source = match_schema(
-                tensors, schema, partial=partial, detector=detector, coordinator=coordinator
-            )
+            specs, source = match(tensors, schema, partial=partial)
         else:
             check_tensors(tensors)
             self._order = self._order or GivenOrder()
-            checked = CheckedSource(tensors, schema, self._order, detector, coordinator, partial)
+            checked = CheckedSource(
+                tensors, schema, self._order, detector, coordinator, partial, cast=self._cast
+            )
             if partial:
                 reading = checked.read(device_of(tensors), self._timeouts.source)
                 if coordinator is not None:
                     reading = coordinator.run(reading, asyncio.Event())
-                specs, source = match_schema(
-                    await reading, schema, partial=True, detector=detector, coordinator=coordinator
-                )
+                specs, source = match(await reading, schema, partial=True)
             else:
                 specs, source = self._order.sort(schema), checked
         try:
@@ -383,6 +390,7 @@ class Publisher:
             manifest=manifest,
             device=device_of(tensors),
             allow_version_rollback=allow_version_rollback,
+            cast=self._cast,
             expected_digest=expected_digest,
             detector=detector,
             coordinator=coordinator,

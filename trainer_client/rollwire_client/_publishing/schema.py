@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rollwire_client._publishing.tensors import ChangeDetector, TensorOrFunction, TensorSource
 
 _SERVER_DTYPES = {"float32", "bfloat16", "float16"}  # that ``rollwire-server --dtype`` takes
+_SCALED = ("float8", "float4")  # quantized: the values have scales, in other tensors
 _MAX_PROBLEMS = 20  # in an error's message
 
 
@@ -31,10 +32,12 @@ def match_schema(
     schema: Sequence[TensorSpec],
     *,
     partial: bool,
+    cast: bool = True,
     detector: ChangeDetector,
     coordinator: Coordinator | None = None,
 ) -> tuple[list[TensorSpec], TensorSource]:
-    """The specs of what is sent, aliases included, and the source that gives it.
+    """The specs of what is sent, aliases included, and the source that gives it, in the trainer's
+    dtypes.
 
     With a ``coordinator`` the other ranks of a sharded trainer gather in step.
     """
@@ -42,11 +45,12 @@ def match_schema(
     if isinstance(tensors, dict):  # to which the trainer may assign other tensors meanwhile
         tensors = snapshot
     check_tensors(snapshot)
-    selected = _select(snapshot, schema, partial=partial)
+    selected = _select(snapshot, schema, partial=partial, cast=cast)
+    wanted = {spec.name: spec for spec in schema}
     specs = []
     for name, local_name in selected.items():
         detector.watch(local_name, snapshot[local_name])
-        specs.append(transport.describe(name, snapshot[local_name]))
+        specs.append(wanted[name])
     specs += [spec for spec in schema if spec.alias_of in selected]
 
     def items() -> Iterator[tuple[str, TensorOrFunction]]:
@@ -57,9 +61,11 @@ def match_schema(
     return specs, items
 
 
-def check_given(name: str, value: TensorOrFunction, wanted: Mapping[str, TensorSpec]) -> None:
-    """Raises SchemaMismatchError unless the servers want such a tensor. What a function gives is
-    checked when it is called.
+def check_given(
+    name: str, value: TensorOrFunction, wanted: Mapping[str, TensorSpec], *, cast: bool
+) -> None:
+    """Raises SchemaMismatchError unless the servers want such a tensor, or one that it is ``cast``
+    to. What a function gives is checked when it is called.
     """
     try:
         if isinstance(value, torch.Tensor) or not callable(value):
@@ -73,7 +79,7 @@ def check_given(name: str, value: TensorOrFunction, wanted: Mapping[str, TensorS
         problems, _ = _unknown_names([got or TensorSpec(name, "", ())], wanted.values())
     elif got is not None and got.shape != want.shape:
         problems = [_shape_problem(got, want)]
-    elif got is not None and got.dtype != want.dtype:
+    elif got is not None and not _dtype_fits(got, want, cast=cast):
         problems = [_dtype_problem([name], got.dtype, want.dtype)]
     if problems:
         raise mismatch(problems[0])
@@ -94,7 +100,7 @@ def tied_problem(alias: str, name: str) -> str:
 
 
 def _select(
-    tensors: Mapping[str, Tensor], schema: Sequence[TensorSpec], *, partial: bool
+    tensors: Mapping[str, Tensor], schema: Sequence[TensorSpec], *, partial: bool, cast: bool
 ) -> dict[str, str]:
     """The tensors to send, each memory once: from the servers' names to the trainer's."""
     wanted = {spec.name: spec for spec in schema}
@@ -122,7 +128,7 @@ def _select(
         got, want = replace(transport.describe(local_name, tensor), name=name), wanted[name]
         if got.shape != want.shape:
             shapes.append(_shape_problem(replace(got, name=local_name), want))
-        if got.dtype != want.dtype:
+        if not _dtype_fits(got, want, cast=cast):
             miscast.setdefault((got.dtype, want.dtype), []).append(local_name)
         selected.setdefault(name, local_name)
     problems += shapes
@@ -148,10 +154,23 @@ def _shape_problem(got: TensorSpec, want: TensorSpec) -> str:
     return f"{got.name} has shape {list(got.shape)}, the servers want {list(want.shape)}: {advice}"
 
 
+def _dtype_fits(got: TensorSpec, want: TensorSpec, *, cast: bool) -> bool:
+    return got.dtype == want.dtype or (cast and transport.castable(got.dtype, want.dtype))
+
+
 def _dtype_problem(names: Sequence[str], here: str, there: str) -> str:
     more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
-    option = f", or start the servers with --dtype {here}" if here in _SERVER_DTYPES else ""
-    return f"{names[0]}{more} {here}, the servers want {there}: cast before publishing{option}"
+    if transport.castable(here, there):
+        advice = "cast before publishing, or let the publisher cast (cast=True)"
+        if here in _SERVER_DTYPES:
+            advice += f", or start the servers with --dtype {here}"
+    elif there.startswith(_SCALED):
+        advice = "quantize before publishing: a cast would lack the scales"
+    elif here.startswith(_SCALED):
+        advice = "dequantize before publishing: a cast would ignore the scales"
+    else:
+        advice = "cast before publishing: only floating point is cast to floating point"
+    return f"{names[0]}{more} {here}, the servers want {there}: {advice}"
 
 
 def _unknown_names(
@@ -191,7 +210,11 @@ class _Missing:
 
     def fits(self, spec: TensorSpec, name: str) -> bool:
         want = self.specs.get(name)
-        return want is not None and (want.shape, want.dtype) == (spec.shape, spec.dtype)
+        return (
+            want is not None
+            and want.shape == spec.shape
+            and transport.castable(spec.dtype, want.dtype)
+        )
 
 
 def _ending(name: str) -> str:

@@ -45,8 +45,9 @@ class GivenOrder:
 class CheckedSource:
     """Gives each tensor once, by its name on the servers; those that are tied to one are left out.
 
-    Tensors may come in any order. One that the servers do not know, or another shape or dtype,
-    raises SchemaMismatchError; so does one that is missing at the end, unless it is ``partial``.
+    Tensors may come in any order. One that the servers do not know, or that has another shape, or a
+    dtype that cannot be cast, raises SchemaMismatchError; so does one that is missing at the end,
+    unless it is ``partial``.
     """
 
     source: TensorSource
@@ -55,6 +56,7 @@ class CheckedSource:
     detector: ChangeDetector
     coordinator: Coordinator | None
     partial: bool = False
+    cast: bool = True
     _calls: int = 0
 
     def __call__(self) -> Iterator[tuple[str, TensorOrFunction]]:
@@ -83,7 +85,7 @@ class CheckedSource:
                         f"the source gave a {type(item).__name__}, not a name and a tensor"
                     ) from None
                 del item  # the generator must not keep a tensor that its reader has dropped
-                check_given(local_name, value, specs)
+                check_given(local_name, value, specs, cast=self.cast)
                 name = specs[local_name].alias_of or local_name
                 if (before := given.get(name)) is None:
                     given[name] = local_name

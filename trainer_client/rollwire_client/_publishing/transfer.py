@@ -61,6 +61,7 @@ class WeightTransfer:
     Args:
         manifest: The layout.
         source: Gives a fresh iterator of (name, tensor).
+        cast: Whether floating-point tensors are cast to the manifest's dtypes.
         device: Where the tensors lie; None is the CPU.
         backends: Of the transport. The first is used, and the next where members share a GPU and it
             does not allow that.
@@ -77,6 +78,7 @@ class WeightTransfer:
         manifest: transport.Manifest,
         source: TensorSource,
         *,
+        cast: bool,
         device: torch.device | None,
         backends: Sequence[str],
         find_host: Callable[[], Awaitable[str]],
@@ -85,7 +87,7 @@ class WeightTransfer:
         timeouts: PublishTimeouts,
         progress: Callable[[int], None],
     ) -> None:
-        self._sender = transport.Sender(manifest)
+        self._sender = transport.Sender(manifest, cast=cast)
         self._bucket_count = len(manifest.buckets)
         self._source = source
         self._device = device
@@ -104,6 +106,11 @@ class WeightTransfer:
     def digest(self) -> int:
         """Of what was sent, once all was."""
         return self._sender.digest
+
+    @property
+    def casts(self) -> dict[str, str]:
+        """By name, the dtypes from which tensors were cast."""
+        return self._sender.casts
 
     async def close(self) -> None:
         """Waits until the links have closed, also when cancelled; some backends take a moment."""

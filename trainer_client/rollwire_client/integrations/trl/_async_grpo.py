@@ -22,7 +22,6 @@ from rollwire_client._batches.batcher import Batcher
 from rollwire_client._data import Sampling, checked_share
 from rollwire_client._errors import PublishError
 from rollwire_client.integrations.trl._conversation import Conversations, Task
-from rollwire_client.integrations.trl._policy import cast
 from rollwire_client.integrations.trl._scoring import Scorer
 from rollwire_client.sync import SyncFleet, SyncPublisher
 
@@ -127,7 +126,6 @@ class AsyncRollouts:
         )
         functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
         self._scorer = Scorer(functions, self._conversations, callback_timeout)
-        self._dtypes: dict[str, str] = {}
         self._newest = -1  # the highest version that servers have committed
         # At each publish since the policy last changed: the samples that the trainer had taken.
         self._taken: list[int] = []
@@ -149,7 +147,6 @@ class AsyncRollouts:
         self._fleet.__enter__()
         newest = self._fleet.newest_version()
         self._newest = -1 if newest is None else newest
-        self._dtypes = {spec.name: spec.dtype for spec in self._publisher.schema()}
 
     def pause(self) -> None:
         """Does nothing: servers pause themselves, for the commit only."""
@@ -163,9 +160,7 @@ class AsyncRollouts:
             RollwireError: See ``Publisher.publish_and_wait``.
         """
         version = self._newest + 1
-        report = self._publisher.publish_and_wait(
-            version, _Once(iterator, self._dtypes), require=self._require
-        )
+        report = self._publisher.publish_and_wait(version, _Once(iterator), require=self._require)
         for server in report.failed:
             logger.warning(
                 "%s does not serve version %s: %s", server.address, version, server.error
@@ -378,19 +373,18 @@ class _Once:
     publish fails.
     """
 
-    def __init__(self, iterator: Iterator[tuple[str, Tensor]], dtypes: dict[str, str]) -> None:
+    def __init__(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
         self._iterator = iterator
-        self._dtypes = dtypes
         self._given: list[tuple[str, Tensor]] = []
         self._keeps = AcceleratorState().distributed_type is not DistributedType.FSDP
 
     def __call__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._given:
-            yield name, cast(name, tensor, self._dtypes)
+            yield name, tensor.detach()
         for name, tensor in self._iterator:  # is not closed where this ends early
             if self._keeps:
                 self._given.append((name, tensor))
-            yield name, cast(name, tensor, self._dtypes)
+            yield name, tensor.detach()
 
 
 def _crossed(sample: Sample) -> bool:

@@ -92,7 +92,6 @@ class RollwireGeneration:
         self._logprob_basis = logprob_basis
         self._publisher = SyncPublisher(fleet, **publisher)
         self._ranks: Ranks | None = None
-        self._dtypes: dict[str, str] = {}
         self._newest = -1  # the highest version that servers have committed
         self._trained: int | None = None  # fingerprint of what was published last
         self._resources = contextlib.ExitStack()
@@ -108,7 +107,6 @@ class RollwireGeneration:
             resources.enter_context(self._fleet)
             newest = self._fleet.newest_version()
             self._newest = self._from_first(-1 if newest is None else newest)
-            self._dtypes = {spec.name: spec.dtype for spec in self._publisher.schema()}
             if self._trainer.accelerator.num_processes > 1:
                 import torch.distributed as dist
 
@@ -204,7 +202,7 @@ class RollwireGeneration:
         return report
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return policy_tensors(self._trainer.model, self._dtypes)
+        return policy_tensors(self._trainer.model)
 
     def _check_digest(self, report: PublishReport, trained: int | None) -> None:
         if self.report is None or None in {trained, self._trained}:

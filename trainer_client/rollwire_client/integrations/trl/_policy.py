@@ -9,7 +9,7 @@ import rollwire_transport as transport
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from torch import Tensor
 
@@ -49,25 +49,15 @@ def check_model(model: Any) -> None:
             )
 
 
-def policy_tensors(model: Any, dtypes: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of the policy, one at a time; those in ``dtypes`` as these.
+def policy_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of the policy, one at a time.
 
     Adapters are merged in a copy of each layer. The trainer's weights are not touched: merging and
     unmerging in place would round them, a little more with each publish.
     """
     for name, tensor in _merged_tensors(model) if _is_peft(model) else model.named_parameters():
-        plain = _plain_name(name)
-        tensor = cast(plain, tensor, dtypes)
-        yield plain, tensor
+        yield _plain_name(name), tensor.detach()
         del tensor
-
-
-def cast(name: str, tensor: Tensor, dtypes: Mapping[str, str]) -> Tensor:
-    """The tensor in the dtype that servers have for this name."""
-    dtype = dtypes.get(name)
-    if dtype is None or not tensor.is_floating_point():
-        return tensor.detach()
-    return tensor.detach().to(getattr(torch, dtype))
 
 
 def fingerprint(optimizer: Any) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
+import rollwire_transport as transport
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine
 
@@ -129,9 +130,9 @@ class RollwireCheckpointEngine(CheckpointEngine):
     ) -> RereadableWeights:
         if publisher is None:
             return RereadableWeights(weights, None, 0)
-        dtypes = {spec.name: getattr(torch, spec.dtype) for spec in await publisher.schema()}
+        sizes = {spec.name: transport.packed_nbytes([spec]) for spec in await publisher.schema()}
         keep = _BUCKETS_KEPT * max(self._publishing.bucket_bytes or 0, _BUCKET_BYTES)
-        return RereadableWeights(weights, dtypes, keep)
+        return RereadableWeights(weights, sizes, keep)
 
     def _check_changed(self, before: PublishReport, now: PublishReport) -> None:
         """Without a gradient a step changes nothing, but verl's not publishing what it trains looks

@@ -11,7 +11,6 @@ from rollwire_client._errors import SourceError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    import torch
     from torch import Tensor
 
     from rollwire_client._publishing.tensors import TensorOrFunction
@@ -26,18 +25,19 @@ class RereadableWeights:
 
     Args:
         weights: What verl gives, the same names on all ranks.
-        dtypes: The dtypes that the servers want, by name; None on ranks that send nothing.
-        keep_bytes: Bytes of tensors to keep; 0 on ranks that send nothing.
+        sizes: Bytes of each tensor on the servers, by name; None on ranks that send nothing.
+        keep_bytes: Bytes of tensors to keep, as the servers have them; 0 on ranks that send
+            nothing.
     """
 
     def __init__(
         self,
         weights: Iterable[tuple[str, Tensor]],
-        dtypes: Mapping[str, torch.dtype] | None,
+        sizes: Mapping[str, int] | None,
         keep_bytes: int,
     ) -> None:
         self._weights = iter(weights)
-        self._dtypes = dtypes or {}
+        self._sizes = sizes or {}
         self._keep_bytes = keep_bytes
         self._given: dict[str, Tensor | None] = {}  # None: it is no longer kept
         self._kept: deque[str] = deque()
@@ -48,8 +48,6 @@ class RereadableWeights:
         for name, kept in tuple(self._given.items()):
             yield name, _lost(name) if kept is None else kept
         for name, tensor in self._weights:
-            if (dtype := self._dtypes.get(name)) is not None:
-                tensor = tensor.detach().to(dtype)
             self._keep(name, tensor)
             yield name, tensor
 
@@ -67,15 +65,16 @@ class RereadableWeights:
             return
         self._given[name] = tensor
         self._kept.append(name)
-        self._kept_bytes += tensor.nbytes
+        self._kept_bytes += self._size(name)
         while self._kept_bytes - self._size(self._kept[0]) >= self._keep_bytes:
             oldest = self._kept.popleft()
             self._kept_bytes -= self._size(oldest)
             self._given[oldest] = None
 
     def _size(self, name: str) -> int:
-        kept = self._given[name]
-        return 0 if kept is None else kept.nbytes
+        if (kept := self._given[name]) is None:
+            return 0
+        return self._sizes.get(name, kept.nbytes)
 
     def _forget(self) -> None:
         self._given = dict.fromkeys(self._given)
