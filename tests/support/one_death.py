@@ -8,15 +8,33 @@ from typing import TYPE_CHECKING
 from rollwire_client import ServerUnreachableError
 
 from support.crossing import assert_equal_under, crossing
-from support.fleets import policy, published
+from support.fleets import policy, published, publisher
+from support.phases import FORMING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollwire_client import Publisher, PublishReport
+    from rollwire_client import Fleet, Publisher, PublishReport
 
+    from support.fleets import Servers
     from support.phases import Strike
     from support.servers import ServerProcess
+
+
+async def trainer_after(
+    servers: Servers, fleet: Fleet, phase: str, old: int, **options: object
+) -> Publisher:
+    """A publisher of the fleet, once all serve ``old``.
+
+    Its next publish has the phase: where that is one of forming a group, none is kept.
+    """
+    if phase in FORMING:
+        async with servers.fleet() as another:
+            await published(publisher(another, **options), old)  # type: ignore[arg-type]
+        return publisher(fleet, **options)  # type: ignore[arg-type]
+    trainer = publisher(fleet, **options)  # type: ignore[arg-type]
+    await published(trainer, old)
+    return trainer
 
 
 async def costs_one_server(

@@ -31,6 +31,9 @@ def phases(*, fast: str) -> list[ParameterSet]:
     return [pytest.param(p, marks=[] if p == fast else [pytest.mark.slow]) for p in PHASES]
 
 
+FORMING = ("ready", "joining")
+"""Phases of a publish that forms a new group."""
+
 SECONDS = 120
 
 

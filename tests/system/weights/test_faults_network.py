@@ -12,7 +12,7 @@ from support.crossing import crossing
 from support.fleets import TIMEOUTS, Servers, policy, published, publisher
 from support.footprint import Footprint, nothing_is_left
 from support.namespaces import Network, network, servers_on, unavailable
-from support.one_death import costs_one_server, takes_the_next
+from support.one_death import costs_one_server, takes_the_next, trainer_after
 from support.phases import PHASES, Strike, Victim
 from support.publishing import status
 from support.steps import Steps
@@ -56,8 +56,7 @@ async def test_a_pulled_cable_costs_one_server(lan: Network, far: Servers, phase
     old, new, newer = (far.next_version() for _ in range(3))
     steps = Steps()
     async with far.fleet(steps) as fleet:
-        trainer = publisher(fleet, host=lan.address)
-        await published(trainer, old)
+        trainer = await trainer_after(far, fleet, phase, old, host=lan.address)
         before = [Footprint.of(server.process.pid) for server in far.all]
         strike = Strike(phase, steps, Victim.of(victim), cable.pull)
         try:

@@ -17,9 +17,9 @@ from rollwire_client import (
 )
 from support.calls import connected, until
 from support.crossing import PROMPT
-from support.fleets import QUICK, TIMEOUTS, published, publisher
+from support.fleets import QUICK, TIMEOUTS
 from support.footprint import Footprint, nothing_is_left
-from support.one_death import costs_one_server, takes_the_next
+from support.one_death import costs_one_server, takes_the_next, trainer_after
 from support.phases import Strike, Victim, phases
 from support.publishing import status
 from support.steps import Steps
@@ -56,8 +56,7 @@ async def test_a_fault_costs_one_server(
     old, new, newer = (three.next_version() for _ in range(3))
     steps = Steps()
     async with three.fleet(steps) as fleet:
-        trainer = publisher(fleet)
-        await published(trainer, old)
+        trainer = await trainer_after(three, fleet, phase, old)
         before = [Footprint.of(server.process.pid) for server in (first, last)]
         strike = Strike(phase, steps, Victim.of(victim), lambda: fault(victim))
         await costs_one_server(
