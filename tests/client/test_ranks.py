@@ -127,6 +127,27 @@ async def test_what_a_sharded_trainer_gathers_is_cast(
         assert all(holds(server) for server in servers)
 
 
+@pytest.mark.parametrize("equal", [True, False])
+async def test_ranks_gather_what_is_tied_on_the_servers_only(
+    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup, *, equal: bool
+) -> None:
+    def lazy(name: str) -> Tensor:
+        return policy()[name] if equal or name != "head.weight" else torch.ones(16, 8)
+
+    def source() -> Iterator[tuple[str, Tensor]]:
+        for name in [*NAMES, "head.weight"]:
+            yield name, lambda name=name: lazy(name)
+
+    async with trainer(monkeypatch, group) as (servers, publisher, ranks):
+        outcomes = await on_all(ranks, publisher, [source for _ in ranks])
+        if equal:
+            await outcomes[0].committed
+            assert all(holds(server) for server in servers)
+        else:
+            assert all("head.weight is tied to embed.weight" in told for told in errors(outcomes))
+            assert [server.commits for server in servers] == [[], []]
+
+
 async def test_all_iterate_and_learn_of_the_release(
     monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
 ) -> None:

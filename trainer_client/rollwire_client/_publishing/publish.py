@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from rollwire_client._fleet.server_pool import ServerPool
     from rollwire_client._publishing.sharded.coordination import Coordinator
     from rollwire_client._publishing.tensors import ChangeDetector, TensorSource
+    from rollwire_client._publishing.tied import TiedTensors
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class Publish:
     cast: bool  # floating-point tensors, to the dtypes of the manifest
     expected_digest: int | None  # other content is not committed
     detector: ChangeDetector  # a change before the release ends the publish
+    tied: TiedTensors  # which the sender's thread learns of
     coordinator: Coordinator | None  # of other ranks, whose tensors must not change either
 
     def __post_init__(self) -> None:
@@ -159,6 +161,7 @@ class Publish:
             await transfer.close()
             raise
         await self._require_a_server("no server has received it")
+        self.tied.check(transfer.digests)
         self._casts = _count_casts(self.manifest, transfer.casts)
         return transfer.digest
 

@@ -351,13 +351,18 @@ class Publisher:
         from rollwire_client._publishing.schema import match_schema
         from rollwire_client._publishing.source import CheckedSource, GivenOrder
         from rollwire_client._publishing.tensors import ChangeDetector, check_tensors, device_of
+        from rollwire_client._publishing.tied import TiedTensors
 
-        detector = ChangeDetector()
-        match = functools.partial(
-            match_schema, cast=self._cast, detector=detector, coordinator=coordinator
-        )
         kv_policy = self._kv_policy if kv_policy is None else _check_kv_policy(kv_policy)
         schema = await self.schema()
+        detector, tied = ChangeDetector(), TiedTensors(schema)
+        match = functools.partial(
+            match_schema,
+            cast=self._cast,
+            detector=detector,
+            on_untied=tied.add,
+            coordinator=coordinator,
+        )
         source: TensorSource
         if isinstance(tensors, Mapping):
             specs, source = match(tensors, schema, partial=partial)
@@ -365,7 +370,7 @@ class Publisher:
             check_tensors(tensors)
             self._order = self._order or GivenOrder()
             checked = CheckedSource(
-                tensors, schema, self._order, detector, coordinator, partial, cast=self._cast
+                tensors, schema, self._order, detector, coordinator, tied, partial, self._cast
             )
             if partial:
                 reading = checked.read(device_of(tensors), self._timeouts.source)
@@ -393,6 +398,7 @@ class Publisher:
             cast=self._cast,
             expected_digest=expected_digest,
             detector=detector,
+            tied=tied,
             coordinator=coordinator,
         )
         work = publish.run(source)

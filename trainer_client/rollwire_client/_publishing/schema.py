@@ -15,7 +15,7 @@ from rollwire_client._errors import SchemaMismatchError
 from rollwire_client._publishing.tensors import check_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -34,10 +34,12 @@ def match_schema(
     partial: bool,
     cast: bool = True,
     detector: ChangeDetector,
+    on_untied: Callable[[str, str, TensorOrFunction], None] | None = None,
     coordinator: Coordinator | None = None,
 ) -> tuple[list[TensorSpec], TensorSource]:
     """The specs of what is sent, aliases included, and the source that gives it, in the trainer's
-    dtypes.
+    dtypes. As it is read, ``on_untied`` gets each tensor that is tied on the servers only: its
+    name, the name of the one that is sent, and itself.
 
     With a ``coordinator`` the other ranks of a sharded trainer gather in step.
     """
@@ -45,18 +47,26 @@ def match_schema(
     if isinstance(tensors, dict):  # to which the trainer may assign other tensors meanwhile
         tensors = snapshot
     check_tensors(snapshot)
-    selected = _select(snapshot, schema, partial=partial, cast=cast)
+    selected, untied = _select(snapshot, schema, partial=partial, cast=cast)
     wanted = {spec.name: spec for spec in schema}
     specs = []
     for name, local_name in selected.items():
         detector.watch(local_name, snapshot[local_name])
         specs.append(wanted[name])
     specs += [spec for spec in schema if spec.alias_of in selected]
+    for local_name in untied:
+        detector.watch(local_name, snapshot[local_name])
+
+    def value_of(local_name: str) -> TensorOrFunction:
+        value = tensors[local_name]
+        return value if coordinator is None else coordinator.gather(local_name, value)
 
     def items() -> Iterator[tuple[str, TensorOrFunction]]:
         for name, local_name in selected.items():
-            value = tensors[local_name]
-            yield name, value if coordinator is None else coordinator.gather(local_name, value)
+            yield name, value_of(local_name)
+        for local_name, sent_as in untied.items():
+            if on_untied is not None:
+                on_untied(local_name, sent_as, value_of(local_name))
 
     return specs, items
 
@@ -92,17 +102,12 @@ def mismatch(problem: str) -> SchemaMismatchError:
     )
 
 
-def tied_problem(alias: str, name: str) -> str:
-    return (
-        f"{alias} is tied to {name} on the servers, and a tensor of its own here: tie them, or "
-        "leave it out"
-    )
-
-
 def _select(
     tensors: Mapping[str, Tensor], schema: Sequence[TensorSpec], *, partial: bool, cast: bool
-) -> dict[str, str]:
-    """The tensors to send, each memory once: from the servers' names to the trainer's."""
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The tensors to send, each memory once, from the servers' names to the trainer's; and the
+    trainer's names of those that are tied on the servers only, to such a name of what is sent.
+    """
     wanted = {spec.name: spec for spec in schema}
     alias_of = {spec.name: spec.alias_of for spec in schema if spec.alias_of is not None}
     try:
@@ -111,6 +116,7 @@ def _select(
         raise SchemaMismatchError(f"nothing was sent: {error}") from error
     memory_of = {spec.name: spec.alias_of or spec.name for spec in described}
     selected: dict[str, str] = {}
+    untied: dict[str, str] = {}
     problems, hinted = _unknown_names(
         [spec for spec in described if spec.name not in wanted],
         [spec for spec in schema if spec.name not in tensors],
@@ -121,16 +127,14 @@ def _select(
         if local_name not in wanted:
             continue
         name = alias_of.get(local_name, local_name)
-        if name != local_name and name in tensors:
-            if memory_of[local_name] != memory_of[name]:
-                problems.append(tied_problem(local_name, name))
-            continue
         got, want = replace(transport.describe(local_name, tensor), name=name), wanted[name]
         if got.shape != want.shape:
             shapes.append(_shape_problem(replace(got, name=local_name), want))
         if not _dtype_fits(got, want, cast=cast):
             miscast.setdefault((got.dtype, want.dtype), []).append(local_name)
-        selected.setdefault(name, local_name)
+        sent = selected.setdefault(name, name if name in tensors else local_name)
+        if memory_of[local_name] != memory_of[sent]:
+            untied[local_name] = sent
     problems += shapes
     problems += [_dtype_problem(names, *dtypes) for dtypes, names in miscast.items()]
     if not partial:
@@ -143,7 +147,7 @@ def _select(
         raise SchemaMismatchError(
             "the tensors do not match the servers' schema; nothing was sent: " + "; ".join(shown)
         )
-    return selected
+    return selected, untied
 
 
 def _shape_problem(got: TensorSpec, want: TensorSpec) -> str:

@@ -5,26 +5,26 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
-import torch
 
 from rollwire_client._concurrency import run_in_thread
 from rollwire_client._errors import PublishError, SourceError
-from rollwire_client._publishing.schema import check_given, mismatch, tied_problem
-from rollwire_client._publishing.tensors import is_plain, version_of
+from rollwire_client._publishing.schema import check_given, mismatch
+from rollwire_client._publishing.tensors import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import torch
     from rollwire_transport import TensorSpec
     from torch import Tensor
 
     from rollwire_client._publishing.sharded.coordination import Coordinator
     from rollwire_client._publishing.tensors import ChangeDetector, TensorOrFunction, TensorSource
+    from rollwire_client._publishing.tied import TiedTensors
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class GivenOrder:
 
 @dataclass(slots=True)
 class CheckedSource:
-    """Gives each tensor once, by its name on the servers; those that are tied to one are left out.
+    """Gives each tensor once, by its name on the servers; of those that are tied there, the first.
 
     Tensors may come in any order. One that the servers do not know, or that has another shape, or a
     dtype that cannot be cast, raises SchemaMismatchError; so does one that is missing at the end,
@@ -55,6 +55,7 @@ class CheckedSource:
     order: GivenOrder
     detector: ChangeDetector
     coordinator: Coordinator | None
+    tied: TiedTensors
     partial: bool = False
     cast: bool = True
     _calls: int = 0
@@ -68,7 +69,7 @@ class CheckedSource:
         wanted = [spec.name for spec in self.schema if spec.alias_of is None]
         given: dict[str, str] = {}  # the servers' names, and the trainer's
         tied = {spec.alias_of for spec in self.schema}
-        firsts: dict[str, _First] = {}
+        memory: dict[str, object] = {}  # of those that other names share on the servers
         items = iter(source())
         try:
             while True:
@@ -87,15 +88,16 @@ class CheckedSource:
                 del item  # the generator must not keep a tensor that its reader has dropped
                 check_given(local_name, value, specs, cast=self.cast)
                 name = specs[local_name].alias_of or local_name
+                held_in = memory_of(value) if name in tied else None
+                if self.coordinator is not None:
+                    value = self.coordinator.gather(local_name, value)
                 if (before := given.get(name)) is None:
-                    given[name] = local_name
-                    if name in tied and is_plain(value):
-                        firsts[name] = _First.of(value)
+                    given[name], memory[name] = local_name, held_in
                     yield name, value
                 elif before == local_name:
                     raise mismatch(f"the source gave {local_name} twice")
-                elif name in firsts and is_plain(value) and firsts[name].differs_from(value):
-                    raise mismatch(tied_problem(before if local_name == name else local_name, name))
+                elif held_in is None or held_in != memory[name]:
+                    self.tied.add(local_name, before, value)
                 del value
         finally:
             transport.close_source(items)
@@ -150,28 +152,6 @@ class CheckedSource:
                 f"the source raised {type(error).__name__}: {error}; nothing was sent, the servers "
                 "keep what they serve"
             ) from error
-
-
-@dataclass(frozen=True, slots=True)
-class _First:
-    """The tensor that was given first, of those that are tied on the servers; not kept alive."""
-
-    tensor: weakref.ref[Tensor]
-    version: int | None  # torch's count of its changes
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _First:
-        return cls(weakref.ref(tensor), version_of(tensor))
-
-    def differs_from(self, second: Tensor) -> bool:
-        """Whether it does for sure: a tensor that is gone, or was used again, says nothing."""
-        first = self.tensor()
-        if first is None or first.data_ptr() == second.data_ptr():
-            return False
-        if self.version is None or version_of(first) != self.version:
-            return False
-        one, other = (t.detach().reshape(-1).view(torch.uint8) for t in (first, second))
-        return not torch.equal(one, other.to(one.device))
 
 
 @dataclass(slots=True)

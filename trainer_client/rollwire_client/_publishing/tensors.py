@@ -7,7 +7,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Self, TypeGuard
+from typing import Self
 
 import torch
 from rollwire_transport import close_source
@@ -53,6 +53,20 @@ def device_of(tensors: Mapping[str, Tensor] | TensorSource) -> torch.device | No
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def memory_of(value: object) -> object:
+    """A key that is equal for tensors that view the same memory in the same way, if it did not
+    change in between. It keeps no memory. None: nothing is known about it.
+    """
+    if not isinstance(value, Tensor) or (storage := _storage(value)) is None:
+        return None
+    local = _local(value)
+    if local.is_inference():  # whose changes torch does not count
+        return None
+    reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+    layout = (local.storage_offset(), local.dtype, tuple(local.shape), local.stride())
+    return (reference, _version(local), tuple(value.shape), layout)
 
 
 class ChangeDetector:
@@ -184,16 +198,6 @@ class ChangeDetector:
 
 _Counter = Callable[[], int | None]  # None: the tensor is gone
 _PLAIN = {Tensor, torch.nn.Parameter}
-
-
-def is_plain(value: TensorOrFunction) -> TypeGuard[Tensor]:
-    """Whether it is no function, and no DTensor or other subclass."""
-    return type(value) in _PLAIN
-
-
-def version_of(tensor: Tensor) -> int | None:
-    """How often it was changed in place; None if torch does not count that."""
-    return None if tensor.is_inference() else _version(tensor)
 
 
 def _local(tensor: Tensor) -> Tensor:

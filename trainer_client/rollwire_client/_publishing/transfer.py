@@ -108,6 +108,11 @@ class WeightTransfer:
         return self._sender.digest
 
     @property
+    def digests(self) -> dict[str, int]:
+        """Of each tensor that was sent, once all were."""
+        return self._sender.digests
+
+    @property
     def casts(self) -> dict[str, str]:
         """By name, the dtypes from which tensors were cast."""
         return self._sender.casts

@@ -79,7 +79,9 @@ class Coordinator:
             raise SourceError(f"the ranks differ: rank {rank} {text}, rank 0 {call}")
 
     def iterate(self, source: TensorSource) -> TensorSource:
-        """Wraps ``source``: the other ranks iterate over theirs in step."""
+        """Wraps ``source``: the other ranks iterate over theirs in step. What it gives is still to
+        be passed to ``gather``.
+        """
         from rollwire_transport import close_source
 
         def items() -> Iterator[tuple[str, TensorOrFunction]]:
@@ -92,10 +94,9 @@ class Coordinator:
                     item = next(iterator, None)
                     if item is None:
                         return
-                    name, value = item
+                    name = item[0]
+                    yield item
                     del item  # the generator must not keep a tensor that its reader has dropped
-                    yield name, self.gather(name, value)
-                    del value
             finally:
                 close_source(iterator)
 
