@@ -254,6 +254,21 @@ def test_stop_strings_in_runs_of_characters_in_several_tokens(
         assert shown == builder.text == said[:place]
 
 
+@pytest.mark.parametrize("hides_last", [False, True])
+@pytest.mark.parametrize("count", [1, 32, 33, 34, 40, 100])
+@pytest.mark.parametrize("before", [0, 5, 33, 50])
+def test_the_last_message_may_bring_many_tokens(count: int, before: int, hides_last: bool) -> None:
+    ids = [ord("a") + i % 26 for i in range(before + count)]
+    text = utf8(ids[:-1] if hides_last else ids)
+    builder = TextBuilder(Detokenizer(utf8, ["never"]), 0)
+    builder.append(ids[:before])
+    shown = builder.take()
+    builder.append(ids[before:])
+    builder.end(hides_last=hides_last)
+    assert (shown + builder.take(), builder.text) == (text, text)
+    assert builder.text == text
+
+
 def test_a_text_that_ends_within_a_character(tokenizer: Tokenizer) -> None:
     vocabulary = tokenizer.get_vocab()
     last = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("국")[0][0]

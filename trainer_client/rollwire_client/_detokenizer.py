@@ -124,7 +124,8 @@ class TextBuilder:
         new = shown[self._taken :]
         self._taken = max(self._taken, len(shown))
         self._parts.append(new)
-        self._shorten()
+        if self._end is None:  # else the text is not shortened any more
+            self._shorten()
         return new
 
     def _shown(self) -> str:
