@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from typing import TYPE_CHECKING
 
@@ -36,7 +35,6 @@ DENSE = {
     **layer(1),
     "model.norm.weight": torch.zeros(8),
 }
-FSDP = "_fsdp_wrapped_module"
 EXPERTS = {
     f"model.layers.0.mlp.experts.{i}.{name}.weight": torch.zeros(*shape)
     for i in range(4)
@@ -68,27 +66,6 @@ def renamed(rename: Callable[[str], str]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("rename", "advice"),
     [
-        (
-            lambda name: f"module.{name}",
-            "remove `module.` (DistributedDataParallel, DeepSpeed) from the name, or publish "
-            "model.module.state_dict()",
-        ),
-        (
-            lambda name: f"_orig_mod.{name}",
-            "remove `_orig_mod.` (torch.compile) from the name, or publish "
-            "model._orig_mod.state_dict()",
-        ),
-        (
-            lambda name: f"module._orig_mod.{name}",
-            "remove `module.` (DistributedDataParallel, DeepSpeed) and `_orig_mod.` "
-            "(torch.compile) from the name, or publish model.module._orig_mod.state_dict()",
-        ),
-        (
-            lambda name: (
-                "_fsdp_wrapped_module." + re.sub(r"(\d)", r"\1._fsdp_wrapped_module", name)
-            ),
-            "remove `_fsdp_wrapped_module.` (FSDP) from the name",
-        ),
         (lambda name: f"policy.{name}", "remove `policy.` from the name"),
         (lambda name: name.removeprefix("model."), "put `model.` before the name"),
         (
@@ -107,17 +84,6 @@ def test_what_wraps_all_names_is_told_once(
     )
 
 
-def test_what_wraps_some_modules_is_told_of_them() -> None:
-    tensors = renamed(
-        lambda name: name.replace("layers.1.", "layers.1._checkpoint_wrapped_module.")
-    )
-    assert told(tensors, DENSE) == (
-        "model.layers.1._checkpoint_wrapped_module.self_attn.q_proj.weight and 3 more like it are "
-        "unknown to the servers: remove `_checkpoint_wrapped_module.` (activation checkpointing) "
-        "from the name"
-    )
-
-
 def test_many_wrapped_names_are_refused_at_once() -> None:
     wanted = {
         f"model.layers.{i}.mlp.experts.{j}.{name}_proj.weight": torch.zeros(1)
@@ -126,7 +92,7 @@ def test_many_wrapped_names_are_refused_at_once() -> None:
         for name in ("gate", "up", "down")
     }
     schema = describe_all(wanted)
-    for prefix in ("module.", "_orig_mod.", "other.wrapping."):
+    for prefix in ("policy.", "other.wrapping."):
         tensors = {prefix + name: tensor for name, tensor in wanted.items()}
         began = time.process_time()
         with pytest.raises(SchemaMismatchError, match=f"2303 more .*`{prefix}`"):
@@ -138,7 +104,7 @@ def test_many_wrapped_names_are_refused_at_once() -> None:
 
 
 @pytest.mark.parametrize("change", [{"shape": (4, 8)}, {"dtype": "int8"}], ids=["shape", "dtype"])
-@pytest.mark.parametrize("prefix", ["module.", "policy."])
+@pytest.mark.parametrize("prefix", ["actor.", "policy."])
 def test_no_other_name_is_proposed_for_a_tensor_that_does_not_fit(
     prefix: str, change: dict[str, object]
 ) -> None:

@@ -192,8 +192,12 @@ async def test_what_was_prepared_is_not_asked_for_again() -> None:
             r"layer.weight has shape \[24, 8\], the servers want \[8, 8\]: split",
         ),
         (
-            {"layer.weight": None, "module.layer.weight": torch.zeros(8, 8)},
-            "module.layer.weight is unknown to the servers: remove `module.` .* from the name",
+            {"layer.weight": None, "policy.layer.weight": torch.zeros(8, 8)},
+            "policy.layer.weight is unknown to the servers: remove `policy.` from the name",
+        ),
+        (
+            {"module.layer.weight": torch.zeros(8, 8)},
+            "layer.weight and module.layer.weight are both layer.weight on the servers: leave one",
         ),
         ({"layer.weight": None}, "layer.weight is missing"),
         ({"head.weight": torch.zeros(8, 8)}, r"head.weight has shape \[8, 8\], the servers want"),

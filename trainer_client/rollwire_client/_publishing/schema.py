@@ -12,6 +12,7 @@ import torch
 from rollwire_transport import TensorSpec
 
 from rollwire_client._errors import SchemaMismatchError
+from rollwire_client._publishing.names import name_on_servers
 from rollwire_client._publishing.tensors import check_tensors
 
 if TYPE_CHECKING:
@@ -47,28 +48,42 @@ def match_schema(
     if isinstance(tensors, dict):  # to which the trainer may assign other tensors meanwhile
         tensors = snapshot
     check_tensors(snapshot)
-    selected, untied = _select(snapshot, schema, partial=partial, cast=cast)
     wanted = {spec.name: spec for spec in schema}
-    specs = []
-    for name, local_name in selected.items():
-        detector.watch(local_name, snapshot[local_name])
-        specs.append(wanted[name])
+    local_names = _local_names(snapshot, wanted)
+    named = {name: snapshot[local_name] for name, local_name in local_names.items()}
+    selected, untied = _select(named, schema, partial=partial, cast=cast)
+    for name in [*selected.values(), *untied]:
+        detector.watch(local_names[name], named[name])
+    specs = [wanted[name] for name in selected]
     specs += [spec for spec in schema if spec.alias_of in selected]
-    for local_name in untied:
-        detector.watch(local_name, snapshot[local_name])
+    del named
 
-    def value_of(local_name: str) -> TensorOrFunction:
+    def value_of(name: str) -> TensorOrFunction:
+        local_name = local_names[name]
         value = tensors[local_name]
         return value if coordinator is None else coordinator.gather(local_name, value)
 
     def items() -> Iterator[tuple[str, TensorOrFunction]]:
-        for name, local_name in selected.items():
-            yield name, value_of(local_name)
-        for local_name, sent_as in untied.items():
+        for name, source in selected.items():
+            yield name, value_of(source)
+        for name, sent_as in untied.items():
             if on_untied is not None:
-                on_untied(local_name, sent_as, value_of(local_name))
+                on_untied(name, sent_as, value_of(name))
 
     return specs, items
+
+
+def _local_names(tensors: Iterable[str], wanted: Mapping[str, TensorSpec]) -> dict[str, str]:
+    """The trainer's names by those that the servers have for the same tensors."""
+    local_names: dict[str, str] = {}
+    for local_name in tensors:
+        name = name_on_servers(local_name, wanted)
+        if (other := local_names.setdefault(name, local_name)) != local_name:
+            raise SchemaMismatchError(
+                f"nothing was sent: {other} and {local_name} are both {name} on the servers: leave "
+                "one out"
+            )
+    return local_names
 
 
 def check_given(
@@ -234,12 +249,6 @@ _PEFT = re.compile(
     r"(?:^|\.)(?:base_model\.model|base_layer|lora_\w+|modules_to_save|original_module)(?:\.|$)"
 )
 _PEFT_WRAPPING = re.compile(r"(?:^|(?<=\.))base_model\.model\.|\.base_layer(?=\.)")
-_WRAPPERS = {
-    "module": "DistributedDataParallel, DeepSpeed",
-    "_orig_mod": "torch.compile",
-    "_fsdp_wrapped_module": "FSDP",
-    "_checkpoint_wrapped_module": "activation checkpointing",
-}
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _PACKED_EXPERTS = re.compile(r"\.experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj)\w*$")
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -268,9 +277,6 @@ def _advice(spec: TensorSpec, missing: _Missing) -> tuple[str, Iterable[str]]:
             "their names, and without those of lora_",
             [_PEFT_WRAPPING.sub("", name)],
         )
-    plain = ".".join(part for part in parts if part not in _WRAPPERS)
-    if plain != name and missing.fits(spec, plain):
-        return _advice_to_unwrap(parts), [plain]
     if name.endswith("_flat_param"):
         return (
             "FSDP has flattened parameters into {it}: publish what torch.distributed.checkpoint."
@@ -307,15 +313,6 @@ def _advice(spec: TensorSpec, missing: _Missing) -> tuple[str, Iterable[str]]:
     if len(candidates) == 1 and missing.fits(spec, candidates[0]):
         return _advice_to_rename(parts, candidates[0].split(".")), candidates
     return "", ()
-
-
-def _advice_to_unwrap(parts: Sequence[str]) -> str:
-    found = [part for part in parts if part in _WRAPPERS]
-    outer = parts[: next(i for i, part in enumerate(parts) if part not in _WRAPPERS)]
-    wrappers = " and ".join(f"`{part}.` ({_WRAPPERS[part]})" for part in dict.fromkeys(found))
-    if outer != found or "_fsdp_wrapped_module" in found:
-        return f"remove {wrappers} from the name"
-    return f"remove {wrappers} from the name, or publish model.{'.'.join(outer)}.state_dict()"
 
 
 def _advice_to_rename(parts: list[str], theirs: list[str]) -> str:

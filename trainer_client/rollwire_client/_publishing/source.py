@@ -12,6 +12,7 @@ import rollwire_transport as transport
 
 from rollwire_client._concurrency import run_in_thread
 from rollwire_client._errors import PublishError, SourceError
+from rollwire_client._publishing.names import name_on_servers
 from rollwire_client._publishing.schema import check_given, mismatch
 from rollwire_client._publishing.tensors import memory_of
 
@@ -67,7 +68,7 @@ class CheckedSource:
             source = self.coordinator.iterate(source)
         specs = {spec.name: spec for spec in self.schema}
         wanted = [spec.name for spec in self.schema if spec.alias_of is None]
-        given: dict[str, str] = {}  # the servers' names, and the trainer's
+        given: dict[str, str] = {}  # what is sent, and by which of the servers' names it came
         tied = {spec.alias_of for spec in self.schema}
         memory: dict[str, object] = {}  # of those that other names share on the servers
         items = iter(source())
@@ -86,18 +87,19 @@ class CheckedSource:
                         f"the source gave a {type(item).__name__}, not a name and a tensor"
                     ) from None
                 del item  # the generator must not keep a tensor that its reader has dropped
-                check_given(local_name, value, specs, cast=self.cast)
-                name = specs[local_name].alias_of or local_name
+                its_name = name_on_servers(local_name, specs)
+                check_given(its_name, value, specs, cast=self.cast)
+                name = specs[its_name].alias_of or its_name
                 held_in = memory_of(value) if name in tied else None
                 if self.coordinator is not None:
                     value = self.coordinator.gather(local_name, value)
                 if (before := given.get(name)) is None:
-                    given[name], memory[name] = local_name, held_in
+                    given[name], memory[name] = its_name, held_in
                     yield name, value
-                elif before == local_name:
+                elif before == its_name:
                     raise mismatch(f"the source gave {local_name} twice")
                 elif held_in is None or held_in != memory[name]:
-                    self.tied.add(local_name, before, value)
+                    self.tied.add(its_name, before, value)
                 del value
         finally:
             transport.close_source(items)

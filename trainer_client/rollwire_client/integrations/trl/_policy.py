@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import rollwire_transport as transport
 import torch
 
+from rollwire_client._publishing.names import unwrapped
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-# What wrappers put into the names of parameters.
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 _PEFT_ROOT = "base_model.model."
 
 
@@ -109,7 +109,6 @@ def _merged_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _plain_name(name: str) -> str:
-    name = name.removeprefix("module.").removeprefix(_PEFT_ROOT)
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    plain = unwrapped(name)
+    # Other names are left to the publisher, which knows those of the servers.
+    return plain.removeprefix(_PEFT_ROOT) if plain.startswith(_PEFT_ROOT) else name
