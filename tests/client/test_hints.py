@@ -124,7 +124,8 @@ def test_a_name_that_could_be_several_is_not_renamed() -> None:
     )
 
 
-def test_an_adapter_is_to_be_merged() -> None:
+@pytest.mark.parametrize("merged", [False, True], ids=["adapter apart", "adapter merged"])
+def test_an_adapter_is_to_be_merged_never_its_base_published(*, merged: bool) -> None:
     tensors: dict[str, Tensor] = {}
     for name, tensor in DENSE.items():
         layer, _, module = name.removesuffix(".weight").rpartition(".")
@@ -132,12 +133,13 @@ def test_an_adapter_is_to_be_merged() -> None:
             tensors[f"base_model.model.{name}"] = tensor
             continue
         tensors[f"base_model.model.{layer}.{module}.base_layer.weight"] = tensor
-        tensors[f"base_model.model.{layer}.{module}.lora_A.default.weight"] = torch.zeros(2, 8)
-        tensors[f"base_model.model.{layer}.{module}.lora_B.default.weight"] = torch.zeros(8, 2)
+        if not merged:
+            tensors[f"base_model.model.{layer}.{module}.lora_A.default.weight"] = torch.zeros(2, 8)
     answer = told(tensors, DENSE)
-    assert "lora_A.default.weight and 11 more like it are unknown to the servers: a PEFT" in answer
+    assert f"and {len(tensors) - 1} more like it are unknown to the servers: a PEFT" in answer
     assert "model.merge_and_unload().state_dict()" in answer
     assert "missing" not in answer
+    assert "rename" not in answer
     assert "from the name" not in answer
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,11 +16,6 @@ _WRAPPERS = {
 }
 
 
-# What PEFT inserts. The names of an adapter itself stand for nothing on servers, so that a model
-# whose adapter is still there is refused.
-_PEFT = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
-
-
 def unwrapped(name: str) -> str:
     """The name of the same tensor in the model without its wrappers."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
@@ -29,10 +23,6 @@ def unwrapped(name: str) -> str:
 
 def name_on_servers(name: str, wanted: Container[str]) -> str:
     """The one of the ``wanted`` names that a trainer's name stands for, or else this name."""
-    plain = unwrapped(name)
-    return next((n for n in (name, plain, merged_name(plain)) if n in wanted), name)
-
-
-def merged_name(name: str) -> str:
-    """The name of the same tensor in the model that PEFT extended."""
-    return _PEFT.sub("", name)
+    if name in wanted or (plain := unwrapped(name)) not in wanted:
+        return name
+    return plain

@@ -12,7 +12,7 @@ import torch
 from rollwire_transport import TensorSpec
 
 from rollwire_client._errors import SchemaMismatchError
-from rollwire_client._publishing.names import merged_name, name_on_servers, unwrapped
+from rollwire_client._publishing.names import name_on_servers
 from rollwire_client._publishing.tensors import check_tensors
 
 if TYPE_CHECKING:
@@ -248,6 +248,7 @@ def _ending(name: str) -> str:
 _PEFT = re.compile(
     r"(?:^|\.)(?:base_model\.model|base_layer|lora_\w+|modules_to_save|original_module)(?:\.|$)"
 )
+_PEFT_WRAPPING = re.compile(r"(?:^|(?<=\.))base_model\.model\.|\.base_layer(?=\.)")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _PACKED_EXPERTS = re.compile(r"\.experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj)\w*$")
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -267,11 +268,14 @@ def _advice(spec: TensorSpec, missing: _Missing) -> tuple[str, Iterable[str]]:
     """
     name, parts = spec.name, spec.name.split(".")
     if _PEFT.search(name):
+        # The base layers have the shapes that the servers want: renamed, they would pass as the
+        # policy, without the adapter.
         return (
             "a PEFT model's base layers and adapters are not its policy. Merge the adapter first: "
             "publish model.merge_and_unload().state_dict(), or, between model.merge_adapter() and "
-            "model.unmerge_adapter(), all tensors but those of the adapter (lora_)",
-            [merged_name(unwrapped(name))],
+            "model.unmerge_adapter(), the tensors without `base_model.model.` and `.base_layer` in "
+            "their names, and without those of lora_",
+            [_PEFT_WRAPPING.sub("", name)],
         )
     if name.endswith("_flat_param"):
         return (

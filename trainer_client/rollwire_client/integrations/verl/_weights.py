@@ -6,7 +6,7 @@ import contextlib
 from collections import deque
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rollwire_client._errors import SchemaMismatchError, SourceError
+from rollwire_client._errors import SourceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -48,11 +48,6 @@ class RereadableWeights:
         for name, kept in tuple(self._given.items()):
             yield name, _lost(name) if kept is None else kept
         for name, tensor in self._weights:
-            if ".base_layer." in name:  # verl renames the layers of merged adapters
-                raise SchemaMismatchError(
-                    f"verl gave {name}, a layer without its adapter; nothing was committed. Merge "
-                    "the adapter first: set actor_rollout_ref.model.lora.merge=True"
-                )
             self._keep(name, tensor)
             yield name, tensor
 
