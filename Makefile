@@ -31,7 +31,7 @@ test-protobuf7: .overlay/installed
 test-ucx: .ucx/installed
 	PYTHONPATH=$(CURDIR)/.ucx $(RUN)$(PYTEST) -m "not gpu" tests/transport/test_ucx.py tests/transport/test_links.py tests/system/weights/test_faults_relays.py tests/server/test_transport_listen.py
 
-# TRL's own trainers on real servers; 290 MB more. dill pickles what does not lie in site-packages by
+# TRL's own trainers on real servers; 305 MB more. dill pickles what does not lie in site-packages by
 # its content, and fails at that.
 TRL := .trl/site-packages
 test-trl: .trl/installed
