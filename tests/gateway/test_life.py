@@ -202,22 +202,30 @@ async def test_limits_are_refusals_in_openais_shape(
         asking = asyncio.create_task(client.post("/generate", json=body))
         await until_running(slow, 2)
         full = await client.post("/generate", json={"input_ids": [1]})
+        never = await client.post("/generate", json={"input_ids": [[1]] * 3})
         large = await client.post("/generate", json={"input_ids": [1] * 1000})
         unknown = await client.post("/v1/embeddings", json={})
         method = await client.get("/generate")
         broken = await client.post("/generate", content=b'{"input_ids": [1')
         listed = await client.post("/generate", json=[1])
+        halves = [
+            await client.post("/generate", content=body)
+            for body in (rb'{"\ud83d": 1}', b'{"rid": "\xed\xa0\xbd"}', rb'{"text": "\ude00\ud83d"}')
+        ]
         nan = await client.post("/generate", content=b'{"sampling_params": {"temperature": NaN}}')
         text = await client.post(PATH, json=LONG)
         asking.cancel()
     assert full.status_code == 429
     assert full.json()["error"]["code"] == "too_many_sequences"
     assert "retry-after" in full.headers
-    codes = [r.status_code for r in (large, unknown, method, broken, listed, nan, text)]
-    assert codes == [413, 404, 405, 400, 400, 400, 400]
-    for answer in (large, unknown, method, broken, listed, nan, text):
+    answers = [large, unknown, method, broken, listed, nan, text, never, *halves]
+    codes = [r.status_code for r in answers]
+    assert codes == [413, 404, 405, 400, 400, 400, 400, 400, 400, 400, 400]
+    for answer in answers:
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     assert text.json()["error"]["code"] == "no_tokenizer"
+    assert never.json()["error"]["code"] == "too_many_sequences"
+    assert {half.json()["error"]["code"] for half in halves} == {"invalid_json"}
 
 
 async def test_tokens_open_what_they_are_for(

@@ -220,6 +220,7 @@ async def test_what_is_left_out_is_neutral(http: httpx.AsyncClient) -> None:
         ("n", True),
         ("temperature", "hot"),
         ("temperature", -1),
+        ("temperature", 10**400),
         ("top_p", 1.5),
         ("max_tokens", 0),
         ("stop", ""),

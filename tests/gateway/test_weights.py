@@ -112,7 +112,9 @@ async def test_updates_need_a_folder_that_is_allowed(
             {"model_path": str(tmp_path)},
             {},
             {"model_path": str(tmp_path), "weight_version": "x"},
+            {"model_path": str(tmp_path), "weight_version": "9" * 5000},
+            {"model_path": "a\0b"},
         ]
         answers = [await http.post(PATH, json=body) for body in bodies]
-    assert [answer.status_code for answer in answers] == [403, 400, 400]
+    assert [answer.status_code for answer in answers] == [403, 400, 400, 400, 400]
     assert "--checkpoints" in json.dumps(answers[0].json())

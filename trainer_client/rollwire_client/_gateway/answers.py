@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import math
+import re
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 CLIENT_GONE = 499  # as nginx logs it; nobody gets it
 _BODY_SECONDS = 60.0  # for a request's body to arrive
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # of which two are a character, and one is no text
 _PARSED_IN_LOOP = 1 << 18  # bytes of JSON; more would stall the event loop
 _EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -72,7 +74,10 @@ async def read_fields(request: Request, most_bytes: int) -> Fields:
 
 
 def _parsed(body: bytearray) -> Any:
-    return json.loads(body, parse_constant=_no_constant)
+    value = json.loads(body.decode(), parse_constant=_no_constant)
+    if _SURROGATE.search(body) is not None:
+        json.dumps(value, ensure_ascii=False).encode()  # raises if one has no partner
+    return value
 
 
 def _no_constant(name: str) -> None:

@@ -7,6 +7,8 @@ gateway does not know, or cannot do, and gets an error that says which.
 from __future__ import annotations
 
 import math
+import reprlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from rollwire_client._gateway.errors import invalid
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _LONGEST_SHOWN = 80  # characters of a wrong value, in messages
+_MAX_FLOAT = sys.float_info.max
+_shortened = reprlib.Repr()
+_shortened.maxstring = _shortened.maxother = _LONGEST_SHOWN
 
 
 class Fields:
@@ -35,9 +40,11 @@ class Fields:
 
     def number(self, *names: str) -> float | None:
         name, value = self._first(names)
-        if value is not None and (not _is_number(value) or not math.isfinite(value)):
+        if value is None:
+            return None
+        if not _is_number(value) or not -_MAX_FLOAT <= value <= _MAX_FLOAT:
             raise self.wrong(name, value, "a number")
-        return None if value is None else float(value)
+        return float(value)
 
     def integer(
         self, *names: str, minimum: int | None = None, maximum: int | None = None
@@ -92,7 +99,7 @@ class Fields:
             return
         supported = f"only {' or '.join(map(repr, values))} is" if values else "it is not"
         raise invalid(
-            f"{self._name(name)} is {_shown(value)}: {supported} supported",
+            f"{self._name(name)} is {shown(value)}: {supported} supported",
             self._name(name),
             "unsupported_value",
         )
@@ -111,13 +118,13 @@ class Fields:
         if self._left:
             name = next(iter(self._left))
             raise invalid(
-                f"{self._name(name)} is not supported: leave it out",
+                f"{self._name(name)[:_LONGEST_SHOWN]} is not supported: leave it out",
                 self._name(name),
                 "unsupported_parameter",
             )
 
     def wrong(self, name: str, value: Any, expected: str) -> Exception:
-        return invalid(f"{self._name(name)} is {_shown(value)}, not {expected}", self._name(name))
+        return invalid(f"{self._name(name)} is {shown(value)}, not {expected}", self._name(name))
 
     def _first(self, names: tuple[str, ...]) -> tuple[str, Any]:
         """The value of a field that has several names, of which one may be given."""
@@ -147,6 +154,6 @@ def _same(value: Any, neutral: Any) -> bool:
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
+def shown(value: Any) -> str:
+    text = _shortened.repr(value)  # never the whole of a large or deep one
     return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 1] + "…"

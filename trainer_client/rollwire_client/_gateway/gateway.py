@@ -12,6 +12,7 @@ from rollwire.types import LogprobBasis
 
 from rollwire_client._data import ServerInfo
 from rollwire_client._gateway.errors import HttpError, invalid
+from rollwire_client._gateway.fields import shown
 from rollwire_client._gateway.sampler import Sampler, SamplerLimits
 from rollwire_client._gateway.weights import WeightUpdater
 
@@ -89,7 +90,7 @@ class Gateway:
         if name and name not in self.model_names:
             raise HttpError(
                 HTTPStatus.NOT_FOUND,
-                f"there is no model {name!r}: this gateway serves {', '.join(self.model_names)}",
+                f"there is no model {shown(name)}: this gateway serves {', '.join(self.model_names)}",
                 code="model_not_found",
                 param="model",
             )

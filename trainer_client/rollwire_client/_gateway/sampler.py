@@ -11,7 +11,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Protocol
 
 from rollwire_client._errors import RollwireError
-from rollwire_client._gateway.errors import HttpError, http_error
+from rollwire_client._gateway.errors import HttpError, http_error, invalid
 from rollwire_client._rpc.conversion import RolloutOptions, checked_token_ids
 from rollwire_client._trajectory import TrajectoryBuilder
 
@@ -152,11 +152,16 @@ class Sampler:
             await asyncio.wait(left, timeout=_END_SECONDS)
 
     def _sequences(self, request: SampleRequest) -> list[_RunningSequence]:
-        prompts = [checked_token_ids(prompt) for prompt in request.prompts]
-        count = len(prompts) * request.options.n
+        count = len(request.prompts) * request.options.n
         if self._closed:
             raise HttpError(
                 HTTPStatus.SERVICE_UNAVAILABLE, "the gateway shuts down", code="draining"
+            )
+        if count > self._limits.sequences:
+            raise invalid(
+                f"{count} sequences are more than the {self._limits.sequences} that may ever run at "
+                "the same time (--max-sequences): split the request",
+                code="too_many_sequences",
             )
         running = sum(map(len, self._running.values()))
         if running + count > self._limits.sequences:
@@ -166,7 +171,7 @@ class Sampler:
                 f"{self._limits.sequences} may (--max-sequences)",
                 code="too_many_sequences",
             )
-        n = request.options.n
+        n, prompts = request.options.n, list(map(checked_token_ids, request.prompts))
         # The samples of a prompt share its prefix.
         own = uuid.uuid4().hex if n > 1 and not request.session else ""
         return [

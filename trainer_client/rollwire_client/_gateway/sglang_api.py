@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ _UNSUPPORTED = (
     "image_data", "audio_data", "video_data", "input_embeds", "lora_path", "token_ids_logprob",
     "custom_logit_processor", "session_params", "bootstrap_host", "bootstrap_room",
 )  # fmt: skip
+
+
+_DECIMAL = re.compile("[0-9]{1,20}")
 
 
 async def generate(gateway: Gateway, fields: Fields, session: str) -> Any:
@@ -225,7 +229,7 @@ def _version(fields: Fields) -> int | None:
     value = fields.take("weight_version")
     if value is None:
         return None
-    if isinstance(value, str) and value.isascii() and value.isdecimal():
+    if isinstance(value, str) and _DECIMAL.fullmatch(value) is not None:
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
         raise fields.wrong("weight_version", value, "a version: an integer from 0 on")

@@ -73,7 +73,10 @@ class WeightUpdater:
                 raise
 
     def _allowed(self, folder: str) -> Path:
-        path = Path(folder).resolve()
+        try:
+            path = Path(folder).resolve()
+        except (OSError, ValueError, RuntimeError) as error:  # a NUL, or a circle of links
+            raise invalid(f"{folder!r:.200} is not a path: {error}", "model_path") from error
         if not any(path.is_relative_to(root) for root in self._roots):
             listed = ", ".join(map(str, self._roots)) or "none"
             raise HttpError(
