@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -100,6 +101,31 @@ async def test_a_failure_after_the_200_is_an_event_before_done(
         with pytest.raises(openai.APIError, match="not finished"):
             async for _ in stream:
                 pass
+
+
+async def test_a_client_that_stops_reading_loses_its_sequences(
+    start_server: StartServer, start_gateway: StartGateway
+) -> None:
+    gateway = start_gateway(
+        start_synthetic(start_server, 100_000).address, "--stream-interval", "0",
+        *("--max-sequence-seconds", "2", "--max-sequences", "16"),
+        *("--metrics-listen", "127.0.0.1:0"),
+    )  # fmt: skip
+    ask = {"input_ids": [1], "stream": True, "sampling_params": {"n": 16, "max_new_tokens": 4000}}
+    body = json.dumps(ask).encode()
+    host, _, port = gateway.address.rpartition(":")
+    with contextlib.closing(socket.socket()) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((host, int(port)))
+        head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        assert await asyncio.to_thread(client.recv, 12) == b"HTTP/1.1 200"
+        async with asyncio.timeout(30):
+            while await metric(gateway, "rollwire_gateway_sequences"):
+                await asyncio.sleep(0.05)
+        async with client_of(gateway) as other:
+            small = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+            assert (await other.post("/generate", json=small)).status_code == 200
 
 
 async def test_a_request_that_took_too_long_is_not_sent_again(
@@ -210,7 +236,11 @@ async def test_limits_are_refusals_in_openais_shape(
         listed = await client.post("/generate", json=[1])
         halves = [
             await client.post("/generate", content=body)
-            for body in (rb'{"\ud83d": 1}', b'{"rid": "\xed\xa0\xbd"}', rb'{"text": "\ude00\ud83d"}')
+            for body in (
+                rb'{"\ud83d": 1}',
+                b'{"rid": "\xed\xa0\xbd"}',
+                rb'{"text": "\ude00\ud83d"}',
+            )
         ]
         nan = await client.post("/generate", content=b'{"sampling_params": {"temperature": NaN}}')
         text = await client.post(PATH, json=LONG)

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 CLIENT_GONE = 499  # as nginx logs it; nobody gets it
 _BODY_SECONDS = 60.0  # for a request's body to arrive
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # of which two are a character, and one is no text
+_LAST_SECONDS = 5.0  # for a client to take the error that ends its stream
 _PARSED_IN_LOOP = 1 << 18  # bytes of JSON; more would stall the event loop
 _EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -181,15 +182,25 @@ class EventAnswer:
             if not events.started:
                 await error_answer(error)(scope, receive, send)
                 return
-            await events.send(error.body())
+            await self._end(events, error)
         except ClientGoneError:
             raise
         except Exception as error:
             if not events.started:
                 raise
             logger.exception("a bug of the gateway ends a stream")
-            await events.send(bug(error).body())
-        await events.end()
+            await self._end(events, bug(error))
+        else:
+            await events.end()
+
+    @staticmethod
+    async def _end(events: EventSender, error: HttpError) -> None:
+        try:
+            async with asyncio.timeout(_LAST_SECONDS):
+                await events.send(error.body())
+                await events.end()
+        except TimeoutError:
+            raise ClientGoneError from error  # it does not read
 
     async def _produced(self, events: EventSender) -> None:
         beating = asyncio.create_task(events.beat(self._heartbeat))

@@ -16,7 +16,7 @@ from rollwire_client._rpc.conversion import RolloutOptions, checked_token_ids
 from rollwire_client._trajectory import TrajectoryBuilder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
     from rollwire.types import LogprobBasis
 
@@ -216,6 +216,7 @@ class Sampler:
         sampling = request.options.seeded(sequence.number)
         options = self._options(request, sequence, streamed=listener is not None)
         rollout = self._pool.rollout(sequence.output, sampling, options)
+        deadline = asyncio.get_running_loop().time() + self._limits.seconds
         try:
             if listener is None:
                 await rollout.run()
@@ -223,7 +224,8 @@ class Sampler:
             async with contextlib.aclosing(rollout.chunks()) as chunks:
                 async for chunk in chunks:
                     sequence.delivering = True
-                    await listener.on_chunk(sequence.number, chunk)
+                    async with self._reading(deadline):
+                        await listener.on_chunk(sequence.number, chunk)
                     sequence.delivering = False
                     if sequence.aborted:
                         break
@@ -233,7 +235,22 @@ class Sampler:
                 raise
             sequence.output.finish = None
         if listener is not None:
-            await listener.on_end(sequence.number, sequence.output.trajectory())
+            async with self._reading(deadline):
+                await listener.on_end(sequence.number, sequence.output.trajectory())
+
+    @contextlib.asynccontextmanager
+    async def _reading(self, deadline: float) -> AsyncIterator[None]:
+        """A client that has stopped to read holds its sequence no longer than others may last."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                yield
+        except TimeoutError as error:
+            raise HttpError(
+                HTTPStatus.GATEWAY_TIMEOUT,
+                f"the answer was not read within {self._limits.seconds:g} s "
+                "(--max-sequence-seconds)",
+                code="not_read",
+            ) from error
 
     def _options(
         self, request: SampleRequest, sequence: _RunningSequence, *, streamed: bool
