@@ -49,6 +49,7 @@ class BearerTokens:
                 _refresh(file)
         needed = self._control if control else self._rollout
         if needed is None:
+            _refuse_other_sites(headers)
             return
         kind, _, given = headers.get("authorization", "").partition(" ")
         token = given.strip().encode() if kind.lower() == "bearer" else b""
@@ -66,6 +67,21 @@ class BearerTokens:
                 "this call needs the control token, not the rollout one",
                 code="permission_denied",
             )
+
+
+def _refuse_other_sites(headers: Mapping[str, str]) -> None:
+    """Where no token is needed, a page that somebody reads beside the gateway must not use it:
+    browsers send its requests without asking, and only keep the answers from it.
+    """
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    own = origin is None or origin.partition("://")[2] == headers.get("host")
+    if not own or site in {"cross-site", "same-site"}:
+        raise HttpError(
+            HTTPStatus.FORBIDDEN,
+            "a web page of another site sent this: it needs a token (--rollout-token-file, "
+            "--control-token-file)",
+            code="other_site",
+        )
 
 
 def _token(file: WatchedFiles) -> bytes:
