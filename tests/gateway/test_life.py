@@ -121,7 +121,7 @@ async def test_a_client_that_stops_reading_loses_its_sequences(
         client.sendall(head.encode() + body)
         assert await asyncio.to_thread(client.recv, 12) == b"HTTP/1.1 200"
         async with asyncio.timeout(30):
-            while await metric(gateway, "rollwire_gateway_sequences"):
+            while await metric(gateway, "rollwire_gateway_sequences"):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         async with client_of(gateway) as other:
             small = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}

@@ -252,6 +252,7 @@ async def test_what_it_cannot_do_is_refused_by_name(
         ("reasoning_effort", "high"),
         ("messages", []),
         ("messages", [{"role": "nobody", "content": "x"}]),
+        ("messages", [{"role": ["user"], "content": "x"}]),
         ("messages", [{"role": "user", "content": [{"type": "image_url"}]}]),
     ],
 )

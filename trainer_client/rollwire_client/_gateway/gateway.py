@@ -90,7 +90,8 @@ class Gateway:
         if name and name not in self.model_names:
             raise HttpError(
                 HTTPStatus.NOT_FOUND,
-                f"there is no model {shown(name)}: this gateway serves {', '.join(self.model_names)}",
+                f"there is no model {shown(name)}: "
+                f"this gateway serves {', '.join(self.model_names)}",
                 code="model_not_found",
                 param="model",
             )

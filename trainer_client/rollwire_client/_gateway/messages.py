@@ -12,7 +12,7 @@ from rollwire_client._gateway.errors import invalid
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_ROLES = {"system", "developer", "user", "assistant", "tool"}
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _FROM_OUTSIDE = {"user", "tool"}
 _PROBED = "rollwire"  # in the arguments of a call that a template is tried with
 

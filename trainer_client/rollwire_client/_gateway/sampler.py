@@ -159,8 +159,8 @@ class Sampler:
             )
         if count > self._limits.sequences:
             raise invalid(
-                f"{count} sequences are more than the {self._limits.sequences} that may ever run at "
-                "the same time (--max-sequences): split the request",
+                f"{count} sequences are more than the {self._limits.sequences} that may run at the "
+                "same time (--max-sequences): split the request",
                 code="too_many_sequences",
             )
         running = sum(map(len, self._running.values()))
