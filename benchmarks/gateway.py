@@ -5,6 +5,11 @@ and through a gateway as one JSON a sequence, as events of token ids, and as eve
 clients of the gateway are raw sockets that parse nothing but the last line, so that what is
 measured is the gateway.
 
+The peer is the same engine behind an HTTP server of its own (``sse.py``), which sends one JSON
+event for each token, as inference servers do. Its CPU-seconds are without those of the engine,
+which is also run alone. A second gateway sends as many events as the peer (``--stream-interval
+0``).
+
     python benchmarks/gateway.py --streams 256 --rate 50
 """
 
@@ -20,25 +25,27 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import common
+import delivery
 from rollwire_client import Fleet, Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Awaitable, Callable, Iterator
 
 PROMPT = [1, 2, 3]
 ROLLWIRE = "from rollwire_client._cli import main; main()"
 
 
 @contextlib.contextmanager
-def gateway(server: str, folder: Path, tokenizer: Path) -> Iterator[tuple[str, int]]:
+def gateway(server: str, folder: Path, tokenizer: Path, *flags: str) -> Iterator[tuple[str, int]]:
     """Its address and its process's id."""
-    ready = folder / "gateway.json"
+    ready = folder / f"gateway{''.join(flags)}.json"
     command = [sys.executable, "-c", ROLLWIRE, "gateway", server, "--listen", "127.0.0.1:0"]
-    command += ["--ready-file", str(ready), "--tokenizer", str(tokenizer)]
+    command += ["--ready-file", str(ready), "--tokenizer", str(tokenizer), *flags]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + common.START_SECONDS
@@ -63,12 +70,6 @@ def write_tokenizer(folder: Path) -> Path:
     inner.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(folder)
     return folder
-
-
-def cpu_seconds(pid: int) -> float:
-    """That a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def by_grpc(server: str, options: argparse.Namespace) -> float:
@@ -106,31 +107,69 @@ async def by_http(address: str, path: str, body: dict[str, Any], streams: int) -
     return time.monotonic() - began
 
 
-async def measure(options: argparse.Namespace, server: str, address: str, pid: int) -> None:
+@dataclass(frozen=True)
+class Figures:
+    """Tokens a second, and CPU-seconds of the process that answers."""
+
+    rate: float
+    cpu_seconds: float
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """A gateway that runs."""
+
+    address: str
+    pid: int
+
+    async def answer(self, path: str, body: dict[str, Any], options: argparse.Namespace) -> Figures:
+        """All requests at once."""
+        before = delivery.cpu_seconds(self.pid)
+        seconds = await by_http(self.address, path, body, options.streams)
+        tokens = options.streams * options.tokens
+        return Figures(tokens / seconds, delivery.cpu_seconds(self.pid) - before)
+
+
+async def by_peer(address: list[object], pid: int, options: argparse.Namespace) -> Figures:
+    """From the peer; its CPU-seconds without those of the engine."""
+    tokens = options.streams * options.tokens
+    alone = await delivery.engine_alone(options.streams, options.tokens, options.rate)
+    costs = await delivery.sent_as_events(address, pid, options.streams, options.tokens)
+    return Figures(tokens / costs.seconds, tokens * (costs.server - alone))
+
+
+async def measure(
+    options: argparse.Namespace,
+    server: str,
+    usual: Gateway,
+    each_token: Gateway,
+    peer: tuple[list[object], int],
+) -> None:
     """Prints a line for each way."""
     params = {"max_tokens": options.tokens, "seed": "SEED"}
     ids = {"token_ids": PROMPT, "sampling_params": params}
+    events = {**ids, "stream": True}
     text = {"prompt": PROMPT, **params, "stream": True, "return_token_ids": True}
-    ways: dict[str, tuple[str, dict[str, Any]]] = {
-        "token ids, one JSON": ("/inference/v1/generate", ids),
-        "token ids, events": ("/inference/v1/generate", {**ids, "stream": True}),
-        "text and ids, events": ("/v1/completions", text),
+    generate, completions = "/inference/v1/generate", "/v1/completions"
+    ways: dict[str, Callable[[], Awaitable[Figures]]] = {
+        "token ids, one JSON": lambda: usual.answer(generate, ids, options),
+        "token ids, events": lambda: usual.answer(generate, events, options),
+        "text and ids, events": lambda: usual.answer(completions, text, options),
+        "token ids, an event a token": lambda: each_token.answer(generate, events, options),
+        "peer: token ids, an event a token": lambda: by_peer(*peer, options),
     }
     tokens = options.streams * options.tokens
     rates = [tokens / await by_grpc(server, options) for _ in range(options.runs)]
     grpc = statistics.median(rates)
-    rows = [["way", "tokens/s", "of gRPC's", "CPU-s of the gateway", "tokens a CPU-s"]]
+    rows = [["way", "tokens/s", "of gRPC's", "CPU-s", "tokens a CPU-s"]]
     rows.append(["gRPC", f"{grpc:,.0f}", "1.00", "", ""])
-    for way, (path, body) in ways.items():
-        runs = []
-        for _ in range(options.runs):
-            before = cpu_seconds(pid)
-            seconds = await by_http(address, path, body, options.streams)
-            runs.append((tokens / seconds, cpu_seconds(pid) - before))
-        rate, used = (statistics.median(column) for column in zip(*runs, strict=True))
-        rows.append(
-            [way, f"{rate:,.0f}", f"{rate / grpc:.2f}", f"{used:.2f}", f"{tokens / used:,.0f}"]
-        )
+    for way, run in ways.items():
+        runs = [await run() for _ in range(options.runs)]
+        rate = statistics.median(one.rate for one in runs)
+        used = statistics.median(one.cpu_seconds for one in runs)
+        # On a busy machine the engine alone can cost more than the peer with it.
+        each = f"{tokens / used:,.0f}" if used > 0 else "noise"
+        rows.append([way, f"{rate:,.0f}", f"{rate / grpc:.2f}", f"{used:.2f}", each])
     common.print_table(rows)
 
 
@@ -144,15 +183,22 @@ def main() -> None:
     options = parser.parse_args()
     flags = ["--model", "none", "--engine", "synthetic", "--max-running", str(options.streams)]
     flags += ["--engine-arg", f"tokens-per-second={options.rate}"]
-    print(f"{common.machine('cpu')}, {options.streams} streams, {options.tokens} tokens each")
+    load = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    print(
+        f"{common.machine('cpu')}, {load}, {options.streams} streams, {options.tokens} tokens each"
+    )
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         tokenizer = write_tokenizer(folder / "tokenizer")
+        sse = [str(Path(__file__).parent / "sse.py"), str(options.streams), str(options.rate)]
+        sse += [str(folder / "sse.json")]
         with (
             common.servers([flags], folder) as (server,),
-            gateway(server, folder, tokenizer) as (address, pid),
+            gateway(server, folder, tokenizer) as usual,
+            gateway(server, folder, tokenizer, "--stream-interval", "0") as each_token,
+            delivery.process(sse, folder / "sse.json") as peer,
         ):
-            asyncio.run(measure(options, server, address, pid))
+            asyncio.run(measure(options, server, Gateway(*usual), Gateway(*each_token), peer))
 
 
 if __name__ == "__main__":
