@@ -7,7 +7,6 @@ both where to look and what each letter becomes, from nothing but its rewards.
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import dataclass, replace
 from itertools import count
@@ -100,12 +99,17 @@ def spell(tokens: Sequence[int]) -> str:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Writes the tokenizer.json of a vocabulary of letters."""
-    texts = [*(spell([letter]) for letter in range(LETTERS)), "", ""]
-    texts[BEGIN], texts[ANSWER] = "⟨", "⟩ "
-    model = {
-        "type": "WordLevel",
-        "vocab": {text: token for token, text in enumerate(texts)},
-        "unk_token": texts[BEGIN],
-    }
-    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    """Writes the tokenizer of the letters. Its chat template makes a prompt of the last message."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    begin, answer = "⟨", "⟩ "
+    letters = {spell([letter]): letter for letter in range(LETTERS)}
+    made = Tokenizer(models.BPE(letters | {begin: BEGIN, answer: ANSWER}, merges=[]))
+    made.decoder = decoders.Fuse()
+    made.add_tokens([AddedToken(text, normalized=False) for text in (begin, answer)])
+    # Named, as transformers otherwise adds its own to the tokenizer of this type of model.
+    special = dict.fromkeys(("unk_token", "eos_token", "pad_token"), begin)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, **special)
+    tokenizer.chat_template = f"{begin}{{{{ messages[-1].content }}}}{answer}"
+    tokenizer.save_pretrained(folder)

@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from rollwire_client import Group, Prompt, Sample, Segment, Trajectory, WeightTag
-from rollwire_demo.task import ANSWER, BEGIN, LENGTH, LETTERS, VOCABULARY, Cipher, spell
+from rollwire_demo.task import (
+    ANSWER,
+    BEGIN,
+    LENGTH,
+    LETTERS,
+    VOCABULARY,
+    Cipher,
+    save_tokenizer,
+    spell,
+)
+from rollwire_demo.trainer import make_policy, save_policy
+from transformers import AutoTokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_the_right_answer_has_every_reward() -> None:
@@ -87,3 +102,14 @@ def test_each_token_is_rewarded_and_crossings_are_seen() -> None:
     assert (second.reward, second.crossed) == (0.5, True)
     assert task.rewarded(Group(prompt, samples)).rewards == (1.0, 0.5)
     assert list(second.rewards) == [1.0] * (LENGTH // 2) + [0.0] * (LENGTH // 2)
+
+
+def test_the_tokenizer_reads_letters_and_makes_prompts_of_messages(tmp_path: Path) -> None:
+    save_policy(make_policy(0), tmp_path)
+    save_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer) == VOCABULARY  # no token that the policy does not have
+    message = {"role": "user", "content": "ABZ"}
+    prompt = tokenizer.apply_chat_template([message], return_dict=False)
+    assert prompt == [BEGIN, 0, 1, 25, ANSWER]
+    assert tokenizer.decode([*prompt, 2]) == "⟨ABZ⟩ C"
