@@ -161,6 +161,7 @@ async def test_an_aborted_request_is_answered_with_what_was_sampled(
         assert (await client.info()).running_sequences == 0
         refused = await http.post("/abort_request", json={})
     assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == "rid is missing: send it, or abort_all true"
     assert streamed.pop() == "[DONE]"
     for end in (answer, streamed[-1]):
         assert end["meta_info"]["finish_reason"]["type"] == "abort"

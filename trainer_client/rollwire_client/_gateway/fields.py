@@ -55,8 +55,8 @@ class Fields:
         low = -math.inf if minimum is None else minimum
         high = math.inf if maximum is None else maximum
         if not _is_integer(value) or not low <= value <= high:
-            bounds = f" from {minimum} on" if minimum is not None else ""
-            bounds += f" up to {maximum}" if maximum is not None else ""
+            end = "on" if maximum is None else f"to {maximum}"
+            bounds = f" from {minimum} {end}" if minimum is not None else ""
             raise self.wrong(name, value, f"an integer{bounds}")
         return int(value)
 

@@ -171,7 +171,8 @@ def _load_tokenizer(settings: GatewaySettings) -> ChatTokenizer | None:
         raise
     except Exception as error:
         what = f"--tokenizer {folder}" + (f" with --renderer {renderer}" if renderer else "")
-        raise GatewayStartError(f"{what} cannot be loaded: {error}") from error
+        why = f"{type(error).__name__}: {error}"
+        raise GatewayStartError(f"{what} cannot be loaded: {why}") from error
 
 
 def _tokens(listening: Listening) -> BearerTokens:

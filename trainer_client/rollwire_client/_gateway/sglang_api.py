@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollwire_client._gateway.answers import EventAnswer, json_answer, number
+from rollwire_client._gateway.errors import invalid
 from rollwire_client._gateway.fields import is_token_ids
 from rollwire_client._gateway.openai_answers import finish_reason
 from rollwire_client._gateway.sampler import SampleRequest
@@ -190,7 +191,7 @@ async def abort_request(gateway: Gateway, fields: Fields) -> Any:
     fields.ignore(("abort_message",))
     fields.end()
     if not everything and not name:
-        raise fields.wrong("rid", name, "given: send rid, or abort_all true")
+        raise invalid("rid is missing: send it, or abort_all true", "rid")
     aborted = gateway.sampler.abort(None if everything else name)
     return json_answer({"success": True, "message": "", "sequences": aborted})
 
