@@ -356,7 +356,10 @@ class LoopCalls:
         with self._lock:
             loop = self._running()
             if loop is _running_loop():
-                raise RuntimeError("called within the event loop, which cannot wait for itself")
+                raise RuntimeError(
+                    "called within the event loop, which cannot wait for itself: await the method "
+                    "of the async object there, or call this in another thread"
+                )
             loop.call_soon_threadsafe(function)
             return loop
 

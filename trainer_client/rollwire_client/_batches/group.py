@@ -175,7 +175,10 @@ class GroupSampler:
                 if failures > self.refills:
                     raise
                 logger.warning(
-                    "%s; sample %d of %s is sampled again", error, sample.index, group.prompt.id
+                    "%s; sample %d of prompt %r is sampled again",
+                    error,
+                    sample.index,
+                    group.prompt.id,
                 )
                 if server_failed:  # the same draws would fail again
                     sample.refills += 1

@@ -254,7 +254,7 @@ class Session:
 
     def _check_idle(self) -> None:
         if self._rollout is not None:
-            raise RuntimeError("a turn of this session is under way: let it end, or leave it")
+            raise RuntimeError("a turn of this session is under way: let it end or cancel it")
 
     def _check_changeable(self) -> None:
         self._check_idle()
