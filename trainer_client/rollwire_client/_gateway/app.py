@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 
 _SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")
 _MAX_SESSION = 256  # characters
-_MAX_SHOWN_PATH = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,13 +188,9 @@ def _integer_or_zero(text: str | None) -> int:
     return 0
 
 
-async def _http_exception(request: Request, error: HTTPException) -> Response:
+async def _http_exception(_: Request, error: HTTPException) -> Response:
     """What Starlette refuses: an unknown path, a wrong method, a body that is too large."""
-    message = str(error.detail)
-    if error.status_code in {HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED}:
-        called = f"{request.method} {request.url.path[:_MAX_SHOWN_PATH]}"
-        message = f"{called} is not an endpoint of the gateway: docs/gateway.md lists them"
-    return error_answer(HttpError(HTTPStatus(error.status_code), message))
+    return error_answer(HttpError(HTTPStatus(error.status_code), str(error.detail)))
 
 
 async def _bug(_: Request, error: Exception) -> Response:
