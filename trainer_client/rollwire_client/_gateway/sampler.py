@@ -171,6 +171,7 @@ class Sampler:
                 f"{self._limits.sequences} may (--max-sequences)",
                 code="too_many_sequences",
             )
+        self._check_lengths(request.prompts)
         n, prompts = request.options.n, list(map(checked_token_ids, request.prompts))
         # The samples of a prompt share its prefix.
         own = uuid.uuid4().hex if n > 1 and not request.session else ""
@@ -182,6 +183,17 @@ class Sampler:
             )
             for number in range(count)
         ]
+
+    def _check_lengths(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Servers refuse what is too long; but a prompt may be larger than a message to them."""
+        infos = [server.info for server in self._pool.servers]
+        longest = max((info.context_length for info in infos if info is not None), default=0)
+        length = max(map(len, prompts), default=0)
+        if None not in infos and length > longest:
+            raise invalid(
+                f"a prompt has {length} tokens: {longest} are the maximum context length",
+                code="context_length_exceeded",
+            )
 
     @contextlib.contextmanager
     def _admitted(self, sequences: list[_RunningSequence], name: str) -> Iterator[None]:
