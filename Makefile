@@ -20,7 +20,7 @@ test: $(VENV)/installed lint ## everything that runs without a GPU
 	$(RUN)$(PYTEST) -m "not gpu"
 	$(RUN)$(PYTEST) -m "not gpu" tests/contract --engine synthetic
 
-test-fast: $(VENV)/installed ## what is not marked slow: about two minutes
+test-fast: $(VENV)/installed ## what is not marked slow: somewhat over two minutes
 	$(RUN)$(PYTEST) -m "not gpu and not slow"
 
 # The committed API code loads on two generations of protobuf; this is the newer one.
