@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 from unittest.mock import Mock
 
 import numpy as np
@@ -35,6 +36,7 @@ from rollwire_client import (
     TransferError,
     UpdateRefusedError,
 )
+from rollwire_client._fleet.transport_group import TransportGroup
 from rollwire_client._publishing.group_failure import who_is_behind
 from rollwire_client._publishing.publish import Publish
 from rollwire_client._publishing.transfer import WeightTransfer
@@ -97,6 +99,20 @@ async def test_the_publishers_of_a_fleet_use_one_group() -> None:
         await publish(second, 2)
         await publish(second, 3)
         assert [(server.resumed, len(server.joins)) for server in servers] == [(2, 1), (2, 1)]
+
+
+async def test_a_fleet_closes_a_group_that_it_has_kept_just_before() -> None:
+    closed = threading.Event()
+
+    class Kept:
+        def close(self) -> None:
+            closed.set()
+
+    async with publishing(1) as (_, fleet, _):
+        groups = fleet._pool.groups
+        groups.keep(TransportGroup("epoch", "gloo", None, cast("Link", Kept()), ()))
+    assert closed.is_set()
+    assert groups.group is None
 
 
 async def test_a_publish_that_has_ended_keeps_no_tensor() -> None:

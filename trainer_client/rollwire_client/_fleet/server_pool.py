@@ -246,6 +246,7 @@ class ServerPool:
         try:
             await cancel_all([*self._tasks, *self._own_tasks])
         finally:
+            await self.groups.close()
             await self._close_clients()
             self.affinity.release()
 

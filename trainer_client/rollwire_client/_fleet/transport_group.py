@@ -32,7 +32,7 @@ class GroupKeeper:
     """Keeps one group for a while: servers keep only their last one too.
 
     Args:
-        create_task: Runs what ends a group, at the latest when the fleet closes.
+        create_task: Runs what ends a group, until the fleet closes.
     """
 
     def __init__(
@@ -55,13 +55,14 @@ class GroupKeeper:
         self.group = group
         self._expiring = self._create_task(self._expire(group))
 
+    async def close(self) -> None:
+        if (group := self.take()) is not None:
+            await _close(group)
+
     async def _expire(self, group: TransportGroup) -> None:
-        try:
-            await asyncio.sleep(_KEEP_SECONDS)
-        finally:
-            if self.group is group:  # also when the fleet closes
-                self.group = None
-                await _close(group)
+        await asyncio.sleep(_KEEP_SECONDS)
+        self.group = None  # whoever takes it cancels this
+        await _close(group)
 
 
 async def _close(group: TransportGroup) -> None:
