@@ -15,6 +15,7 @@ from rollwire_client import (
     InvalidRequestError,
     NotFiniteError,
     Retries,
+    RollwireError,
     Sampling,
     Timeouts,
 )
@@ -114,6 +115,24 @@ async def test_full_queues_are_waited_for(server: ScriptedServer) -> None:
         ((done,),) = await fleet.generate_many([[1]], Sampling(max_new_tokens=3))
     assert done.complete
     assert len(server.requests) == 5
+
+
+async def test_full_queues_are_waited_for_as_long_as_the_timeout_says(
+    server: ScriptedServer,
+) -> None:
+    async def full(sequence: Sequence) -> None:
+        await sequence.fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after=0.05)
+
+    server.scripts = [full] * 1000
+    impatient = Retries(seconds=0)
+    async with Fleet([server.address], retries=impatient, timeouts=CLOSE) as fleet:
+        async with asyncio.timeout(60):
+            with pytest.raises(RollwireError, match="its queue is full") as caught:
+                await fleet.generate_many([[1]], timeout=0.5)
+    assert caught.value.__notes__ == ["It is of prompt 0, sample 0."]
+    assert 1 < len(server.requests) < 1000
+    timeouts = [request.timeout.ToTimedelta().total_seconds() for request in server.requests]
+    assert timeouts == sorted(timeouts, reverse=True)
 
 
 async def test_minus_one_keeps_all_tokens(server: ScriptedServer) -> None:

@@ -138,9 +138,9 @@ class Fleet:
         """Samples ``n`` sequences of each prompt, all at once; see ``stream``.
 
         The samples of a prompt go to the same server, where they share its prefix, unless that
-        server is clearly busier than the others. Sequences that find all queues full wait, however
-        long that takes. Nothing is sampled if one of the prompts is not valid. An error of one
-        sequence ends the others.
+        server is clearly busier than the others. Sequences that find all queues full wait, at most
+        as long as the option ``timeout`` says. Nothing is sampled if one of the prompts is not
+        valid. An error of one sequence ends the others.
 
         Args:
             prompts: Token ids of each prompt, as for ``stream``; also an array or tensor with a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -40,6 +41,7 @@ async def generate_many(
     prompt_ids = [_checked(index, prompt) for index, prompt in enumerate(prompts)]
     generate_request((), sampling, options)  # raises what is wrong with them
     slots = asyncio.Semaphore(_AT_ONCE)
+    clock = asyncio.get_running_loop().time
 
     async def sample(number: int, output: TrajectoryBuilder, session: str) -> Trajectory:
         own: RolloutOptions = {**options, "session_id": session}
@@ -47,16 +49,20 @@ async def generate_many(
         if sampling.seed is not None:
             seeded = replace(sampling, seed=(int(sampling.seed) + number) % (1 << 64))
         async with slots:
+            ends_at = clock() + (options.get("timeout") or math.inf)
             while True:
                 rollout = pool.rollout(output, seeded, own)
                 try:
                     await rollout.run()
                     return output.trajectory()
                 except RollwireError as error:
-                    if not queue_was_full(error):
+                    left = ends_at - clock() - QUEUE_FULL_DELAY
+                    if not queue_was_full(error) or left <= 0:
                         error.add_note(f"It is of prompt {number // n}, sample {number % n}.")
                         raise
                 await asyncio.sleep(QUEUE_FULL_DELAY)
+                if left < math.inf:
+                    own["timeout"] = left
 
     sessions = [uuid.uuid4().hex for _ in prompt_ids]
     tasks = [
