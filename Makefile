@@ -23,30 +23,32 @@ test: $(VENV)/installed lint ## everything that runs without a GPU
 test-fast: $(VENV)/installed ## what is not marked slow: somewhat over two minutes
 	$(RUN)$(PYTEST) -m "not gpu and not slow"
 
+# The folder's name is fixed: dill pickles what does not lie in site-packages by its content, and fails.
+OVERLAYS := protobuf7 ucx trl gateway verl browser
+over = PYTHONPATH=$(CURDIR)/.overlays/$(1)/site-packages
+
 # The committed API code loads on two generations of protobuf; this is the newer one.
-test-protobuf7: .overlay/installed
-	PYTHONPATH=$(CURDIR)/.overlay $(RUN)$(PYTEST) -m "not gpu and not slow" tests/protos tests/client tests/contract
+test-protobuf7: .overlays/protobuf7/installed
+	$(call over,protobuf7) $(RUN)$(PYTEST) -m "not gpu and not slow" tests/protos tests/client tests/contract
 
 # Weights over UCX, on TCP without a GPU; 70 MB more.
-test-ucx: .ucx/installed
-	PYTHONPATH=$(CURDIR)/.ucx $(RUN)$(PYTEST) -m "not gpu" tests/transport/test_ucx.py tests/transport/test_links.py tests/system/weights/test_faults_relays.py tests/server/test_transport_listen.py
+test-ucx: .overlays/ucx/installed
+	$(call over,ucx) $(RUN)$(PYTEST) -m "not gpu" tests/transport/test_ucx.py tests/transport/test_links.py tests/system/weights/test_faults_relays.py tests/server/test_transport_listen.py
 
-# TRL's own trainers on real servers; 305 MB more. dill pickles what does not lie in site-packages by
-# its content, and fails at that.
-TRL := .trl/site-packages
-test-trl: .trl/installed
-	PYTHONPATH=$(CURDIR)/$(TRL) $(RUN)$(PYTEST) -m "not gpu" tests/integrations
+# TRL's own trainers on real servers; 305 MB more.
+test-trl: .overlays/trl/installed
+	$(call over,trl) $(RUN)$(PYTEST) -m "not gpu" tests/integrations
 
 # The HTTP gateway, by real clients of its API; 45 MB more.
-test-gateway: .gateway/installed
-	PYTHONPATH=$(CURDIR)/.gateway $(RUN)$(PYTEST) -m "not gpu" tests/gateway
+test-gateway: .overlays/gateway/installed
+	$(call over,gateway) $(RUN)$(PYTEST) -m "not gpu" tests/gateway
 
 # verl's own managers on real servers, then the tests that verl has of these for a CPU; 700 MB more. Ray's
 # processes take this interpreter and this path.
-VERL := .verl/site-packages
-test-verl: .verl/installed
-	PYTHONPATH=$(CURDIR)/$(VERL) $(RUN)pytest -n 2 --dist loadscope tests/integrations/test_verl.py
-	PYTHONPATH=$(CURDIR)/$(VERL) $(RUN)pytest -c /dev/null --import-mode importlib -p no:cacheprovider \
+VERL := .overlays/verl/site-packages
+test-verl: .overlays/verl/installed
+	$(call over,verl) $(RUN)pytest -n 2 --dist loadscope tests/integrations/test_verl.py
+	$(call over,verl) $(RUN)pytest -c /dev/null --import-mode importlib -p no:cacheprovider \
 		$(VERL)/tests/checkpoint_engine/test_global_steps_on_cpu.py \
 		$(VERL)/tests/experimental/agent_loop/*_on_cpu.py
 
@@ -59,11 +61,11 @@ test-sglang: .sglang/installed
 	$(ON_CPU) .sglang/bin/$(PYTEST) -n 2 --timeout 600 tests/server/engines/test_sglang*.py
 
 # The page of `rollwire view` in Chromium, which is the system's: apt-get install chromium.
-test-view: .browser/installed
+test-view: .overlays/browser/installed
 	@command -v chromium || command -v google-chrome || { echo "test-view needs Chromium: apt-get install chromium"; exit 1; }
-	PYTHONPATH=$(CURDIR)/.browser $(RUN)$(PYTEST) -m "not gpu" tests/browser
+	$(call over,browser) $(RUN)$(PYTEST) -m "not gpu" tests/browser
 
-environments: .overlay/installed .ucx/installed .trl/installed .verl/installed .gateway/installed .sglang/installed .browser/installed ## what the seven above run in
+environments: $(OVERLAYS:%=.overlays/%/installed) .sglang/installed ## what the seven above run in
 
 lint: $(VENV)/installed
 	$(RUN)ruff check .
@@ -84,34 +86,10 @@ $(VENV)/installed: requirements/dev.txt requirements/deploy.txt pyproject.toml
 	$(RUN)pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
-.overlay/installed: $(VENV)/installed requirements/protobuf7.txt
-	rm -rf .overlay
-	$(RUN)pip install --quiet --disable-pip-version-check --no-deps --target .overlay -r requirements/protobuf7.txt
-	touch $@
-
-.ucx/installed: $(VENV)/installed requirements/ucx.txt
-	rm -rf .ucx
-	$(RUN)pip install --quiet --disable-pip-version-check --no-deps --target .ucx -r requirements/ucx.txt
-	touch $@
-
-.verl/installed: $(VENV)/installed requirements/verl.txt
-	rm -rf .verl
-	$(RUN)pip install --quiet --disable-pip-version-check --no-deps --target $(VERL) -r requirements/verl.txt
-	touch $@
-
-.trl/installed: $(VENV)/installed requirements/trl.txt
-	rm -rf .trl
-	$(RUN)pip install --quiet --disable-pip-version-check --no-deps --target $(TRL) -r requirements/trl.txt
-	touch $@
-
-.browser/installed: $(VENV)/installed requirements/browser.txt
-	rm -rf .browser
-	$(RUN)pip install --quiet --disable-pip-version-check --no-deps --target .browser -r requirements/browser.txt
-	touch $@
-
-.gateway/installed: $(VENV)/installed requirements/gateway.txt
-	rm -rf .gateway
-	$(RUN)pip install --quiet --disable-pip-version-check --no-deps --target .gateway -r requirements/gateway.txt
+# What a test needs beside .venv, laid over it.
+.overlays/%/installed: $(VENV)/installed requirements/%.txt
+	rm -rf $(@D)
+	$(RUN)pip install --quiet --disable-pip-version-check --no-deps --target $(@D)/site-packages -r requirements/$*.txt
 	touch $@
 
 .sglang/installed: requirements/sglang.txt pyproject.toml
@@ -122,4 +100,4 @@ $(VENV)/installed: requirements/dev.txt requirements/deploy.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .overlay .ucx .trl .verl .gateway .sglang .browser demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .overlays .sglang demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

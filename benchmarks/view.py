@@ -1,7 +1,7 @@
 """What ``rollwire view`` takes for many samples: the page's size, and how quick a browser is.
 
-    make .browser/installed
-    PYTHONPATH=.browser:tests .venv/bin/python benchmarks/view.py
+    make .overlays/browser/installed
+    PYTHONPATH=.overlays/browser/site-packages:tests .venv/bin/python benchmarks/view.py
 
 The samples are made up. Times are medians of ``--repeats`` visits in headless Chromium: from the
 start of navigation to the first paint, and until the page can be used; for a search, until its

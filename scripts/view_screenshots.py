@@ -1,7 +1,7 @@
 """Makes the pictures of ``rollwire view`` in docs/images, in Chromium, of made-up samples.
 
-make .browser/installed
-PYTHONPATH=.browser:tests .venv/bin/python scripts/view_screenshots.py
+make .overlays/browser/installed
+PYTHONPATH=.overlays/browser/site-packages:tests .venv/bin/python scripts/view_screenshots.py
 """
 
 from __future__ import annotations
