@@ -253,6 +253,9 @@ async def test_limits_are_refusals_in_openais_shape(
     assert codes == [413, 404, 405, 400, 400, 400, 400, 400, 400, 400, 400]
     for answer in answers:
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert "'/v1/embeddings'" in unknown.json()["error"]["message"]
+    assert "/v1/completions" in unknown.json()["error"]["message"]
+    assert method.json()["error"]["message"].startswith("GET '/generate': ")
     assert text.json()["error"]["code"] == "no_tokenizer"
     assert never.json()["error"]["code"] == "too_many_sequences"
     assert {half.json()["error"]["code"] for half in halves} == {"invalid_json"}

@@ -29,6 +29,7 @@ from rollwire_client._gateway.answers import (
     unless_gone,
 )
 from rollwire_client._gateway.errors import HttpError, bug, http_error
+from rollwire_client._gateway.fields import shown
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -97,6 +98,12 @@ def create_app(gateway: Gateway, tokens: BearerTokens) -> Any:
 
         return endpoint
 
+    handlers: dict[Any, Any] = {
+        HttpError: lambda _, error: error_answer(error),
+        RollwireError: lambda _, error: error_answer(http_error(error)),
+        HTTPException: _http_exception,
+        Exception: _bug,
+    }
     return Starlette(
         routes=[
             Route("/health", health),
@@ -107,12 +114,7 @@ def create_app(gateway: Gateway, tokens: BearerTokens) -> Any:
                 for path, post in _POSTS.items()
             ),
         ],
-        exception_handlers={
-            HttpError: lambda _, error: error_answer(error),
-            RollwireError: lambda _, error: error_answer(http_error(error)),
-            HTTPException: _http_exception,
-            Exception: _bug,
-        },
+        exception_handlers=handlers,
     )
 
 
@@ -188,9 +190,11 @@ def _integer_or_zero(text: str | None) -> int:
     return 0
 
 
-async def _http_exception(_: Request, error: HTTPException) -> Response:
-    """What Starlette refuses: an unknown path, a wrong method, a body that is too large."""
-    return error_answer(HttpError(HTTPStatus(error.status_code), str(error.detail)))
+async def _http_exception(request: Request, error: HTTPException) -> Response:
+    """What Starlette refuses: an unknown path, or a wrong method."""
+    called = f"{request.method} {shown(request.url.path)}"
+    text = f"{called}: {error.detail}. The gateway has {', '.join([*_POSTS, *_GETS])}"
+    return error_answer(HttpError(HTTPStatus(error.status_code), text))
 
 
 async def _bug(_: Request, error: Exception) -> Response:

@@ -191,7 +191,7 @@ class Sampler:
         length = max(map(len, prompts), default=0)
         if None not in infos and length > longest:
             raise invalid(
-                f"a prompt has {length} tokens: {longest} are the maximum context length",
+                f"a prompt has {length} tokens, and the maximum context length is {longest}",
                 code="context_length_exceeded",
             )
 

@@ -83,6 +83,8 @@ async def serve(fleet: Fleet, settings: GatewaySettings, listening: Listening) -
     }
     metrics = GatewayMetrics()
     with contextlib.ExitStack() as stack:
+        if tokenizer is not None:
+            stack.callback(tokenizer.close)
         for listener in sockets.values():
             stack.enter_context(contextlib.closing(listener))
         async with fleet:
@@ -102,8 +104,6 @@ async def serve(fleet: Fleet, settings: GatewaySettings, listening: Listening) -
                 await _drain(gateway, listening.drain)
                 for server in servers.values():
                     server.should_exit = True
-        if tokenizer is not None:
-            tokenizer.close()
 
 
 async def _drain(gateway: Gateway, seconds: float) -> None:
