@@ -51,7 +51,8 @@ from rollwire_transport._manifest import (
     describe_all,
 )
 from rollwire_transport._receiver import Receiver
-from rollwire_transport._sender import PackingStatus, Sender, close_source, materialize
+from rollwire_transport._sender import PackingStatus, Sender
+from rollwire_transport._source import close_source, materialize
 
 __all__ = [
     "MAX_DIMENSIONS",
