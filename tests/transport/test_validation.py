@@ -143,7 +143,19 @@ HELL = {
         dataclasses.replace(WHOLE, buckets=(dataclasses.replace(WHOLE.buckets[0], sender=1),)),
         "sender 1",
     ),
-    "a delta": (dataclasses.replace(WHOLE, encoding=Encoding.DELTA, base_digest=1), "deltas"),
+    "a delta of anything": (dataclasses.replace(WHOLE, encoding=Encoding.DELTA), "base_digest"),
+    "a delta that is larger than its bucket": (
+        dataclasses.replace(
+            with_spans(Span(0, 0, 0, 100), Span(1, 0, 128, 20), size=149),
+            encoding=Encoding.DELTA,
+            base_digest=1,
+        ),
+        "149 bytes, but its last span ends at 148",
+    ),
+    "a delta of nothing": (
+        Manifest((TensorSpec("a", "uint8", (0,)),), (), encoding=Encoding.DELTA, base_digest=1),
+        "needs a bucket",
+    ),
     "a base without a delta": (dataclasses.replace(WHOLE, base_digest=1), "base_digest"),
 }
 

@@ -13,6 +13,7 @@ group that has moved an update can move the next one.
 
 from rollwire_transport._cast import castable
 from rollwire_transport._concurrency import on_side_stream
+from rollwire_transport._delta import delta_layout
 from rollwire_transport._digest import sum_digests, tensor_digest, tensor_digests
 from rollwire_transport._errors import (
     DigestMismatch,
@@ -50,6 +51,8 @@ from rollwire_transport._manifest import (
     describe,
     describe_all,
 )
+from rollwire_transport._published_copy import Delta, PublishedCopy, Snapshot
+from rollwire_transport._received_delta import ReceivedDelta
 from rollwire_transport._receiver import Receiver
 from rollwire_transport._sender import PackingStatus, Sender
 from rollwire_transport._source import close_source, materialize
@@ -59,6 +62,7 @@ __all__ = [
     "PROTOCOL",
     "Availability",
     "Bucket",
+    "Delta",
     "DigestMismatch",
     "Encoding",
     "Link",
@@ -66,9 +70,12 @@ __all__ = [
     "Manifest",
     "ManifestError",
     "PackingStatus",
+    "PublishedCopy",
+    "ReceivedDelta",
     "Receiver",
     "Sender",
     "SharedDevice",
+    "Snapshot",
     "Span",
     "TensorSourceError",
     "TensorSpec",
@@ -79,6 +86,7 @@ __all__ = [
     "castable",
     "close_source",
     "compare",
+    "delta_layout",
     "describe",
     "describe_all",
     "materialize",

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+GOLDEN = 0x9E3779B97F4A7C15
 _STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 # Words that are mixed at a time: on a CPU few enough that they and two scratch rows stay in the L2
@@ -75,6 +75,13 @@ def mix(value: int) -> int:
     value &= _MASK
     for shift, factor in _STEPS:
         value = (value ^ value >> shift) * factor & _MASK
+    return value
+
+
+def _unmix(value: int) -> int:
+    for shift, factor in reversed(_STEPS):
+        value = value * pow(factor, -1, 1 << 64) & _MASK
+        value ^= value >> shift ^ value >> 2 * shift
     return value
 
 
@@ -109,19 +116,26 @@ def tensor_digests(specs: Iterable[TensorSpec], tensors: Mapping[str, Tensor]) -
     return digests
 
 
-def compile_sums(tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
+def compile_sums(
+    tensors: Sequence[Tensor], firsts: Sequence[int] | None = None
+) -> Callable[[], Tensor]:
     """A function that sums each tensor's content at the time of the call.
 
     It returns int64 sums on the tensors' device without waiting for it; ``digest_of_sum`` makes
     digests of them. The tensors are dense, on one device, and stay where they are. On a GPU each
-    call is one launch, however many they are.
+    call is one launch, however many they are. ``firsts`` has the index of each one's first word,
+    for pieces of tensors.
     """
+    firsts = firsts or [0] * len(tensors)
     triton = triton_kernels(tensors[0].device.type)
     if triton is None or not all(t.is_contiguous() and t.data_ptr() % 8 == 0 for t in tensors):
-        return lambda: torch.stack([_tensor_sum(tensor) for tensor in tensors])
+        return lambda: torch.stack([_tensor_sum(*one) for one in zip(tensors, firsts, strict=True)])
     held = [as_bytes(tensor) for tensor in tensors]
     base = held[0]
-    ranges = [triton.ByteRange(t.data_ptr() - base.data_ptr(), t.numel(), 0) for t in held]
+    ranges = [
+        triton.ByteRange(t.data_ptr() - base.data_ptr(), t.numel(), first)
+        for t, first in zip(held, firsts, strict=True)
+    ]
     grouped_sums = triton.GroupedSums([ranges], [0], base.device)
 
     def sums() -> Tensor:
@@ -139,21 +153,30 @@ def sum_digests(digests: Iterable[int]) -> int:
 
 def digest_of_sum(spec: TensorSpec, total: int) -> int:
     """The digest of a tensor whose spans' sums add up to ``total``."""
+    return mix(total + _salt(spec))
+
+
+def sum_of_digest(spec: TensorSpec, digest: int) -> int:
+    """The sum of a tensor's spans, from its digest."""
+    return (_unmix(digest) - _salt(spec)) & _MASK
+
+
+def _salt(spec: TensorSpec) -> int:
     name, dtype = spec.name.encode(), spec.dtype.encode()
     text = struct.pack(
         f"<I{len(name)}sI{len(dtype)}sI{len(spec.shape)}Q",
         *(len(name), name, len(dtype), dtype, len(spec.shape), *spec.shape),
     )
     salt = hashlib.blake2b(text, digest_size=8, person=b"rollwire").digest()
-    return mix(total + int.from_bytes(salt, "little"))
+    return int.from_bytes(salt, "little")
 
 
 def bucket_digest(index: int, sums: Sequence[int]) -> int:
     """The digest of a bucket from the sums of its spans, both as int64."""
     value = mix(index + 1)
     for total in sums:
-        value = mix((value ^ total & _MASK) + _GOLDEN)
-    return _signed(value)
+        value = mix((value ^ total & _MASK) + GOLDEN)
+    return signed(value)
 
 
 @functools.cache
@@ -180,9 +203,9 @@ def _check(spec: TensorSpec, tensor: Tensor) -> None:
         raise ValueError(f"the tensor is {found}, the spec is {spec}")
 
 
-def _tensor_sum(tensor: Tensor) -> Tensor:
+def _tensor_sum(tensor: Tensor, first: int) -> Tensor:
     data = as_bytes(tensor.resolve_conj().resolve_neg().contiguous())
-    return span_sum(data, Span(0, 0, 0, data.numel()))
+    return span_sum(data, Span(0, 8 * first, 0, data.numel()))
 
 
 def span_sum(data: Tensor, span: Span) -> Tensor:
@@ -206,16 +229,20 @@ def _sum_words(words: Tensor, first: int) -> Tensor:
         tile = words[start : start + _DEVICE_TILE]
         begin = first + start
         x = torch.arange(begin, begin + tile.numel(), device=words.device)
-        x.mul_(_signed(_GOLDEN)).add_(tile)
-        for shift, factor in _STEPS:
-            x.bitwise_xor_((x >> shift).bitwise_and_((1 << 64 - shift) - 1))
-            if factor != 1:
-                x.mul_(_signed(factor))
-        total += x.sum()
+        total += mix_words(x.mul_(signed(GOLDEN)).add_(tile)).sum()
     return total
 
 
-_CPU_KEYS = np.arange(_CPU_TILE, dtype=np.uint64) * np.uint64(_GOLDEN)
+def mix_words(words: Tensor) -> Tensor:
+    """``mix`` of each word, int64, in place."""
+    for shift, factor in _STEPS:
+        words.bitwise_xor_((words >> shift).bitwise_and_((1 << 64 - shift) - 1))
+        if factor != 1:
+            words.mul_(signed(factor))
+    return words
+
+
+_CPU_KEYS = np.arange(_CPU_TILE, dtype=np.uint64) * np.uint64(GOLDEN)
 
 
 def _sum_words_cpu(words: Tensor, first: int) -> Tensor:
@@ -232,7 +259,7 @@ def _sum_words_cpu(words: Tensor, first: int) -> Tensor:
                 for start, stop in itertools.pairwise(bounds)
             ]
             total = sum(future.result() for future in sums)
-    return torch.tensor(_signed(total & _MASK))
+    return torch.tensor(signed(total & _MASK))
 
 
 def _sum_part(source: NDArray[np.uint64], first: int) -> int:
@@ -241,7 +268,7 @@ def _sum_part(source: NDArray[np.uint64], first: int) -> int:
     for start in range(0, len(source), _CPU_TILE):
         tile = source[start : start + _CPU_TILE]
         x, shifted = scratch[:, : len(tile)]
-        np.add(_CPU_KEYS[: len(tile)], np.uint64((first + start) * _GOLDEN & _MASK), out=x)
+        np.add(_CPU_KEYS[: len(tile)], np.uint64((first + start) * GOLDEN & _MASK), out=x)
         np.add(x, tile, out=x)
         for shift, factor in _STEPS:
             np.right_shift(x, np.uint64(shift), out=shifted)
@@ -252,5 +279,6 @@ def _sum_part(source: NDArray[np.uint64], first: int) -> int:
     return total
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """The same 64 bits as a number that torch takes."""
     return value - (1 << 64) if value >> 63 else value

@@ -145,9 +145,12 @@ def _bounded_product(size: int, shape: tuple[int, ...]) -> int | None:
 
 
 def _encoding_problems(manifest: Manifest) -> Iterator[str]:
-    if manifest.encoding is not Encoding.FULL:
-        yield "deltas are not supported: send the full tensors"
-    elif manifest.base_digest is not None:
+    is_delta = manifest.encoding is Encoding.DELTA
+    if is_delta and manifest.base_digest is None:
+        yield "a delta needs base_digest"
+    elif is_delta and not manifest.buckets:
+        yield "a delta needs a bucket"
+    elif not is_delta and manifest.base_digest is not None:
         yield "base_digest belongs to deltas"
 
 
@@ -191,7 +194,8 @@ def _bucket_problems(manifest: Manifest, sizes: list[int | None]) -> Iterator[st
                     f"of which {covered[span.tensor]} came before"
                 )
             covered[span.tensor] = span.tensor_offset + span.length
-        if bucket.spans and end != bucket.size:
+        fits = bucket.size <= end if manifest.encoding is Encoding.DELTA else bucket.size == end
+        if bucket.spans and not fits:
             yield f"{label} has {bucket.size} bytes, but its last span ends at {end}"
     for index, (spec, size, came) in enumerate(zip(manifest.tensors, sizes, covered, strict=True)):
         if spec.alias_of is None and size is not None and came != size:
