@@ -25,6 +25,7 @@ async def busy_server() -> rollout_pb2.GetServerInfoResponse:
         staging_bytes=1, vocab_size=9, context_length=9, eos_token_ids=(1,),
         logprob_bases=frozenset(LogprobBasis), deterministic=True, max_running_sequences=9,
         max_top_logprobs=9, routed_experts=True, sampling_parameters=frozenset({"seed"}),
+        deltas=True,
     )  # fmt: skip
     load = EngineLoad(running=1, waiting=1, kv_tokens_used=1, kv_tokens_total=9)
     weights = SimpleNamespace(current=WeightTag(3, 1, "s", 7), highest_version=3)

@@ -84,6 +84,7 @@ class ServerInfo:
         logprob_bases: The distributions whose log-probabilities it can report.
         deterministic: Whether seeded sequences are equal bit for bit under any batch.
         accepts_updates: False for a frozen server (a judge or reward model).
+        accepts_deltas: Whether it takes updates as deltas too.
         transports: Backends over which it can receive weights.
         max_running_sequences: Most sequences sampled at the same time; more wait.
         running_sequences, waiting_sequences, held_sequences: Present numbers of sequences.
@@ -106,6 +107,7 @@ class ServerInfo:
     logprob_bases: frozenset[LogprobBasis]
     deterministic: bool
     accepts_updates: bool
+    accepts_deltas: bool
     transports: tuple[str, ...]
     max_running_sequences: int
     running_sequences: int

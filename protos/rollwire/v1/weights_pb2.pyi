@@ -30,9 +30,26 @@ class _EncodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Encoding.Val
     ENCODING_UNSPECIFIED: _Encoding.ValueType  # 0
     """as FULL"""
     ENCODING_FULL: _Encoding.ValueType  # 1
+    """a bucket is the bytes of its spans, each at its bucket_offset"""
     ENCODING_DELTA: _Encoding.ValueType  # 2
-    """For each span: the number of changed elements, their positions, and their new bits. Lossless: elements are compared
-    bit by bit, and unchanged ones keep their bits.
+    """What differs, bit for bit, from the tensors that the server holds. Elements of any dtype are compared by their bits,
+    and unchanged ones keep theirs.
+
+    The bytes of a bucket in FULL encoding, with zeros between the spans and after the last one up to a multiple of 64,
+    are read as 16-bit words. Its delta has the words that changed; all numbers are little-endian:
+
+      g, the number of gap bytes                  u64
+      n, the number of changed words              u64
+      the new bits of these words, in order       n × u16
+      the gaps                                    g × u8
+
+    A gap below 255 stands for one changed word, after so many unchanged ones; 255 skips 255 unchanged words. A bucket
+    whose delta would not be smaller than the bucket is sent in FULL encoding: then Bucket.size is where its last span
+    ends.
+
+    The transport moves what the buckets became as one uint8 tensor for each, of Bucket.size bytes, in their order. These
+    are laid out one after the other, each from a multiple of 64 bytes on, and cut into buckets of a 64th of their size,
+    but at least 64 MiB and at most 256 MiB, a multiple of 64. next_bucket and first_bucket count these.
     """
 
 class Encoding(_Encoding, metaclass=_EncodingEnumTypeWrapper): ...
@@ -40,9 +57,26 @@ class Encoding(_Encoding, metaclass=_EncodingEnumTypeWrapper): ...
 ENCODING_UNSPECIFIED: Encoding.ValueType  # 0
 """as FULL"""
 ENCODING_FULL: Encoding.ValueType  # 1
+"""a bucket is the bytes of its spans, each at its bucket_offset"""
 ENCODING_DELTA: Encoding.ValueType  # 2
-"""For each span: the number of changed elements, their positions, and their new bits. Lossless: elements are compared
-bit by bit, and unchanged ones keep their bits.
+"""What differs, bit for bit, from the tensors that the server holds. Elements of any dtype are compared by their bits,
+and unchanged ones keep theirs.
+
+The bytes of a bucket in FULL encoding, with zeros between the spans and after the last one up to a multiple of 64,
+are read as 16-bit words. Its delta has the words that changed; all numbers are little-endian:
+
+  g, the number of gap bytes                  u64
+  n, the number of changed words              u64
+  the new bits of these words, in order       n × u16
+  the gaps                                    g × u8
+
+A gap below 255 stands for one changed word, after so many unchanged ones; 255 skips 255 unchanged words. A bucket
+whose delta would not be smaller than the bucket is sent in FULL encoding: then Bucket.size is where its last span
+ends.
+
+The transport moves what the buckets became as one uint8 tensor for each, of Bucket.size bytes, in their order. These
+are laid out one after the other, each from a multiple of 64 bytes on, and cut into buckets of a 64th of their size,
+but at least 64 MiB and at most 256 MiB, a multiple of 64. next_bucket and first_bucket count these.
 """
 Global___Encoding: _TypeAlias = Encoding  # noqa: Y015
 
@@ -58,7 +92,7 @@ class _UpdatePhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UpdatePha
     UPDATE_PHASE_STALLED: _UpdatePhase.ValueType  # 3
     """the transport failed; buckets received so far are kept for the next group"""
     UPDATE_PHASE_STAGED: _UpdatePhase.ValueType  # 4
-    """complete, every bucket verified; the last message"""
+    """complete, every bucket verified, a delta ready to be put in place; the last message"""
     UPDATE_PHASE_ANNOUNCED: _UpdatePhase.ValueType  # 5
     """the server is about to check it; only the first message"""
 
@@ -70,7 +104,7 @@ UPDATE_PHASE_RECEIVING: UpdatePhase.ValueType  # 2
 UPDATE_PHASE_STALLED: UpdatePhase.ValueType  # 3
 """the transport failed; buckets received so far are kept for the next group"""
 UPDATE_PHASE_STAGED: UpdatePhase.ValueType  # 4
-"""complete, every bucket verified; the last message"""
+"""complete, every bucket verified, a delta ready to be put in place; the last message"""
 UPDATE_PHASE_ANNOUNCED: UpdatePhase.ValueType  # 5
 """the server is about to check it; only the first message"""
 Global___UpdatePhase: _TypeAlias = UpdatePhase  # noqa: Y015
@@ -191,7 +225,7 @@ class Bucket(_message.Message):
     SPANS_FIELD_NUMBER: _builtins.int
     SENDER_FIELD_NUMBER: _builtins.int
     size: _builtins.int
-    """for deltas an upper bound; the header that travels with a bucket has its actual size"""
+    """In bytes. FULL: where its last span ends. DELTA: the exact size of its delta, or of the whole bucket if that is sent."""
     sender: _builtins.int
     """index among the trainer's senders"""
     @_builtins.property
@@ -229,7 +263,11 @@ class Manifest(_message.Message):
     partial: _builtins.bool
     """If true, tensors that are not listed stay as they are. If false, every tensor of the schema must be listed."""
     base_digest: _builtins.int
-    """For deltas: digest of the weights that the server must hold."""
+    """For DELTA: the sum of the digests that the tensors, aliases left out, must have at the server before the update. If
+    the update is not partial this is the digest of its weights (WeightTag.digest). A server that holds others, or none
+    that are complete, refuses the update with BASE_MISMATCH; one whose engine takes no deltas refuses it with
+    UNSUPPORTED_ENCODING. Both come before anything is touched.
+    """
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]: ...
     @_builtins.property
@@ -361,8 +399,9 @@ class UpdateWeightsResponse(_message.Message):
     next_bucket: _builtins.int
     """all buckets before it have been received"""
     digest: _builtins.int
-    """With STAGED: digest of the update's tensors, which the server computed from the bytes that it received. For a full
-    update this becomes the digest of the weights; for a partial one the tensors that it left out are added.
+    """With STAGED: digest of the update's tensors, which the server computed from the bytes that it received; for a delta,
+    from these and the bits in memory that they replace. If the update is not partial this becomes the digest of the
+    weights; else the tensors that it left out are added.
     """
     detail: _builtins.str
     """with STALLED: which peer, and how it failed"""

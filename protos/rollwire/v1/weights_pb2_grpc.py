@@ -30,7 +30,7 @@ class WeightServiceStub(object):
 
     UpdateWeights → READY          announced, checked, memory reserved
     JoinTransport                  the servers that are READY and the trainer form a group, unless they use the last one
-    RECEIVING … STAGED             received into separate memory, while sampling continues
+    RECEIVING … STAGED             received into separate memory, a delta prepared there, while sampling continues
     CommitWeights                  hold sampling, put weights in place, apply the KV policy, continue
 
     A fleet commits in two phases: all servers stage, then all commit. If a member fails during the transfer, the others
@@ -83,7 +83,7 @@ class WeightServiceServicer(object):
 
     UpdateWeights → READY          announced, checked, memory reserved
     JoinTransport                  the servers that are READY and the trainer form a group, unless they use the last one
-    RECEIVING … STAGED             received into separate memory, while sampling continues
+    RECEIVING … STAGED             received into separate memory, a delta prepared there, while sampling continues
     CommitWeights                  hold sampling, put weights in place, apply the KV policy, continue
 
     A fleet commits in two phases: all servers stage, then all commit. If a member fails during the transfer, the others
@@ -190,7 +190,7 @@ class WeightService(object):
 
     UpdateWeights → READY          announced, checked, memory reserved
     JoinTransport                  the servers that are READY and the trainer form a group, unless they use the last one
-    RECEIVING … STAGED             received into separate memory, while sampling continues
+    RECEIVING … STAGED             received into separate memory, a delta prepared there, while sampling continues
     CommitWeights                  hold sampling, put weights in place, apply the KV policy, continue
 
     A fleet commits in two phases: all servers stage, then all commit. If a member fails during the transfer, the others

@@ -252,6 +252,7 @@ class EngineInfo:
             logits / temperature.
         unsupported_sleep: Sleep modes that this engine does not support, each with advice for the
             caller.
+        deltas: Whether the engine takes deltas: manifests in DELTA encoding.
     """
 
     engine: str
@@ -270,6 +271,7 @@ class EngineInfo:
     sampling_parameters: frozenset[str]
     scaled_prompt_logprobs: bool = True
     unsupported_sleep: Mapping[SleepingWeights, str] = field(default_factory=dict)
+    deltas: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,16 +285,32 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedDelta:
+    """A delta that is ready to be put in place.
+
+    Attributes:
+        digests: The digest that each tensor of the manifest will have, without aliases.
+        changes: What the engine's ``commit`` needs; the server only holds it. Its memory is free
+            for the next update once the server has dropped it.
+    """
+
+    digests: Mapping[str, int]
+    changes: object
+
+
+@dataclass(frozen=True, slots=True)
 class StagedUpdate:
-    """The tensors that a commit puts in place.
+    """What a commit puts in place.
 
     Attributes:
         tensors: Tensors that ``stage`` returned, filled. Empty: only the tag changes.
-        digests: The verified digest of each tensor.
+        digests: The verified digest of each tensor; after a delta the one that it will have.
+        delta: What ``prepare_delta`` returned, if this is a delta.
     """
 
     tensors: Mapping[str, Tensor]
     digests: Mapping[str, int]
+    delta: PreparedDelta | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,9 +324,10 @@ class CommitStats:
 class Engine(Protocol):
     """Samples sequences under one set of weights.
 
-    Life: ``start`` → (``submit`` | ``abort`` | ``hold`` … ``release`` | ``stage`` … ``commit`` |
-    ``sleep`` … ``wake``)* → ``stop``. While held, an engine samples nothing but accepts every call.
-    Calls may overlap; the server never overlaps two of ``commit``, ``sleep`` and ``wake``.
+    Life: ``start`` → (``submit`` | ``abort`` | ``hold`` … ``release`` | ``stage`` …
+    [``prepare_delta``] … ``commit`` | ``sleep`` … ``wake``)* → ``stop``. While held, an engine
+    samples nothing but accepts every call. Calls may overlap; the server never overlaps two of
+    ``prepare_delta``, ``commit``, ``sleep`` and ``wake``.
 
     On a dead engine ``hold`` and ``abort`` do nothing, since nothing is sampled; calls that need
     the model raise EngineError.
@@ -355,11 +374,30 @@ class Engine(Protocol):
         """Allocates memory beside the serving weights, while sampling continues.
 
         Returns one contiguous, uninitialized tensor for each tensor of the manifest, without
-        aliases. The manifest has been compared with ``schema``. The server stages the next update
-        only when no tensor of the last one is in use, so an engine may keep the memory of one
-        update and return it again.
+        aliases; for a manifest in DELTA encoding one for each tensor of its
+        ``transport.delta_layout``, the deltas of its buckets. The manifest has been compared with
+        ``schema``. The server stages the next update only when no tensor of the last one is in
+        use, so an engine may keep the memory of one update and return it again.
 
         Raises NoMemoryError if there is no memory, EngineError if it fails for another reason.
+        """
+
+    async def prepare_delta(
+        self, manifest: Manifest, staged: Mapping[str, Tensor], before: Mapping[str, int]
+    ) -> PreparedDelta:
+        """Makes a received delta ready for its commit, while sampling continues.
+
+        The digests that it leads to follow from the changed words alone. Their old bits are read
+        where they lie, so that a delta of other weights leads to other digests than its sender
+        expects. Called once, after ``stage``, and only if ``EngineInfo.deltas``.
+
+        Args:
+            manifest: In DELTA encoding.
+            staged: What ``stage`` returned for it, filled.
+            before: The digest of each serving tensor, without aliases.
+
+        Raises ManifestError if what was received is not a delta of this manifest, NoMemoryError if
+        there is no memory, EngineError if it fails for another reason.
         """
 
     async def commit(
@@ -368,6 +406,7 @@ class Engine(Protocol):
         """Puts staged weights in place while held. Every later token carries ``weights``.
 
         Tensors that are not staged stay as they are; aliases follow the tensors that they name.
+        A delta is refused if the weights have changed since it was prepared.
         Later sequences must not use prefix caches of older revisions. ``policy`` says what happens
         to the keys and values of running sequences: RECOMPUTE computes them again under the new
         weights, interleaved with decoding; KEEP keeps them, and ``Step.oldest_kv_revisions`` has

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from rollwire_transport import Manifest
     from torch import Tensor
 
-    from rollwire_server.engines.base import Sink, StagedUpdate
+    from rollwire_server.engines.base import PreparedDelta, Sink, StagedUpdate
 
 MAX_TOP_LOGPROBS = 64
 IDLE_SECONDS = 0.0005
@@ -175,6 +175,9 @@ class SyntheticEngine:
         what = f"an update of {self._config.weight_bytes >> 20} MiB cannot be staged"
         with allocating(what, "give the server more memory"):
             return {spec.name: torch.empty(spec.shape) for spec in manifest.tensors}
+
+    async def prepare_delta(self, *_: object) -> PreparedDelta:
+        raise EngineError("this engine takes no deltas")
 
     async def commit(
         self, staged: StagedUpdate, weights: WeightTag, policy: KvPolicy

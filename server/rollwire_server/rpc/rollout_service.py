@@ -205,6 +205,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         bases = (LOGPROB_BASIS_TO_PROTO[basis] for basis in engine.logprob_bases)
         response.logprob_bases.extend(sorted(bases))
         response.deterministic = engine.deterministic
+        response.accepts_deltas = engine.deltas and not self._updates.frozen
         response.max_running_sequences = engine.max_running_sequences
         activity = self._sequences.by_activity()
         response.running_sequences = activity["running"]

@@ -294,6 +294,7 @@ def server_info_from_proto(message: rollout_pb2.GetServerInfoResponse, address: 
         ),
         deterministic=message.deterministic,
         accepts_updates=message.accepts_updates,
+        accepts_deltas=message.accepts_deltas,
         transports=tuple(message.transports),
         max_running_sequences=message.max_running_sequences,
         running_sequences=message.running_sequences,

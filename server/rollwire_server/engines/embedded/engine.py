@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rollwire_server.engines.base import (
         CommitStats,
         EngineInfo,
+        PreparedDelta,
         SequenceSpec,
         Sink,
         StagedUpdate,
@@ -110,6 +111,9 @@ class EmbeddedEngine:
 
     async def stage(self, manifest: Manifest) -> Mapping[str, Tensor]:
         return await self._call(lambda runner: runner.weights.stage(manifest))
+
+    async def prepare_delta(self, *_: object) -> PreparedDelta:
+        raise EngineError("this engine takes no deltas")
 
     async def commit(
         self, staged: StagedUpdate, weights: WeightTag, policy: KvPolicy

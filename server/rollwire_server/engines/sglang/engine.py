@@ -32,7 +32,13 @@ if TYPE_CHECKING:
     from rollwire_transport import Manifest, TensorSpec
     from torch import Tensor
 
-    from rollwire_server.engines.base import EngineInfo, SequenceEnd, Sink, StagedUpdate
+    from rollwire_server.engines.base import (
+        EngineInfo,
+        PreparedDelta,
+        SequenceEnd,
+        Sink,
+        StagedUpdate,
+    )
     from rollwire_server.engines.sglang.launch import SglangConfig
     from rollwire_server.engines.sglang.sequences import SchedulerOutput
 
@@ -263,6 +269,9 @@ class SglangEngine:
         sent = [spec for spec in manifest.tensors if spec.alias_of is None]
         async with self._commands:
             return await self._awake().stage(sent)
+
+    async def prepare_delta(self, *_: object) -> PreparedDelta:
+        raise EngineError("this engine takes no deltas")
 
     async def commit(
         self, staged: StagedUpdate, weights: WeightTag, policy: KvPolicy
