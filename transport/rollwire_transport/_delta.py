@@ -18,19 +18,30 @@ in full (``delta_layout``).
 
 from __future__ import annotations
 
+import functools
+from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rollwire_transport._bucket_digest import HostCopy
+from rollwire_transport._digest import triton_kernels
 from rollwire_transport._errors import ManifestError
 from rollwire_transport._layout import padded_nbytes, plan
 from rollwire_transport._manifest import TensorSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
+
     from rollwire_transport._manifest import Bucket, Manifest
 
-_HEAD_BYTES = 16
+HEAD_BYTES = 16
+BUCKETS_IN_WORK = 2
+"""One is packed and compared while the delta of the one before it is taken."""
+
 _SKIP = 255
 _WORDS = 4  # of 16 bits in one of 64
 
@@ -48,66 +59,120 @@ def delta_layout(manifest: Manifest) -> Manifest:
     return plan([TensorSpec(str(i), "uint8", (b.size,)) for i, b in enumerate(manifest.buckets)])
 
 
-class EncodedDelta(NamedTuple):
-    """The delta of a bucket (uint8), and the positions (int64) and new bits (int16) of the 16-bit
-    words that changed.
-    """
+class DeltaEncoder:
+    """Encodes the buckets of an update, of up to ``largest`` bytes, in their order."""
 
-    delta: Tensor
-    positions: Tensor
-    bits: Tensor
+    def __init__(self, largest: int, device: torch.device) -> None:
+        self._triton = None
+        if (kernels := delta_kernels(device.type)) is not None:
+            self._triton = kernels.BucketEncoder(largest, device)
+            self._outs = deque(
+                torch.empty(padded_nbytes(largest), dtype=torch.uint8, device=device)
+                for _ in range(BUCKETS_IN_WORK)
+            )
+
+    def encode(self, old: Tensor, new: Tensor, bucket_bytes: int) -> PendingDelta:
+        """Begins to find the delta that makes ``new`` of ``old``, and makes ``old`` equal to it.
+
+        Both are a bucket with its padding: uint8, contiguous, a multiple of 64 long. The result
+        must be taken before ``BUCKETS_IN_WORK`` others have begun.
+        """
+        if self._triton is None:
+            return PendingDelta(*_encode(old, new), bucket_bytes)
+        self._outs.rotate()
+        self._triton.encode(old, new, self._outs[0])
+        return PendingDelta(
+            HostCopy(self._outs[0][:HEAD_BYTES].view(torch.int64)), self._outs[0], bucket_bytes
+        )
 
 
-def encode(old: Tensor, new: Tensor, bucket_bytes: int) -> EncodedDelta | None:
-    """The delta that makes ``new`` of ``old``; None if it would not be smaller than the bucket.
+@dataclass(frozen=True, slots=True)
+class PendingDelta:
+    """A delta that a device may still compute."""
 
-    Both are a bucket with its padding: uint8, contiguous, a multiple of 64 long.
-    """
+    _head: HostCopy
+    _delta: Tensor  # and what follows it
+    _bucket_bytes: int
+
+    def result(self) -> tuple[Tensor | None, int]:
+        """The delta, None if it would not be smaller than the bucket; and how many words of 16 bits
+        have changed.
+        """
+        gap_bytes, count = self._head.read()
+        size = HEAD_BYTES + 2 * count + gap_bytes
+        return self._delta[:size].clone() if size < self._bucket_bytes else None, count
+
+
+def _encode(old: Tensor, new: Tensor) -> tuple[HostCopy, Tensor]:
     # Most words of 64 bits are unchanged, so that the rest works on few.
     touched = (old.view(torch.int64) != new.view(torch.int64)).nonzero().squeeze(1)
-    if _HEAD_BYTES + 3 * touched.numel() >= bucket_bytes:  # a word of 16 bits takes three bytes
-        return None
-    old_words, new_words = (bytes_.view(torch.int16).view(-1, _WORDS) for bytes_ in (old, new))
-    differs = old_words[touched] != new_words[touched]
-    rows, columns = differs.nonzero(as_tuple=True)
+    old_words, new_words = (data.view(torch.int16).view(-1, _WORDS) for data in (old, new))
+    rows, columns = (old_words[touched] != new_words[touched]).nonzero(as_tuple=True)
     positions = touched[rows] * _WORDS + columns
     count = positions.numel()
     gaps = positions.diff(prepend=positions.new_full((1,), -1)) - 1
     skips = gaps // _SKIP
     ends = skips.cumsum(0) + torch.arange(count, device=skips.device)  # where each one's gap is
     gap_bytes = int(ends[-1]) + 1 if count else 0
-    begin = _HEAD_BYTES + 2 * count
-    if begin + gap_bytes >= bucket_bytes:
-        return None
+    begin = HEAD_BYTES + 2 * count
     bits = new_words.view(-1)[positions]
     delta = torch.full((begin + gap_bytes,), _SKIP, dtype=torch.uint8, device=new.device)
-    head = torch.tensor([gap_bytes, count], dtype=torch.int64)
-    delta[:_HEAD_BYTES].view(torch.int64).copy_(head, non_blocking=True)
-    delta[_HEAD_BYTES:begin].view(torch.int16).copy_(bits)
+    head = torch.tensor([gap_bytes, count])
+    delta[:HEAD_BYTES].view(torch.int64).copy_(head)
+    delta[HEAD_BYTES:begin].view(torch.int16).copy_(bits)
     delta[begin:][ends] = (gaps - skips * _SKIP).to(torch.uint8)
-    return EncodedDelta(delta, positions, bits)
+    old_words.view(-1).index_copy_(0, positions, bits)
+    return HostCopy(head), delta
 
 
-def decode(delta: Tensor, bucket_bytes: int) -> tuple[Tensor, Tensor]:
-    """The positions (int64, ascending) and new bits (int16) of the changed words of a bucket.
+class DecodedDelta(NamedTuple):
+    """The changed words of 16 bits of a bucket: their positions (int32), and their new bits
+    (int16). ``end`` is the last position + 1 (int64); unless it is within the bucket, the rest is
+    of no use.
+    """
 
-    ``delta`` is uint8 and begins at a multiple of 16.
+    positions: Tensor
+    bits: Tensor
+    end: Tensor
+
+
+def decode(delta: Tensor, head: Sequence[int]) -> DecodedDelta:
+    """The changed words of a delta (uint8, at a multiple of 16), of which ``head`` are the first
+    two numbers.
 
     Raises:
-        ManifestError: It is not the delta of a bucket with so many bytes.
+        ManifestError: It is no delta.
     """
-    problem = ManifestError(["what arrived is not the delta of a bucket"])
-    if delta.numel() < _HEAD_BYTES:
-        raise problem
-    gap_bytes, count = delta[:_HEAD_BYTES].view(torch.int64).tolist()
-    begin = _HEAD_BYTES + 2 * count
+    gap_bytes, count = head
+    begin = HEAD_BYTES + 2 * count
     if not 0 <= count <= gap_bytes or begin + gap_bytes != delta.numel():
-        raise problem
+        raise not_a_delta()
     gaps = delta[begin:]
     changed = gaps != _SKIP
-    positions = ((gaps.long() + changed).cumsum(0) - 1)[changed]
-    if positions.numel() != count:
-        raise problem
-    if count and int(positions[-1]) >= padded_nbytes(bucket_bytes) // 2:
-        raise problem
-    return positions, delta[_HEAD_BYTES:begin].view(torch.int16)
+    steps = gaps.int().add_(changed)
+    positions = steps.cumsum(0, dtype=torch.int32).sub_(1)[changed]
+    if positions.numel() != count or (count and not changed[-1]):
+        raise not_a_delta()
+    return DecodedDelta(
+        positions, delta[HEAD_BYTES:begin].view(torch.int16), steps.sum(dtype=torch.int64)
+    )
+
+
+def not_a_delta() -> ManifestError:
+    return ManifestError(["what arrived is not the delta of a bucket"])
+
+
+@functools.cache
+def delta_kernels(device_type: str) -> ModuleType | None:
+    """The kernels of a GPU, compiled; None where torch alone must do."""
+    if triton_kernels(device_type) is None:
+        return None
+    from rollwire_transport import _delta_triton
+
+    room = torch.zeros(128, dtype=torch.uint8, device=device_type)
+    _delta_triton.BucketEncoder(64, room.device).encode(room[:64], room[:64], room[64:])
+    one = torch.zeros(1, dtype=torch.int32, device=device_type)
+    runs = _delta_triton.GpuChangedRuns(one, one.short(), [1], [0], [room])
+    runs.sums()
+    runs.apply()
+    return _delta_triton

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from rollwire_transport._bucket_digest import HEADER_WORDS, BucketDigester, HostCopy, UpdateDigest
 from rollwire_transport._cast import Casts
-from rollwire_transport._delta import encode
+from rollwire_transport._delta import BUCKETS_IN_WORK, DeltaEncoder, PendingDelta
 from rollwire_transport._digest import sum_digests
 from rollwire_transport._layout import (
     ALIGNMENT,
@@ -44,8 +45,7 @@ class Delta:
         manifest: Its layout, which names the version that it builds on.
         tensors: What is sent, in the ``delta_layout`` of the manifest; functions give those that
             are assembled when their turn comes.
-        changed_words: 16-bit words of the tensors that differ. Of a bucket that is sent in full, as
-            its delta would be larger, all count.
+        changed_words: 16-bit words of the tensors that differ.
         words: All of them.
     """
 
@@ -195,6 +195,9 @@ class _Comparison:
         largest = max((padded_nbytes(bucket.size) for bucket in manifest.buckets), default=0)
         self._new = torch.zeros(largest, dtype=torch.uint8, device=device)
         self._old = torch.empty_like(self._new)
+        self._in_work: deque[PendingDelta] = deque()
+        if known:
+            self._encoder = DeltaEncoder(largest, device)
         self._digester = BucketDigester(manifest.buckets, 0, device)
         self._records: list[HostCopy] = []
         self._deltas: list[Tensor | Callable[[], Tensor]] = []
@@ -209,29 +212,28 @@ class _Comparison:
             new[begin:end].zero_()
         self._records.append(HostCopy(self._digester.record(index, new)))
         copy = self._view(bucket)
-        found = None
         if self.known:
             old = self._assembled(bucket, self._old) if copy is None else copy
-            found = encode(old, new, bucket.size)
-        if found is not None:
-            self._deltas.append(found.delta)
-            self._changed += found.positions.numel()
-        else:
-            whole: Tensor | Callable[[], Tensor]
-            if copy is None:  # there may be no room for all of these at once
-                whole = functools.partial(self._assembled, bucket)
-            else:
-                whole = copy[: bucket.size]
-            self._deltas.append(whole)
-            self._changed += _words(bucket)
-        self._sizes.append(bucket.size if found is None else found.delta.numel())
+            self._in_work.append(self._encoder.encode(old, new, bucket.size))
+            if len(self._in_work) == BUCKETS_IN_WORK:
+                self._take_result()
+        elif copy is not None:
+            copy.copy_(new)
         if copy is None:
             for span in bucket.spans:
                 self._piece(span).copy_(_piece(new, span))
-        elif found is None:
-            copy.copy_(new)
-        else:
-            copy.view(torch.int16).index_copy_(0, found.positions, found.bits)
+
+    def _take_result(self) -> None:
+        bucket = self._manifest.buckets[len(self._deltas)]
+        delta, changed = self._in_work.popleft().result()
+        self._changed += changed
+        if delta is not None:
+            self._deltas.append(delta)
+        elif (copy := self._view(bucket)) is not None:
+            self._deltas.append(copy[: bucket.size])
+        else:  # a function: there may be no room for all of these at once
+            self._deltas.append(functools.partial(self._assembled, bucket))
+        self._sizes.append(bucket.size if delta is None else delta.numel())
 
     def digests(self) -> dict[str, int]:
         digest = UpdateDigest(self._manifest)
@@ -240,6 +242,8 @@ class _Comparison:
         return digest.tensors()
 
     def delta(self, base_digest: int) -> Delta:
+        while self._in_work:
+            self._take_result()
         buckets = zip(self._manifest.buckets, self._sizes, strict=True)
         manifest = replace(
             self._manifest,

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rollwire_transport._delta import decode, full_size
+from rollwire_transport._delta import (
+    HEAD_BYTES,
+    decode,
+    delta_kernels,
+    full_size,
+    not_a_delta,
+)
 from rollwire_transport._digest import (
     GOLDEN,
     compile_sums,
@@ -18,18 +24,14 @@ from rollwire_transport._digest import (
     signed,
     sum_of_digest,
 )
-from rollwire_transport._errors import ManifestError
 from rollwire_transport._layout import padded_nbytes
 from rollwire_transport._manifest import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from rollwire_transport._manifest import Manifest
-
-# Changed words whose sums are computed at a time: on a device a launch should take longer than its
-# start, and its memory is taken beside what serves.
-_TILE = 1 << 24
+    from rollwire_transport._delta_triton import GpuChangedRuns
+    from rollwire_transport._manifest import Bucket, Manifest
 
 
 class ReceivedDelta:
@@ -51,33 +53,24 @@ class ReceivedDelta:
         self._manifest = manifest
         self._targets: dict[int, Tensor] = {}  # bytes, whole words of 64 bits
         self._copied: list[tuple[Tensor, Tensor]] = []
-        self._changes: list[_ChangedWords] = []
         self._pieces: list[_WholePiece] = []
         for index, spec in enumerate(manifest.tensors):
             if spec.alias_of is None:
                 self._targets[index] = self._in_words(as_bytes(serving[spec.name]))
+        encoded = {}
         for number, bucket in enumerate(manifest.buckets):
             delta = deltas[str(number)]
-            if bucket.size == full_size(bucket):
-                self._pieces += [
-                    _WholePiece(s.tensor, s.tensor_offset, delta[s.bucket_offset :][: s.length])
-                    for s in bucket.spans
-                ]
+            if bucket.size < full_size(bucket):
+                encoded[bucket] = delta
                 continue
-            positions, bits = decode(delta, full_size(bucket))
-            begins = [span.bucket_offset // 2 for span in bucket.spans]
-            ends = [(span.bucket_offset + span.length + 1) // 2 for span in bucket.spans]
-            bounds = torch.searchsorted(
-                positions, torch.tensor([begins, ends], device=positions.device)
-            )
-            changed = 0
-            for span, first, last in zip(bucket.spans, *bounds.tolist(), strict=True):
-                if first < last:
-                    moved = positions[first:last] + (span.tensor_offset - span.bucket_offset) // 2
-                    self._changes.append(_ChangedWords(span.tensor, moved, bits[first:last]))
-                    changed += last - first
-            if changed != positions.numel():
-                raise ManifestError([f"the delta of bucket {number} changes what is no tensor"])
+            self._pieces += [
+                _WholePiece(s.tensor, s.tensor_offset, delta[s.bucket_offset :][: s.length])
+                for s in bucket.spans
+            ]
+        self._changed_tensors: list[int] = []
+        self._changes: ChangedRuns | GpuChangedRuns | None = None
+        if encoded:
+            self._changed_tensors, self._changes = _decoded(encoded, self._targets)
 
     def digests(self, before: Mapping[str, int]) -> dict[str, int]:
         """The digest that each tensor will have, from those that they have now.
@@ -90,7 +83,11 @@ class ReceivedDelta:
             for index, spec in enumerate(self._manifest.tensors)
             if spec.alias_of is None
         }
-        for index, change in itertools.chain(self._sums_of_changes(), self._sums_of_pieces()):
+        if self._changes is not None:
+            sums = self._changes.sums().tolist()
+            for index, change in zip(self._changed_tensors, sums, strict=True):
+                totals[index] += change
+        for index, change in self._sums_of_pieces():
             totals[index] += change
         specs = self._manifest.tensors
         return {
@@ -99,9 +96,8 @@ class ReceivedDelta:
 
     def apply(self) -> None:
         """Puts the changes in place; waits for no device."""
-        for changes in self._changes:
-            words = self._targets[changes.tensor].view(torch.int16)
-            words.index_copy_(0, changes.positions, changes.bits)
+        if self._changes is not None:
+            self._changes.apply()
         for piece in self._pieces:
             self._target(piece).copy_(piece.new, non_blocking=True)
         for tensor, copy in self._copied:
@@ -119,50 +115,6 @@ class ReceivedDelta:
     def _target(self, piece: _WholePiece) -> Tensor:
         return self._targets[piece.tensor][piece.offset :][: piece.new.numel()]
 
-    def _sums_of_changes(self) -> Iterator[tuple[int, int]]:
-        tile: list[_ChangedWords] = []
-        words = 0
-        for changes in self._changes:
-            tile.append(changes)
-            words += changes.positions.numel()
-            if words >= _TILE:
-                yield from self._sums_of(tile)
-                tile, words = [], 0
-        if tile:
-            yield from self._sums_of(tile)
-
-    def _sums_of(self, tile: Sequence[_ChangedWords]) -> Iterator[tuple[int, int]]:
-        positions = torch.cat([changes.positions for changes in tile])
-        bits = torch.cat([changes.bits for changes in tile]).long() & 0xFFFF
-        device = positions.device
-        ends = list(itertools.accumulate(changes.positions.numel() for changes in tile))
-        begins = [0, *ends[:-1]]
-        words = positions >> 2  # of 64 bits
-        old = torch.cat(
-            [
-                self._targets[c.tensor].view(torch.int64).index_select(0, words[begin:end])
-                for c, begin, end in zip(tile, begins, ends, strict=True)
-            ]
-        )
-        # Several changed words of 16 bits may lie in one of 64.
-        is_first = torch.ones_like(words, dtype=torch.bool)
-        is_first[1:] = words[1:] != words[:-1]
-        is_first[torch.tensor(begins, device=device)] = True
-        number = is_first.cumsum(0) - 1
-        first = is_first.nonzero().squeeze(1)
-        shift = (positions & 3) * 16
-        masks, merged = (
-            torch.zeros_like(first).index_add_(0, number, part << shift)
-            for part in (torch.full_like(bits, 0xFFFF), bits)
-        )
-        old = old[first]
-        new = (old & ~masks) | merged
-        keys = words[first] * signed(GOLDEN)
-        sums = (mix_words(new + keys) - mix_words(old + keys)).cumsum(0)
-        until = sums[number[torch.tensor(ends, device=device) - 1]].tolist()
-        for changes, before, after in zip(tile, [0, *until[:-1]], until, strict=True):
-            yield changes.tensor, after - before
-
     def _sums_of_pieces(self) -> Iterator[tuple[int, int]]:
         if not self._pieces:
             return
@@ -174,18 +126,111 @@ class ReceivedDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class _ChangedWords:
-    """Changed words of 16 bits of one tensor: their positions in it, and their new bits."""
-
-    tensor: int
-    positions: Tensor  # int64, ascending
-    bits: Tensor  # int16
-
-
-@dataclass(frozen=True, slots=True)
 class _WholePiece:
     """Bytes of one tensor that were sent whole."""
 
     tensor: int
     offset: int
     new: Tensor
+
+
+def _decoded(
+    encoded: Mapping[Bucket, Tensor], targets: Mapping[int, Tensor]
+) -> tuple[list[int], ChangedRuns | GpuChangedRuns | None]:
+    """The tensor of each run of changed words, and the runs; ManifestError if it is no delta of
+    these buckets.
+    """
+    if any(delta.numel() < HEAD_BYTES for delta in encoded.values()):
+        raise not_a_delta()
+    heads = torch.stack([delta[:HEAD_BYTES].view(torch.int64) for delta in encoded.values()])
+    decoded = [decode(*one) for one in zip(encoded.values(), heads.tolist(), strict=True)]
+    spans = [span for bucket in encoded for span in bucket.spans]
+    counts = [len(bucket.spans) for bucket in encoded]
+    edges = torch.tensor(
+        [[s.bucket_offset // 2, (s.bucket_offset + s.length + 1) // 2] for s in spans],
+        dtype=torch.int32,
+    ).to(heads.device)
+    bounds = torch.cat(
+        [
+            torch.searchsorted(one.positions, of_one.contiguous())
+            for one, of_one in zip(decoded, torch.split(edges, counts), strict=True)
+        ]
+    ).tolist()
+    lengths = [last - first for first, last in bounds]
+    until = [0, *itertools.accumulate(lengths)]  # how many changed words the spans before have
+    after = itertools.accumulate(counts)
+    done = 0
+    for bucket, one, last_span, end in zip(
+        encoded, decoded, after, torch.stack([one.end for one in decoded]).tolist(), strict=True
+    ):
+        done += one.positions.numel()
+        if end > padded_nbytes(full_size(bucket)) // 2 or until[last_span] != done:
+            raise not_a_delta()
+    runs = [i for i, length in enumerate(lengths) if length]
+    if not runs:
+        return [], None
+    kernels = delta_kernels(heads.device.type)
+    tensors = [spans[i].tensor for i in runs]
+    return tensors, (ChangedRuns if kernels is None else kernels.GpuChangedRuns)(
+        torch.cat([one.positions for one in decoded]),
+        torch.cat([one.bits for one in decoded]),
+        ends=[until[i + 1] for i in runs],
+        shifts=[(spans[i].tensor_offset - spans[i].bucket_offset) // 2 for i in runs],
+        tensors=[targets[tensor] for tensor in tensors],
+    )
+
+
+class ChangedRuns:
+    """Runs of changed words of 16 bits, each in a tensor of its own.
+
+    Args:
+        positions: int32, of all runs: positions in their buckets, ascending in each run.
+        bits: int16, the new bits of these words.
+        ends: Where each run ends among them.
+        shifts: What is added to a run's positions, to get those in its tensor.
+        tensors: The bytes of each run's tensor: whole words of 64 bits.
+    """
+
+    def __init__(
+        self,
+        positions: Tensor,
+        bits: Tensor,
+        ends: Sequence[int],
+        shifts: Sequence[int],
+        tensors: Sequence[Tensor],
+    ) -> None:
+        self._positions = positions
+        self._bits = bits
+        self._begins = [0, *ends[:-1]]
+        self._ends = ends
+        self._shifts = shifts
+        self._tensors = tensors
+
+    def sums(self) -> Tensor:
+        """By how much each run changes the sum of its tensor (int64)."""
+        return torch.stack([_change_of_sum(*run) for run in self._runs()])
+
+    def apply(self) -> None:
+        """Writes the new bits."""
+        for tensor, positions, bits in self._runs():
+            tensor.view(torch.int16).index_copy_(0, positions, bits)
+
+    def _runs(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for tensor, begin, end, shift in zip(
+            self._tensors, self._begins, self._ends, self._shifts, strict=True
+        ):
+            yield tensor, self._positions[begin:end].long() + shift, self._bits[begin:end]
+
+
+def _change_of_sum(tensor: Tensor, positions: Tensor, bits: Tensor) -> Tensor:
+    words = positions >> 2  # of 64 bits: several changed words of 16 may lie in one of them
+    touched, number = torch.unique_consecutive(words, return_inverse=True)
+    moved = (positions & 3) * 16
+    masks, merged = (
+        torch.zeros_like(touched).index_add_(0, number, part << moved)
+        for part in (torch.full_like(positions, 0xFFFF), bits.long() & 0xFFFF)
+    )
+    old = tensor.view(torch.int64)[touched]
+    new = (old & ~masks) | merged
+    keys = touched * signed(GOLDEN)
+    return (mix_words(new + keys) - mix_words(old + keys)).sum()

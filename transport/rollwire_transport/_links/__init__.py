@@ -7,7 +7,7 @@ import socket
 
 import torch
 
-from rollwire_transport._digest import triton_kernels
+from rollwire_transport._delta import delta_kernels
 from rollwire_transport._errors import TransportError
 from rollwire_transport._links import gloo, nccl, ucx
 from rollwire_transport._links.base import (
@@ -100,7 +100,7 @@ def warm_up(device: torch.device, listen: ListenOptions = _ANYWHERE) -> None:
         device: Where the tensors lie.
         listen: Where a receiver may listen.
     """
-    triton_kernels(device.type)
+    delta_kernels(device.type)  # and those of digests
     if device.type == "cuda":
         for backend in _BACKENDS.values():
             if not backend.unavailable_reason(listen):
