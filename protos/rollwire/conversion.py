@@ -50,7 +50,7 @@ SERVER_STATE_TO_PROTO = _to_proto(
 )
 SERVER_STATE_FROM_PROTO = _from_proto(SERVER_STATE_TO_PROTO, ServerState.UNKNOWN)
 KV_POLICY_TO_PROTO = _to_proto(KvPolicy, common_pb2.KvPolicy, "KV_POLICY_")
-KV_POLICY_FROM_PROTO = _from_proto(KV_POLICY_TO_PROTO, KvPolicy.RECOMPUTE)
+KV_POLICY_FROM_PROTO = _from_proto(KV_POLICY_TO_PROTO, KvPolicy.KEEP)
 SLEEPING_WEIGHTS_TO_PROTO = _to_proto(
     SleepingWeights, rollout_pb2.SleepingWeights, "SLEEPING_WEIGHTS_"
 )

@@ -58,10 +58,10 @@ class ServerState(enum.Enum):
 class KvPolicy(enum.Enum):
     """What a commit does with the keys and values of sequences that are under way."""
 
-    RECOMPUTE = "recompute"
-    """Computes them again: later tokens are sampled as if the new policy had read the prefix."""
     KEEP = "keep"
     """Keeps them: ``oldest_kv_revision`` of later tokens is the revision that computed them."""
+    RECOMPUTE = "recompute"
+    """Computes them again: later tokens are sampled as if the new policy had read the prefix."""
 
 
 class SleepingWeights(enum.Enum):

@@ -217,6 +217,8 @@ async def test_enums_beyond_their_range(api: Api) -> None:
     change = await update(api, 1, await next_version(api))
     await change.stage()
     assert await refusal(change.commit(kv_policy=99)) == "BAD_REQUEST"
+    contradiction = change.commit(common_pb2.KV_POLICY_RECOMPUTE, max_kv_lag=2)
+    assert await refusal(contradiction) == "BAD_REQUEST"
     await change.discard()
 
 

@@ -118,6 +118,57 @@ async def test_kept_keys_and_values_are_owned_up_to(api: Api) -> None:
     assert output.logprobs[before:] != pytest.approx(expected[before:], abs=1e-4)
 
 
+async def test_keys_and_values_are_kept_unless_the_trainer_says_otherwise(api: Api) -> None:
+    _, output, before = await crossing(api, common_pb2.KV_POLICY_UNSPECIFIED)
+    assert set(output.oldest) == {output.revisions[0]}
+    assert before < len(output.revisions)
+
+
+async def test_a_sequence_whose_keys_get_too_old_goes_on_as_under_the_new_policy(api: Api) -> None:
+    prompt, old = (5, 6, 7, 8), (await api.info()).weights.revision
+    generation = Generation(api, request(prompt, LONG, seed=2))
+    output = await generation.some(10)
+    for seed in (130, 131):
+        change = await update(api, seed)
+        await change.stage()
+        committed = (await change.commit(max_kv_lag=1)).weights.revision
+        while output.revisions.count(committed) < 20:
+            await generation.some(len(output.tokens) + 1)
+    generation.call.cancel()
+    first, second = (output.revisions.index(old + step) for step in (1, 2))
+    assert output.oldest[:second] == [old] * second
+    assert output.oldest[second:] == output.revisions[second:]
+    expected = await scored(api, prompt, output.tokens)
+    assert output.logprobs[second:] == pytest.approx(expected[second:], abs=1e-4)
+    assert output.logprobs[first:second] != pytest.approx(expected[first:second], abs=1e-2)
+
+
+async def test_no_token_reads_older_keys_than_the_bound_and_commits_share_the_work(
+    api: Api,
+) -> None:
+    stream = Stream(api)
+    for handle in range(4):
+        await stream.start(handle, request((handle + 1,), LONG, seed=handle))
+    outputs, revisions = stream.outputs.values(), [(await api.info()).weights.revision]
+    for seed in range(4):
+        while not all(revisions[-1] in output.revisions for output in outputs):
+            assert await stream.read()
+        change = await update(api, 140 + seed)
+        await change.stage()
+        answer = await change.commit(max_kv_lag=1)
+        assert answer.timing.kv_tokens_to_recompute > 0
+        revisions.append(answer.weights.revision)
+    while not all(revisions[-1] in output.revisions for output in outputs):
+        assert await stream.read()
+    for handle in stream.outputs:
+        await stream.abort(handle)
+    await stream.all()
+    reads = [{*zip(output.revisions, output.oldest, strict=True)} for output in outputs]
+    assert all(new - old in {0, 1} for read in reads for new, old in read)
+    for revision in revisions[1:]:
+        assert sum((revision, revision) in read for read in reads) == 2
+
+
 async def test_equal_weights_interrupt_nothing(api: Api) -> None:
     base = await update(api, 5)
     await base.publish()

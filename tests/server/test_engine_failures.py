@@ -12,7 +12,7 @@ import pytest
 import rollwire_transport as transport
 import torch
 from rollwire.reasons import Reason
-from rollwire.types import KvPolicy, ServerState, SleepingWeights, UpdatePhase
+from rollwire.types import ServerState, SleepingWeights, UpdatePhase
 from rollwire.v1 import common_pb2, rollout_pb2
 from rollwire_server.counters import UpdateOutcome
 from rollwire_server.engines.base import ChangedWeightsError, EngineError, TornWeightsError
@@ -76,7 +76,7 @@ async def test_a_commit_that_fails_is_told_by_the_log_first(
         digest = await staged(room, monkeypatch, 1.0)
         monkeypatch.setattr(room.engine, "commit", raising(error))
         with capture_logs() as lines, pytest.raises(ServiceError) as caught:
-            await room.updates.commit(PUBLISHER, "u", digest, KvPolicy.KEEP)
+            await room.updates.commit(PUBLISHER, "u", digest, max_kv_lag=None)
         assert caught.value.reason is reason
         assert room.state.current is state
         (failed,) = (line for line in lines if line["event"] == "commit failed")
@@ -94,11 +94,11 @@ async def test_a_version_with_other_content_is_a_failed_commit(
 ) -> None:
     async with updating() as room, asyncio.timeout(60):
         digest = await staged(room, monkeypatch, 1.0)
-        await room.updates.commit(PUBLISHER, "u", digest, KvPolicy.KEEP)
+        await room.updates.commit(PUBLISHER, "u", digest, max_kv_lag=None)
         room.updates._commits.clear()  # as after many others
         digest = await staged(room, monkeypatch, 2.0)
         with capture_logs() as lines, pytest.raises(ServiceError) as caught:
-            await room.updates.commit(PUBLISHER, "u", digest, KvPolicy.KEEP)
+            await room.updates.commit(PUBLISHER, "u", digest, max_kv_lag=None)
         assert caught.value.reason is Reason.VERSION_CONFLICT
         (failed,) = (line for line in lines if line["event"] == "commit failed")
         assert failed["reason"] == "VERSION_CONFLICT"

@@ -179,7 +179,7 @@ async def test_a_life_at_debug_level(
         for line in lines
         if line["event"] == "committed"
     ]
-    assert costs == [("recompute", 0), ("recompute", answer.timing.kv_tokens_to_recompute)]
+    assert costs == [("keep", 0), ("recompute", answer.timing.kv_tokens_to_recompute)]
     updates = [line for line in lines if line["event"] in {"update", *last_lines}]
     assert all({"update_id", "version"} <= line.keys() for line in updates)
     by_rpc = {line["rpc"]: line for line in lines if line.get("update_id") == lost.update_id

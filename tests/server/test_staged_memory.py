@@ -13,7 +13,7 @@ import pytest
 import rollwire_transport as transport
 import torch
 from rollwire.reasons import Reason
-from rollwire.types import KvPolicy, UpdatePhase
+from rollwire.types import UpdatePhase
 from rollwire_server.engines.base import EngineError
 from rollwire_server.errors import ServiceError, result_of, spawn
 from rollwire_server.weights.update import PublisherId, UpdateAnnouncement
@@ -269,7 +269,7 @@ async def test_an_update_that_is_staged_as_it_leaves_a_group_stays_so(
         assert updates.current is not None
         if updates.current.receiving is not None:  # in whatever group
             await updates.current.receiving
-        commit = await updates.commit(PUBLISHER, "u", sender.digest, KvPolicy.KEEP)
+        commit = await updates.commit(PUBLISHER, "u", sender.digest, max_kv_lag=None)
         assert commit.weights.version == 1
 
 

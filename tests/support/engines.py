@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rollwire.types import KvPolicy, WeightTag
+from rollwire.types import WeightTag
 from rollwire_server.engines.base import (
     EndReason,
     Engine,
@@ -159,7 +159,7 @@ class Driver:
         await self.recorder.until(lambda: all(len(s.token_ids) >= number for s in sampled))
 
     async def commit(
-        self, tensors: Mapping[str, Tensor], policy: KvPolicy = KvPolicy.RECOMPUTE
+        self, tensors: Mapping[str, Tensor], max_kv_lag: int | None = None
     ) -> CommitStats:
         """Stages and commits tensors under the next revision; the engine is held meanwhile."""
         schema = [s for s in self.engine.schema() if s.name in tensors]
@@ -170,7 +170,7 @@ class Driver:
         tag = WeightTag(revision * 10, revision, self.tag.server_id, revision)
         await self.engine.hold()
         try:
-            applied = await self.engine.commit(staged_update(staged), tag, policy)
+            applied = await self.engine.commit(staged_update(staged), tag, max_kv_lag)
         finally:
             await self.engine.release()
         self.tag = tag

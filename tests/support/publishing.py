@@ -160,7 +160,7 @@ class Update:
         await self.transfer()
 
     async def commit(
-        self, kv_policy: int = 0, digest: int | None = None
+        self, kv_policy: int = 0, digest: int | None = None, max_kv_lag: int | None = None
     ) -> weights_pb2.CommitWeightsResponse:
         return await self.api.weights.CommitWeights(
             weights_pb2.CommitWeightsRequest(
@@ -168,6 +168,7 @@ class Update:
                 update_id=self.update_id,
                 expected_digest=self.sender.digest if digest is None else digest,
                 kv_policy=kv_policy,
+                max_kv_lag=max_kv_lag,
             ),
             timeout=SECONDS,
         )

@@ -24,25 +24,29 @@ class _KvPolicy:
 class _KvPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvPolicy.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     KV_POLICY_UNSPECIFIED: _KvPolicy.ValueType  # 0
-    """as RECOMPUTE"""
+    """as KEEP"""
     KV_POLICY_RECOMPUTE: _KvPolicy.ValueType  # 1
     """Computes them again, interleaved with decoding: every later token is sampled as if the new policy had read the
     whole prefix. Costs a prefill of all sequences under way.
     """
     KV_POLICY_KEEP: _KvPolicy.ValueType  # 2
-    """Keeps them. Costs nothing; later tokens attend to keys and values of an older policy (oldest_kv_revision)."""
+    """Keeps them, unless they are older than max_kv_lag allows. Later tokens attend to keys and values of an older policy
+    (oldest_kv_revision).
+    """
 
 class KvPolicy(_KvPolicy, metaclass=_KvPolicyEnumTypeWrapper):
     """What a commit does with the keys and values of sequences that are under way."""
 
 KV_POLICY_UNSPECIFIED: KvPolicy.ValueType  # 0
-"""as RECOMPUTE"""
+"""as KEEP"""
 KV_POLICY_RECOMPUTE: KvPolicy.ValueType  # 1
 """Computes them again, interleaved with decoding: every later token is sampled as if the new policy had read the
 whole prefix. Costs a prefill of all sequences under way.
 """
 KV_POLICY_KEEP: KvPolicy.ValueType  # 2
-"""Keeps them. Costs nothing; later tokens attend to keys and values of an older policy (oldest_kv_revision)."""
+"""Keeps them, unless they are older than max_kv_lag allows. Later tokens attend to keys and values of an older policy
+(oldest_kv_revision).
+"""
 Global___KvPolicy: _TypeAlias = KvPolicy  # noqa: Y015
 
 class _ServerState:

@@ -530,12 +530,18 @@ class CommitWeightsRequest(_message.Message):
     UPDATE_ID_FIELD_NUMBER: _builtins.int
     EXPECTED_DIGEST_FIELD_NUMBER: _builtins.int
     KV_POLICY_FIELD_NUMBER: _builtins.int
+    MAX_KV_LAG_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     expected_digest: _builtins.int
     """Digest of the update's tensors, computed by the trainer. The server compares it before it touches the serving
     weights (DIGEST_MISMATCH).
     """
     kv_policy: _common_pb2.KvPolicy.ValueType
+    max_kv_lag: _builtins.int
+    """With KEEP: how many commits older than the weights that sample a token the keys and values may be to which it
+    attends. Sequences with older ones are computed again beside the decoding of the others; some are computed again
+    early, so that they do not all wait at the same commit. 0 is RECOMPUTE; absent: they may have any age.
+    """
     @_builtins.property
     def publisher(self) -> Global___Publisher: ...
     def __init__(
@@ -545,12 +551,15 @@ class CommitWeightsRequest(_message.Message):
         update_id: _builtins.str = ...,
         expected_digest: _builtins.int = ...,
         kv_policy: _common_pb2.KvPolicy.ValueType = ...,
+        max_kv_lag: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["publisher", b"publisher"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_kv_lag", b"_max_kv_lag", "max_kv_lag", b"max_kv_lag", "publisher", b"publisher"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_digest", b"expected_digest", "kv_policy", b"kv_policy", "publisher", b"publisher", "update_id", b"update_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_kv_lag", b"_max_kv_lag", "expected_digest", b"expected_digest", "kv_policy", b"kv_policy", "max_kv_lag", b"max_kv_lag", "publisher", b"publisher", "update_id", b"update_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_kv_lag: _TypeAlias = _typing.Literal["max_kv_lag"]  # noqa: Y015
+    _WhichOneofArgType__max_kv_lag: _TypeAlias = _typing.Literal["_max_kv_lag", b"_max_kv_lag"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_kv_lag) -> _WhichOneofReturnType__max_kv_lag | None: ...
 
 Global___CommitWeightsRequest: _TypeAlias = CommitWeightsRequest  # noqa: Y015
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
-    from rollwire.types import KvPolicy, SleepingWeights, WeightTag
+    from rollwire.types import SleepingWeights, WeightTag
     from rollwire_transport import Manifest, TensorSpec
     from torch import Tensor
 
@@ -401,16 +401,16 @@ class Engine(Protocol):
         """
 
     async def commit(
-        self, staged: StagedUpdate, weights: WeightTag, policy: KvPolicy
+        self, staged: StagedUpdate, weights: WeightTag, max_kv_lag: int | None
     ) -> CommitStats:
         """Puts staged weights in place while held. Every later token carries ``weights``.
 
         Tensors that are not staged stay as they are; aliases follow the tensors that they name.
         A delta is refused if the weights have changed since it was prepared.
-        Later sequences must not use prefix caches of older revisions. ``policy`` says what happens
-        to the keys and values of running sequences: RECOMPUTE computes them again under the new
-        weights, interleaved with decoding; KEEP keeps them, and ``Step.oldest_kv_revisions`` has
-        their revision.
+        Later sequences must not use prefix caches of older revisions. Running sequences keep their
+        keys and values, and ``Step.oldest_kv_revisions`` has their revision; those that
+        ``sequences_to_recompute`` chooses are computed again under the new weights, interleaved
+        with the decoding of the others. With a ``max_kv_lag`` of 0 these are all; with None, none.
 
         Raises EngineError if it fails before it touches the serving weights, and TornWeightsError
         if it fails after that.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import pydantic.dataclasses
 import torch
 from pydantic import Field
-from rollwire.types import KvPolicy, LogprobBasis, SleepingWeights, WeightTag
+from rollwire.types import LogprobBasis, SleepingWeights, WeightTag
 from rollwire_transport import TensorSpec, tensor_digest
 
 from rollwire_server.engines.base import (
@@ -33,6 +33,7 @@ from rollwire_server.engines.base import (
     Step,
     TopLogprobs,
 )
+from rollwire_server.engines.kv_lag import sequences_to_recompute
 from rollwire_server.engines.memory import allocating
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class SyntheticEngine:
         raise EngineError("this engine takes no deltas")
 
     async def commit(
-        self, staged: StagedUpdate, weights: WeightTag, policy: KvPolicy
+        self, staged: StagedUpdate, weights: WeightTag, max_kv_lag: int | None
     ) -> CommitStats:
         state = self._awake_state()
         if not state.held:
@@ -192,11 +193,17 @@ class SyntheticEngine:
             state.weight.copy_(staged.tensors[self._spec.name])
         state.consistent = True
         state.tag = weights
+        running = list(state.running.values())
+        chosen = sequences_to_recompute(
+            [s.kv_revision for s in running],
+            [s.tokens for s in running],
+            weights.revision,
+            max_kv_lag,
+        )
         entries = 0
-        if policy is KvPolicy.RECOMPUTE:
-            for sequence in state.running.values():
-                entries += sequence.tokens
-                sequence.kv_revision = weights.revision
+        for sequence in (running[i] for i in chosen):
+            entries += sequence.tokens
+            sequence.kv_revision = weights.revision
         self._changed.set()
         return CommitStats(time.perf_counter_ns() - began, entries)
 

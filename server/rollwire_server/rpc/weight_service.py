@@ -14,6 +14,7 @@ from rollwire.conversion import (
     weight_tag_to_proto,
 )
 from rollwire.reasons import Reason
+from rollwire.types import KvPolicy
 from rollwire.v1 import weights_pb2, weights_pb2_grpc
 from rollwire_transport import PROTOCOL
 
@@ -163,13 +164,11 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
     async def CommitWeights(  # noqa: N802
         self, request: weights_pb2.CommitWeightsRequest, _: Context
     ) -> weights_pb2.CommitWeightsResponse:
-        if request.kv_policy not in KV_POLICY_FROM_PROTO:
-            raise bad_request("kv_policy", f"unknown KV policy {request.kv_policy}")
         commit = await self._updates.commit(
             _publisher(request.publisher),
             _update_id(request.update_id),
             request.expected_digest,
-            KV_POLICY_FROM_PROTO[request.kv_policy],
+            _max_kv_lag(request),
         )
         return weights_pb2.CommitWeightsResponse(
             weights=weight_tag_to_proto(commit.weights),
@@ -244,6 +243,23 @@ def _version(request: weights_pb2.UpdateWeightsRequest) -> int | None:
             "leave it out for an update without a version",
         )
     return request.version
+
+
+def _max_kv_lag(request: weights_pb2.CommitWeightsRequest) -> int | None:
+    """None keeps all keys and values, 0 keeps none."""
+    policy = KV_POLICY_FROM_PROTO.get(request.kv_policy)
+    if policy is None:
+        raise bad_request("kv_policy", f"unknown KV policy {request.kv_policy}")
+    given = request.max_kv_lag if request.HasField("max_kv_lag") else None
+    if policy is KvPolicy.KEEP:
+        return given
+    if given is not None:
+        raise bad_request(
+            "max_kv_lag",
+            f"max_kv_lag is {given}, but RECOMPUTE keeps no keys and values: set kv_policy to "
+            "KEEP, or leave max_kv_lag out",
+        )
+    return 0
 
 
 def _update_id(update_id: str) -> str:

@@ -23,8 +23,6 @@ from rollwire_server.weights.update import WeightUpdate
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from rollwire.types import KvPolicy
-
     from rollwire_server.counters import CommitResult, ServerCounters
     from rollwire_server.engines.base import Engine
     from rollwire_server.state import StateMachine
@@ -143,7 +141,7 @@ class UpdateManager:
         return answer, update.receiver.next_bucket
 
     async def commit(
-        self, publisher: PublisherId, update_id: str, expected_digest: int, policy: KvPolicy
+        self, publisher: PublisherId, update_id: str, expected_digest: int, max_kv_lag: int | None
     ) -> CommitResult:
         """Idempotent. What has begun is completed, also when its caller goes away."""
         if (result := self._commits.get(update_id)) is not None:
@@ -155,7 +153,7 @@ class UpdateManager:
         if update.committing is None:
             update.check_can_commit(expected_digest)
             update.committing = spawn(
-                self._tasks, self._commit(update, policy), f"commit {update_id}"
+                self._tasks, self._commit(update, max_kv_lag), f"commit {update_id}"
             )
         return await result_of(update.committing)
 
@@ -290,11 +288,11 @@ class UpdateManager:
 
     # Ending.
 
-    async def _commit(self, update: WeightUpdate, policy: KvPolicy) -> CommitResult:
+    async def _commit(self, update: WeightUpdate, max_kv_lag: int | None) -> CommitResult:
         update.end_lease()
         outcome = UpdateOutcome.FAILED
         try:
-            result = await self.weights.commit(update, policy)
+            result = await self.weights.commit(update, max_kv_lag)
             outcome = (
                 UpdateOutcome.ALREADY_CURRENT if result.already_current else UpdateOutcome.COMMITTED
             )

@@ -64,7 +64,7 @@ class WeightState:
         digests = await self._engine.digests()
         weights = self._next_tag(None, transport.sum_digests(digests.values()))
         async with self._state.held_for_commit():
-            await self._engine.commit(StagedUpdate({}, {}), weights, KvPolicy.RECOMPUTE)
+            await self._engine.commit(StagedUpdate({}, {}), weights, max_kv_lag=0)
             self._digests = digests
             self.committed_update_id, self.committed_at = "", None
             self._serve(weights)
@@ -96,7 +96,7 @@ class WeightState:
                 metadata={"version": str(last.version)},
             )
 
-    async def commit(self, update: WeightUpdate, policy: KvPolicy) -> CommitResult:
+    async def commit(self, update: WeightUpdate, max_kv_lag: int | None) -> CommitResult:
         """A failure is logged before it is raised, since its caller may have gone away."""
         announcement, now = update.announcement, self.current
         digests = {**self._digests, **update.receiver.digests}
@@ -117,7 +117,7 @@ class WeightState:
                 digest=f"{digest:016x}",
             )
         else:
-            result = await self._replace(update, digests, policy)
+            result = await self._replace(update, digests, max_kv_lag)
         self.committed_update_id, self.committed_at = announcement.update_id, time.time()
         return result
 
@@ -135,7 +135,7 @@ class WeightState:
         )
 
     async def _replace(
-        self, update: WeightUpdate, digests: dict[str, int], policy: KvPolicy
+        self, update: WeightUpdate, digests: dict[str, int], max_kv_lag: int | None
     ) -> CommitResult:
         version = update.announcement.version
         weights = self._next_tag(version, transport.sum_digests(digests.values()))
@@ -143,7 +143,7 @@ class WeightState:
             held_at = time.monotonic_ns()
             held = self._sequences.live
             await self._sequences.interrupt_out_of_bounds(version)
-            stats = await self._commit_engine(update, weights, policy)
+            stats = await self._commit_engine(update, weights, max_kv_lag)
             self._digests = digests
             if version is not None:
                 self._last_versioned = weights
@@ -165,7 +165,8 @@ class WeightState:
             revision=weights.revision,
             digest=f"{weights.digest:016x}",
             held_sequences=held,
-            kv_policy=policy.value,
+            kv_policy=(KvPolicy.RECOMPUTE if max_kv_lag == 0 else KvPolicy.KEEP).value,
+            max_kv_lag=max_kv_lag,
             kv_tokens_to_recompute=result.kv_tokens_to_recompute,
             apply_ms=round(result.apply_ns / 1e6, 1),
             paused_ms=round(result.paused_ns / 1e6, 1),
@@ -175,11 +176,11 @@ class WeightState:
         return result
 
     async def _commit_engine(
-        self, update: WeightUpdate, weights: WeightTag, policy: KvPolicy
+        self, update: WeightUpdate, weights: WeightTag, max_kv_lag: int | None
     ) -> CommitStats:
         staged = StagedUpdate(update.staged, update.receiver.digests)
         try:
-            return await self._engine.commit(staged, weights, policy)
+            return await self._engine.commit(staged, weights, max_kv_lag)
         except TornWeightsError as error:
             raise await self._quarantine(update, error) from error
         except EngineError as error:

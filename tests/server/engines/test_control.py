@@ -13,7 +13,7 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rollwire.types import KvPolicy, WeightTag
+from rollwire.types import WeightTag
 from rollwire_server.engines.base import EndReason, EngineError, EngineLoad
 from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from rollwire_server.engines.embedded.checkpoint import build
@@ -63,8 +63,9 @@ async def test_nothing_comes_after_an_abort(driver: Driver) -> None:
     await driver.engine.release()
 
 
+COMMITS = {"recompute": 0, "keep": None, "keep for a while": 1}
 COMMANDS = st.one_of(
-    st.sampled_from(["hold", "release", "commit", "keep", "steps"]),
+    st.sampled_from(["hold", "release", *COMMITS, "steps"]),
     st.integers(0, 6),  # aborts this sequence
 )
 
@@ -84,10 +85,8 @@ async def test_commands_in_any_order_lose_and_repeat_nothing(
             await driver.engine.hold()
         elif command == "release":
             await driver.engine.release()
-        elif command == "commit":
-            await driver.commit({}, KvPolicy.RECOMPUTE)
-        elif command == "keep":
-            await driver.commit({}, KvPolicy.KEEP)
+        elif command in COMMITS:
+            await driver.commit({}, max_kv_lag=COMMITS[command])
         elif command == "steps":
             await asyncio.sleep(0.004)
         else:
@@ -273,7 +272,7 @@ async def test_results_come_before_the_answers_of_later_calls(driver: Driver) ->
         await driver.engine.hold()
         told = len(live.token_ids)
         tag = WeightTag(None, revision + 1, "server", 0)
-        await driver.engine.commit(staged_update({}), tag, KvPolicy.KEEP)
+        await driver.engine.commit(staged_update({}), tag, max_kv_lag=None)
         driver.tag = tag
         assert len(live.token_ids) == told
         await driver.engine.release()

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from rollwire.types import KvPolicy
 from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from support import reference
 from support.engines import prompts, running, spec
@@ -77,7 +76,7 @@ async def test_recomputed_rows_are_told_again_under_the_new_weights(
     (prompt,) = prompts(70)
     (got,) = moe.submit(spec(prompt, 30, seed=1, routed_experts=True))
     await moe.tokens(5, got)
-    await moe.commit(gates, KvPolicy.RECOMPUTE)
+    await moe.commit(gates, max_kv_lag=0)
     await moe.ended(got)
     tokens = [*prompt, *got.token_ids[:-1]]
     for revision, model in ((0, tiny_moe), (1, new)):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from rollwire.types import KvPolicy, SleepingWeights
+from rollwire.types import SleepingWeights
 from rollwire_server.engines.base import EngineError, NoMemoryError
 from rollwire_server.engines.embedded.weights import ModelWeights
 from rollwire_transport import Manifest
@@ -67,8 +67,8 @@ async def test_discarded_weights_come_back_with_a_full_update(driver: Driver) ->
     await driver.engine.hold()
     name = "model.norm.weight"
     with pytest.raises(EngineError, match="send a full one"):
-        await driver.engine.commit(staged_update({name: kept[name]}), driver.tag, KvPolicy.KEEP)
-    await driver.engine.commit(staged_update(kept), driver.tag, KvPolicy.KEEP)
+        await driver.engine.commit(staged_update({name: kept[name]}), driver.tag, max_kv_lag=None)
+    await driver.engine.commit(staged_update(kept), driver.tag, max_kv_lag=None)
     await driver.engine.release()
     (after,) = await driver.sample(spec(prompt, seed=1))
     assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)

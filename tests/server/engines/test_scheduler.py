@@ -28,6 +28,7 @@ class Schedules(RuleBasedStateMachine):
         self.scheduler = Scheduler(SLOTS, CONTEXT)
         self.entries: list[list[tuple[int, int]]] = [[] for _ in range(SLOTS)]  # token, revision
         self.revision = 0
+        self.max_kv_lag: int | None = None  # of the last commit
         self.keys = itertools.count()
         self.arrived: list[int] = []
         self.live: set[int] = set()
@@ -46,14 +47,14 @@ class Schedules(RuleBasedStateMachine):
         self.scheduler.remove(keys)
         self.live -= set(keys)
 
-    @rule(keep=st.booleans())
-    def commit(self, *, keep: bool) -> None:
+    @rule(max_kv_lag=st.none() | st.integers(0, 4))
+    def commit(self, max_kv_lag: int | None) -> None:
         self.revision += 1
-        if not keep:
-            used = int(self.scheduler.cached[self.scheduler.live].sum())
-            assert self.scheduler.recompute_entries() == used
-        else:
-            self.scheduler.keep_entries()
+        self.max_kv_lag = max_kv_lag
+        scheduler = self.scheduler
+        before = int(scheduler.cached[scheduler.live].sum())
+        dropped = scheduler.commit(self.revision, max_kv_lag)
+        assert dropped == before - int(scheduler.cached[scheduler.live].sum())
 
     @precondition(lambda self: self.live)
     @rule(token=st.integers(0, 1))
@@ -75,6 +76,9 @@ class Schedules(RuleBasedStateMachine):
         scheduler.mark_computed(plan)
         for slot in wanted.slots[wanted.samples].tolist():
             assert scheduler.cached[slot] == scheduler.length[slot]
+            if self.max_kv_lag is not None:
+                attended = self.entries[slot][: scheduler.length[slot]]
+                assert min(r for _, r in attended) >= self.revision - self.max_kv_lag
             scheduler.tokens[slot, scheduler.length[slot]] = token
             scheduler.length[slot] += 1
             if scheduler.length[slot] >= scheduler.max_length[slot]:
@@ -166,5 +170,5 @@ def test_a_commit_takes_old_entries_from_what_has_not_begun() -> None:
     scheduler.waiting.append(SequenceSpec(2, [*range(40), 7, 7, 7], SamplingParams(1)))
     scheduler.mark_computed(scheduler.schedule(1, 1000, 0))  # the second one waits for its turn
     assert scheduler.cached.tolist() == [40, 1]
-    scheduler.keep_entries()
+    assert scheduler.commit(1, None) == 40
     assert scheduler.cached.tolist() == [0, 1]

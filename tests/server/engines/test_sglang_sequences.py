@@ -102,10 +102,10 @@ def test_experts_are_told_by_the_weights_that_chose_them() -> None:
     assert first.spec.routed_experts
     sequences.process([chunk(first.rid, 5, 5)], TAG)
     later = WeightTag(8, 4, "server", 0)
-    sequences.requeue(started=False)  # keys and values are kept
+    sequences.requeue(later.revision, max_kv_lag=None)
     sequences.process([chunk(first.rid, 6)], later)
     last = WeightTag(9, 5, "server", 0)
-    assert sequences.requeue(started=True) == ([first.rid], 6)
+    assert sequences.requeue(last.revision, max_kv_lag=0) == ([first.rid], 6)
     (second,) = send_all(sequences, last.revision)
     ended = replace(chunk(first.rid, 7, ended="abort"), routed_experts=routing(6))
     step, _ = sequences.process([ended], last)
@@ -123,7 +123,7 @@ def test_experts_of_what_ended_before_its_first_token_are_not_told(*, recalled: 
     sequences = sequences_of(asked)
     (request,) = send_all(sequences)
     if recalled:  # by a commit, while its prompt was computed
-        sequences.requeue(started=False)
+        sequences.requeue(4, max_kv_lag=None)
     ended = replace(chunk(request.rid, ended="abort"), routed_experts=routing(3))
     step, _ = sequences.process([ended], TAG)
     assert not any(extras.routed_experts for extras in step.extras.values())
@@ -183,7 +183,7 @@ def test_after_a_commit_sequences_go_on_from_their_tokens_oldest_first() -> None
     sequences = sequences_of(started, waiting)
     a, b = send_all(sequences)
     sequences.process([chunk(a.rid, 5, 6)], TAG)
-    assert sequences.requeue(started=True) == ([a.rid, b.rid], 4)
+    assert sequences.requeue(4, max_kv_lag=0) == ([a.rid, b.rid], 4)
     again, fresh = send_all(sequences, revision=4)
     assert (again.input_ids, again.max_new_tokens) == ([1, 2, 5, 6], 18)
     assert (fresh.input_ids, fresh.max_new_tokens) == ([3, 4], 20)
@@ -196,11 +196,29 @@ def test_what_keeps_its_keys_and_values_owns_up_to_them() -> None:
     sequences = sequences_of(started, waiting)
     a, b = send_all(sequences, revision=2)
     sequences.process([chunk(a.rid, 5)], TAG)
-    assert sequences.requeue(started=False) == ([b.rid], 0)
+    assert sequences.requeue(3, max_kv_lag=None) == ([b.rid], 0)
     (fresh,) = send_all(sequences, revision=3)
     step, _ = sequences.process([chunk(a.rid, 6), chunk(fresh.rid, 7)], TAG)
     assert step.weights == TAG
     assert step.oldest_kv_revisions == [2, 3]
+
+
+def test_only_those_with_the_oldest_keys_are_sent_again() -> None:
+    old, young, waiting = spec((1, 2), 20), spec((3, 4), 20), spec((5, 6), 20)
+    sequences = sequences_of(old)
+    (a,) = send_all(sequences, revision=2)
+    sequences.process([chunk(a.rid, 5, 6)], replace(TAG, revision=2))
+    assert sequences.requeue(3, max_kv_lag=1) == ([], 0)
+    sequences.add(young)
+    sequences.add(waiting)
+    b, c = send_all(sequences, revision=3)
+    sequences.process([chunk(a.rid, 7), chunk(b.rid, 8)], TAG)
+    assert sequences.requeue(4, max_kv_lag=1) == ([a.rid, c.rid], 5)
+    again, fresh = send_all(sequences, revision=4)
+    assert (again.input_ids, fresh.input_ids) == ([1, 2, 5, 6, 7], [5, 6])
+    later = replace(TAG, revision=4)
+    step, _ = sequences.process([chunk(again.rid, 9), chunk(b.rid, 9), chunk(fresh.rid, 9)], later)
+    assert step.oldest_kv_revisions == [4, 3, 4]
 
 
 def test_one_that_is_refused_ends_with_why() -> None:
@@ -221,6 +239,6 @@ def test_one_that_is_refused_once_it_was_given_up_is_not_waited_for(how: str) ->
     if how == "aborted":
         sequences.remove([asked.key])
     else:
-        sequences.requeue(started=True)
+        sequences.requeue(4, max_kv_lag=0)
     assert sequences.refuse(request.rid, "too long") is None
     assert not sequences.ending

@@ -4,12 +4,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from rollwire.types import KvPolicy, WeightTag
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rollwire.types import WeightTag
 from rollwire_server.engines.base import EngineError, TornWeightsError
 from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from rollwire_transport import Manifest, TensorSpec, sum_digests, tensor_digest
 from support import reference
 from support.engines import prompts, running, spec, staged_update
+from support.examples import examples
 
 if TYPE_CHECKING:
     from support.engines import Driver
@@ -32,7 +35,7 @@ async def test_recompute_makes_every_later_token_one_of_the_new_policy(
     asked = [spec(p, TOKENS, seed=i) for i, p in enumerate(prompts(*LENGTHS))]
     sampled = driver.submit(*asked)
     await driver.tokens(9, sampled[1])
-    applied = await driver.commit(tensors, KvPolicy.RECOMPUTE)
+    applied = await driver.commit(tensors, max_kv_lag=0)
     await driver.ended(*sampled)
 
     assert applied.kv_tokens_to_recompute > 20 + 9
@@ -52,7 +55,7 @@ async def test_keep_attends_to_old_keys_and_says_so(driver: Driver, tiny: PreTra
     asked = [spec(p, TOKENS, seed=i) for i, p in enumerate(prompts(*LENGTHS))]
     sampled = driver.submit(*asked)
     await driver.tokens(9, sampled[1])
-    applied = await driver.commit(tensors, KvPolicy.KEEP)
+    applied = await driver.commit(tensors)
     await driver.ended(*sampled)
 
     assert applied.kv_tokens_to_recompute == 0
@@ -83,7 +86,7 @@ async def test_keep_of_half_a_prompt(driver: Driver, tiny: PreTrainedModel) -> N
     await driver.tokens(8, pace)
     await driver.engine.hold()
     entries = driver.engine.load().kv_tokens_used - len(first) - len(pace.token_ids) + 1
-    await driver.commit(tensors, KvPolicy.KEEP)
+    await driver.commit(tensors)
     await driver.ended(got, pace)
 
     assert 0 < entries < LONG
@@ -103,9 +106,9 @@ async def test_routing_says_which_keys_it_attended_to() -> None:
     async with running(EmbeddedEngine(config)) as driver:
         (prompt,) = prompts(LONG)
         (got,) = driver.submit(spec(prompt, 10, routed_experts=True, prompt_logprobs=True))
-        for revision, policy in enumerate((KvPolicy.KEEP, KvPolicy.RECOMPUTE)):
+        for revision, max_kv_lag in enumerate((None, 0)):
             await driver.recorder.until(lambda r=revision: r in {at for _, at in got.extras})
-            await driver.commit({}, policy)
+            await driver.commit({}, max_kv_lag)
         await driver.ended(got)
         told = {
             (revision, part.oldest_kv_revision)
@@ -120,10 +123,10 @@ async def test_recompute_after_keep_forgets_the_old_keys(
 ) -> None:
     (prompt,) = prompts(20)
     (got,) = driver.submit(spec(prompt, TOKENS, seed=1))
-    for after, seed, policy in ((5, 1, KvPolicy.KEEP), (15, 2, KvPolicy.RECOMPUTE)):
+    for after, seed, max_kv_lag in ((5, 1, None), (15, 2, 0)):
         await driver.tokens(after, got)
         tensors = reference.changed(tiny, seed=seed)
-        await driver.commit(tensors, policy)
+        await driver.commit(tensors, max_kv_lag)
     await driver.ended(got)
     assert set(zip(got.revisions, got.oldest_kv_revisions, strict=True)) == {(0, 0), (1, 0), (2, 2)}
     last = got.revisions.count(2)
@@ -131,21 +134,90 @@ async def test_recompute_after_keep_forgets_the_old_keys(
     close(got.logprobs[-last:], expected[-last:])
 
 
-@pytest.mark.parametrize("policy", KvPolicy)
+async def test_a_sequence_beyond_the_bound_goes_on_as_if_the_new_policy_had_read_all_of_it(
+    driver: Driver, tiny: PreTrainedModel
+) -> None:
+    (prompt,) = prompts(20)
+    (got,) = driver.submit(spec(prompt, TOKENS, seed=1))
+    models, recomputed = [tiny], []
+    for after, seed in ((5, 1), (15, 2)):
+        await driver.tokens(after, got)
+        tensors = reference.changed(tiny, seed=seed)
+        models.append(reference.with_tensors(tiny, tensors))
+        applied = await driver.commit(tensors, max_kv_lag=1)
+        recomputed.append(applied.kv_tokens_to_recompute)
+    await driver.ended(got)
+    first, second = (got.revisions.count(r) for r in (0, 1))
+    assert recomputed == [0, 20 + first + second - 1]  # the last token had not been an input
+    assert got.oldest_kv_revisions == [0] * (first + second) + [2] * (TOKENS - first - second)
+    tokens, at = [*prompt, *got.token_ids], 20 + first
+    over_old = reference.logprobs_over_old_keys(*models[:2], tokens, at - 1, at)
+    close(got.logprobs[first : first + second], over_old[:second])
+    expected = reference.logprobs(models[2], prompt, got.token_ids)
+    close(got.logprobs[first + second :], expected[first + second :])
+
+
+async def test_a_batch_is_computed_again_in_parts_and_the_rest_decodes_on(
+    driver: Driver, tiny: PreTrainedModel
+) -> None:
+    lengths = (400, 30, 300, 50)
+    sampled = driver.submit(*(spec(p, 200, seed=1) for p in prompts(*lengths)))
+    await driver.tokens(3, *sampled)
+    tensors = reference.changed(tiny)
+    applied = await driver.commit(tensors, max_kv_lag=1)
+    assert 80 < applied.kv_tokens_to_recompute < 80 + 2 * 200
+    await driver.recorder.until(lambda: all(1 in s.revisions for s in sampled))
+    applied = await driver.commit(tensors, max_kv_lag=1)
+    assert 700 < applied.kv_tokens_to_recompute < 700 + 2 * 200
+    second = len(driver.recorder.steps)
+    await driver.ended(*sampled)
+    assert [sorted(set(s.oldest_kv_revisions)) for s in sampled] == [[0, 2], [0, 1], [0, 2], [0, 1]]
+    # 700 tokens and more, 48 a step: meanwhile the two that were computed before sample on.
+    kept = {key for key, s in driver.recorder.sequences.items() if s in (sampled[1], sampled[3])}
+    for step in driver.recorder.steps[second : second + 14]:
+        assert kept <= set(step.keys)
+
+
+COMMITS = st.lists(st.tuples(st.none() | st.integers(0, 3), st.integers(1, 12)), max_size=6)
+
+
+@settings(max_examples=examples(12), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(commits=COMMITS, lengths=st.lists(st.integers(1, 90), min_size=1, max_size=7))
+async def test_no_token_attends_to_older_keys_than_its_commit_allows(
+    driver: Driver, commits: list[tuple[int | None, int]], lengths: list[int]
+) -> None:
+    start = driver.tag.revision
+    sampled = driver.submit(*(spec(p, 60, seed=i) for i, p in enumerate(prompts(*lengths))))
+    for max_kv_lag, steps in commits:
+        at = len(driver.recorder.steps) + steps
+        await driver.recorder.until(
+            lambda at=at: len(driver.recorder.steps) >= at or all(s.end for s in sampled)
+        )
+        await driver.commit({}, max_kv_lag)
+    await driver.ended(*sampled)
+    bounds = [None, *(max_kv_lag for max_kv_lag, _ in commits)]
+    for one in sampled:
+        for revision, oldest in zip(one.revisions, one.oldest_kv_revisions, strict=True):
+            assert start <= oldest <= revision
+            bound = bounds[revision - start]
+            assert bound is None or revision - oldest <= bound
+
+
+@pytest.mark.parametrize("max_kv_lag", [None, 0, 1])
 async def test_prefixes_of_older_revisions_are_out_of_reach(
-    driver: Driver, tiny: PreTrainedModel, policy: KvPolicy
+    driver: Driver, tiny: PreTrainedModel, max_kv_lag: int | None
 ) -> None:
     (prompt,) = prompts(60)
     (live,) = driver.submit(spec(prompt, 300))
     await driver.tokens(3, live)
     tensors = reference.changed(tiny)
-    await driver.commit(tensors, policy)
+    await driver.commit(tensors, max_kv_lag)
     first, second = driver.submit(spec(prompt, 3, seed=1), spec(prompt, 3, seed=2))
     await driver.ended(first, second)
     expected = reference.logprobs(reference.with_tensors(tiny, tensors), prompt, first.token_ids)
     close(first.logprobs, expected)
     assert first.oldest_kv_revisions == second.oldest_kv_revisions == [1, 1, 1]
-    if policy is KvPolicy.KEEP:
+    if max_kv_lag is None:
         assert first.cached_prompt_tokens == 0
     assert second.cached_prompt_tokens == 59
     await driver.ended(live)
@@ -190,12 +262,12 @@ async def test_what_does_not_fit_touches_nothing(driver: Driver, tiny: PreTraine
         ({"nonsense": torch.zeros(3)}, "not a tensor of this model"),
     ):
         with pytest.raises(EngineError, match=message):
-            await engine.commit(staged_update({**tensors, **wrong}), tag, KvPolicy.KEEP)
+            await engine.commit(staged_update({**tensors, **wrong}), tag, max_kv_lag=None)
     with pytest.raises(EngineError, match="not a tensor"):
         await engine.stage(Manifest((TensorSpec("nonsense", "float32", (3,)),), ()))
     await engine.release()
     with pytest.raises(EngineError, match="while sampling is held"):
-        await engine.commit(staged_update(tensors), tag, KvPolicy.KEEP)
+        await engine.commit(staged_update(tensors), tag, max_kv_lag=None)
     assert await engine.digests() == before
     (got,) = await driver.sample(spec(prompts(4)[0], 3))
     assert got.revisions == [0, 0, 0]

@@ -17,7 +17,7 @@ from rollwire_server.engines.memory import first_line
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rollwire.types import KvPolicy, SleepingWeights, WeightTag
+    from rollwire.types import SleepingWeights, WeightTag
     from rollwire_transport import Manifest, TensorSpec
     from torch import Tensor
 
@@ -116,9 +116,9 @@ class EmbeddedEngine:
         raise EngineError("this engine takes no deltas")
 
     async def commit(
-        self, staged: StagedUpdate, weights: WeightTag, policy: KvPolicy
+        self, staged: StagedUpdate, weights: WeightTag, max_kv_lag: int | None
     ) -> CommitStats:
-        return await self._call(lambda runner: runner.commit(staged.tensors, weights, policy))
+        return await self._call(lambda runner: runner.commit(staged.tensors, weights, max_kv_lag))
 
     async def digests(self) -> dict[str, int]:
         return await self._call(lambda runner: runner.weights.digests())

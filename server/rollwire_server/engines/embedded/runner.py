@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import structlog
 import torch
-from rollwire.types import KvPolicy, WeightTag
+from rollwire.types import WeightTag
 from rollwire_transport import sum_digests
 
 from rollwire_server.engines.base import (
@@ -119,7 +119,9 @@ class ModelRunner:
     def release(self) -> None:
         self._held = False
 
-    def commit(self, staged: Mapping[str, Tensor], tag: WeightTag, policy: KvPolicy) -> CommitStats:
+    def commit(
+        self, staged: Mapping[str, Tensor], tag: WeightTag, max_kv_lag: int | None
+    ) -> CommitStats:
         if not self._held:
             raise EngineError("weights are committed only while sampling is held")
         began = time.perf_counter_ns()
@@ -130,10 +132,7 @@ class ModelRunner:
             raise
         self.tag = tag
         apply_ns = time.perf_counter_ns() - began
-        if policy is KvPolicy.KEEP:
-            self.scheduler.keep_entries()
-            return CommitStats(apply_ns, 0)
-        return CommitStats(apply_ns, self.scheduler.recompute_entries())
+        return CommitStats(apply_ns, self.scheduler.commit(tag.revision, max_kv_lag))
 
     def sleep(self, weights: SleepingWeights) -> int:
         if self.scheduler.live.any() or self.scheduler.waiting:

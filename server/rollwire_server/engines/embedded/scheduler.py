@@ -10,6 +10,7 @@ import numpy as np
 
 from rollwire_server.engines.embedded.batch import PrefillChunk, PrefixCopy, StepPlan
 from rollwire_server.engines.embedded.sampling import BASES, SamplingMetadata, SamplingNoise
+from rollwire_server.engines.kv_lag import sequences_to_recompute
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -116,20 +117,23 @@ class Scheduler:
         """Drops KV entries: running sequences are prefilled again, free slots can give nothing."""
         self.cached[slots] = 0
 
-    def recompute_entries(self) -> int:
-        """Drops the KV entries of running sequences; returns how many there were."""
-        dropped = int(self.cached[self.live].sum())
-        self.cached[self.live] = 0
-        for sequence in self._sequences():
+    def commit(self, revision: int, max_kv_lag: int | None) -> int:
+        """Drops the KV entries of sequences that must be computed again under new weights, and what
+        sequences reuse that have not started; returns how many there were.
+        """
+        slots = [s.slot for s in self._sequences() if s.started and self.cached[s.slot]]
+        chosen = sequences_to_recompute(
+            self.revision[slots].tolist(), self.length[slots].tolist(), revision, max_kv_lag
+        )
+        kept = set(slots) - {slots[i] for i in chosen}
+        dropped = [sequence for sequence in self._sequences() if sequence.slot not in kept]
+        for sequence in dropped:
             sequence.started = False
             sequence.reported_routing = 0
-        return dropped
-
-    def keep_entries(self) -> None:
-        """Keeps the KV entries of sequences that have started; what others reused is dropped."""
-        for sequence in self._sequences():
-            if not sequence.started:
-                self.cached[sequence.slot] = 0
+        at = np.array([sequence.slot for sequence in dropped], dtype=np.int64)
+        entries = int(self.cached[at].sum())
+        self.drop_entries(at)
+        return entries
 
     def schedule(self, prefill_tokens: int, prompt_logprob_rows: int, revision: int) -> StepPlan:
         """What the next step computes: one token of each sequence that decodes, and up to

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rollwire.types import KvPolicy, SleepingWeights, WeightTag
+from rollwire.types import SleepingWeights, WeightTag
 
 from rollwire_server.engines.base import (
     CommitStats,
@@ -274,7 +274,7 @@ class SglangEngine:
         raise EngineError("this engine takes no deltas")
 
     async def commit(
-        self, staged: StagedUpdate, weights: WeightTag, policy: KvPolicy
+        self, staged: StagedUpdate, weights: WeightTag, max_kv_lag: int | None
     ) -> CommitStats:
         async with self._commands:
             own = self._awake()
@@ -283,7 +283,7 @@ class SglangEngine:
             began = time.perf_counter_ns()
             await own.apply(staged)
             self._tag = weights
-            to_end, tokens = self._sequences.requeue(started=policy is KvPolicy.RECOMPUTE)
+            to_end, tokens = self._sequences.requeue(weights.revision, max_kv_lag)
             self._end_there(to_end)
             return CommitStats(time.perf_counter_ns() - began, tokens)
 

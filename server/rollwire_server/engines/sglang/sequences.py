@@ -16,6 +16,7 @@ from rollwire_server.engines.base import (
     Step,
     TopLogprobs,
 )
+from rollwire_server.engines.kv_lag import sequences_to_recompute
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -142,13 +143,19 @@ class SequenceTable:
             self._unsent.pop(sequence.spec.key, None)
         return [rid for s in gone if (rid := self._withdraw(s)) is not None]
 
-    def requeue(self, *, started: bool) -> tuple[list[str], int]:
-        """Withdraws sequences to be sent again: all, or those without a token.
+    def requeue(self, revision: int, max_kv_lag: int | None) -> tuple[list[str], int]:
+        """Withdraws sequences to be sent again under new weights: those without a token, and those
+        that must be computed again.
 
         Returns the ids that SGLang must end, and how many tokens must be computed again.
         """
-        recalled = [s for s in self._sent.values() if started or not s.started]
-        tokens = sum(s.length for s in recalled if s.started)
+        started = [s for s in self._sent.values() if s.started]
+        chosen = sequences_to_recompute(
+            [s.revision for s in started], [s.length for s in started], revision, max_kv_lag
+        )
+        again = [started[i] for i in chosen]
+        tokens = sum(s.length for s in again)
+        recalled = [*again, *(s for s in self._sent.values() if not s.started)]
         waiting = sorted([*recalled, *self._unsent.values()], key=lambda s: s.spec.key)
         self._unsent = {s.spec.key: s for s in waiting}
         return [rid for s in recalled if (rid := self._withdraw(s)) is not None], tokens
