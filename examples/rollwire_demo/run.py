@@ -202,6 +202,7 @@ class _TrainingLoop:
                 fleet, seed=self._seed, group_size=GROUP_SIZE, sampling=SAMPLING, bar=False
             ) as batcher,
         ):
+            # The check at the end compares each token with a forward pass of its weights alone.
             publisher = Publisher(fleet, kv_policy=KvPolicy.RECOMPUTE)
 
             def collect() -> Coroutine[Any, Any, Batch]:

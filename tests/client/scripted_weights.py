@@ -66,7 +66,7 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
         self.schema_calls = 0
         self.update: Update | None = None
         self.kept: tuple[str, transport.Link] | None = None  # the group of the last update
-        self.kv_policy: int | None = None
+        self.kv_retention: tuple[int, int | None] | None = None  # policy and lag of the last commit
         self.protocol = transport.PROTOCOL
         # Faults.
         self.hangs_in = ""  # the method that never answers
@@ -282,7 +282,8 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
             assert request.expected_digest == update.receiver.digest
             self.committed = update.tensors
             self.commits.append(request.update_id)
-            self.kv_policy = request.kv_policy
+            lag = request.max_kv_lag if request.HasField("max_kv_lag") else None
+            self.kv_retention = request.kv_policy, lag
             self.weights.revision += 1
             self.weights.digest = request.expected_digest
             self.weights.ClearField("version")

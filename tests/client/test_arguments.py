@@ -15,6 +15,7 @@ from rollwire_client import (
     Batcher,
     Fleet,
     InvalidRequestError,
+    KvPolicy,
     Publisher,
     PublishTimeouts,
     Timeouts,
@@ -71,6 +72,12 @@ def test_a_command_refuses_what_is_no_time(
         ({"timeouts": 5}, r"timeouts is 5: use for example PublishTimeouts\("),
         ({"timeouts": Timeouts()}, r"use for example PublishTimeouts\("),
         ({"kv_policy": "keep"}, "kv_policy is 'keep', not a KvPolicy"),
+        ({"max_kv_lag": -1}, "max_kv_lag is -1, not an integer from 0 to 4294967295"),
+        ({"max_kv_lag": 1 << 32}, "max_kv_lag is 4294967296, not"),
+        (
+            {"kv_policy": KvPolicy.RECOMPUTE, "max_kv_lag": 0},
+            "max_kv_lag is 0, but KvPolicy.RECOMPUTE keeps no keys and values",
+        ),
     ],
 )
 def test_what_a_publisher_is_made_with_is_checked(options: dict[str, Any], told: str) -> None:
@@ -79,10 +86,12 @@ def test_what_a_publisher_is_made_with_is_checked(options: dict[str, Any], told:
         Publisher(fleet, **options)
 
 
-async def test_a_kv_policy_is_checked_before_anything_is_sent() -> None:
+async def test_what_to_do_with_keys_and_values_is_checked_before_anything_is_sent() -> None:
     async with publishing(1) as (servers, _, publisher):
         with pytest.raises(TypeError, match="kv_policy is 'keep', not a KvPolicy"):
             await publisher.publish(1, policy(), kv_policy="keep")
+        with pytest.raises(ValueError, match=r"max_kv_lag is 2, but KvPolicy\.RECOMPUTE"):
+            await publisher.publish(1, policy(), kv_policy=KvPolicy.RECOMPUTE, max_kv_lag=2)
         assert servers[0].update is None
 
 

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ import torch
 from client.publishing import TIMEOUTS, holds, publish, publishing
 from client.scripted import until
 from client.scripted_weights import BUCKET_BYTES, SCHEMA, PublishableServer, policy
+from rollwire.v1 import common_pb2
 from rollwire_client import (
     ClosedError,
     Fleet,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 async def test_every_server_commits_what_was_published() -> None:
     async with publishing(3) as (servers, fleet, publisher):
-        handle = await publisher.publish(5, policy(), kv_policy=KvPolicy.KEEP)
+        handle = await publisher.publish(5, policy())
         await handle.released
         report = await handle.committed
         assert handle.sent_bytes == handle.total_bytes > 0
@@ -45,7 +46,7 @@ async def test_every_server_commits_what_was_published() -> None:
     assert [s.address for s in report.servers] == [s.address for s in servers]
     for server, told in zip(servers, report.servers, strict=True):
         assert holds(server)
-        assert server.kv_policy == 2
+        assert server.kv_retention == (common_pb2.KV_POLICY_KEEP, None)
         assert told.error is None
         assert (told.weights.version, told.weights.revision) == (5, 1)
         assert told.weights.digest == report.digest
@@ -54,6 +55,30 @@ async def test_every_server_commits_what_was_published() -> None:
         assert server.discards == []
     assert report.failed == ()
     assert all(member.problem is None for member in fleet._pool.servers)
+
+
+@pytest.mark.parametrize(
+    ("publishers", "publishs", "sent"),
+    [
+        ({"max_kv_lag": 4}, {}, (common_pb2.KV_POLICY_KEEP, 4)),
+        ({"max_kv_lag": 0}, {}, (common_pb2.KV_POLICY_RECOMPUTE, None)),
+        ({"kv_policy": KvPolicy.RECOMPUTE}, {}, (common_pb2.KV_POLICY_RECOMPUTE, None)),
+        ({"kv_policy": KvPolicy.RECOMPUTE}, {"max_kv_lag": 1}, (common_pb2.KV_POLICY_KEEP, 1)),
+        ({"max_kv_lag": 4}, {"kv_policy": KvPolicy.KEEP}, (common_pb2.KV_POLICY_KEEP, None)),
+        (
+            {"max_kv_lag": 4},
+            {"kv_policy": KvPolicy.RECOMPUTE},
+            (common_pb2.KV_POLICY_RECOMPUTE, None),
+        ),
+    ],
+)
+async def test_what_a_publish_says_of_keys_and_values_replaces_what_its_publisher_says(
+    publishers: dict[str, Any], publishs: dict[str, Any], sent: tuple[int, int | None]
+) -> None:
+    async with publishing(1) as (servers, fleet, _):
+        publisher = Publisher(fleet, timeouts=TIMEOUTS, **publishers)
+        await publisher.publish_and_wait(1, policy(), **publishs)
+    assert servers[0].kv_retention == sent
 
 
 async def test_only_servers_that_did_not_commit_are_asked_what_they_serve() -> None:

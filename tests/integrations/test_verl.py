@@ -437,6 +437,8 @@ def test_wrong_options_are_named(options: dict[str, Any], error: str) -> None:
     ("options", "named"),
     [
         ({"kv_policy": "drop"}, "kv_policy"),
+        ({"max_kv_lag": -1}, "max_kv_lag"),
+        ({"kv_policy": "recompute", "max_kv_lag": 2}, "max_kv_lag"),
         ({"require": "most"}, "require"),
         ({"max_unchanged": -1}, "max_unchanged"),
         ({"timeouts": {"sauce": 60}}, "sauce"),

@@ -17,7 +17,7 @@ from rollwire_client._arguments import servers_text, update_text
 from rollwire_client._cli import shared
 from rollwire_client._fleet.fleet import Fleet
 from rollwire_client._publishing.checkpoint import open_checkpoint
-from rollwire_client._publishing.publisher import Publisher
+from rollwire_client._publishing.publisher import Publisher, checked_kv_lag
 from rollwire_client._rpc.client import Timeouts
 
 if TYPE_CHECKING:
@@ -50,7 +50,16 @@ async def publish(
     ] = None,
     kv_policy: Annotated[
         KvPolicy, typer.Option(help="What to do with the keys and values of running sequences.")
-    ] = KvPolicy.RECOMPUTE,
+    ] = KvPolicy.KEEP,
+    max_kv_lag: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=2**32 - 1,
+            help="With keep: how many commits old keys and values may get before they are computed "
+            "again. Default: any number.",
+        ),
+    ] = None,
     backend: Annotated[
         str | None,
         typer.Option(help="Transport backend. Default: the first that all servers can use."),
@@ -68,10 +77,16 @@ async def publish(
     as_json: shared.Json = False,
 ) -> int:
     """Make a checkpoint the policy of a fleet. Exit code 1 if a server does not commit it."""
+    try:
+        checked_kv_lag(kv_policy, max_kv_lag)
+    except ValueError as wrong:
+        raise typer.BadParameter(str(wrong)) from None
     addresses, timeouts = shared.fleet_addresses(servers), Timeouts(start=timeout)
     with open_checkpoint(checkpoint) as tensors:
         async with Fleet(addresses, timeouts=timeouts, credentials=context.obj) as fleet:
-            publisher = Publisher(fleet, kv_policy=kv_policy, backend=backend)
+            publisher = Publisher(
+                fleet, kv_policy=kv_policy, max_kv_lag=max_kv_lag, backend=backend
+            )
             handle = await publisher.publish(
                 version, tensors, allow_version_rollback=allow_version_rollback
             )

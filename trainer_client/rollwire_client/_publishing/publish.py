@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
-    from rollwire.types import KvPolicy
 
     from rollwire_client._data import PublishTimeouts
     from rollwire_client._fleet.server_handle import ServerHandle
@@ -68,7 +67,7 @@ class Publish:
     publisher: weights_pb2.Publisher
     backend: str | None
     host: str | None
-    kv_policy: KvPolicy
+    max_kv_lag: int | None  # None keeps all keys and values, 0 keeps none
     timeouts: PublishTimeouts
     version: int | None
     manifest: transport.Manifest
@@ -189,7 +188,7 @@ class Publish:
 
     async def _commit(self, digest: int) -> None:
         async def commit(target: PublishTarget) -> None:
-            await target.commit(digest, self.kv_policy)
+            await target.commit(digest, self.max_kv_lag)
             if (committed := target.committed) is not None:
                 self.pool.committed(target.address, weight_tag_from_proto(committed.weights))
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import grpc
 from rollwire.conversion import KV_POLICY_TO_PROTO, UPDATE_PHASE_FROM_PROTO, weight_tag_from_proto
 from rollwire.deadlines import Deadline, Timeout
-from rollwire.types import UpdatePhase, version_text, weights_text
+from rollwire.types import KvPolicy, UpdatePhase, version_text, weights_text
 from rollwire.v1 import weights_pb2
 from rollwire_transport import PROTOCOL
 
@@ -26,8 +26,6 @@ from rollwire_client._rpc.status import error_from_call
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-
-    from rollwire.types import KvPolicy
 
     from rollwire_client._data import PublishTimeouts
     from rollwire_client._fleet.policy import Policy
@@ -228,13 +226,15 @@ class PublishTarget:
             limit,
         )
 
-    async def commit(self, digest: int, kv_policy: KvPolicy) -> None:
+    async def commit(self, digest: int, max_kv_lag: int | None) -> None:
         """Makes the server serve the staged update; sets ``committed`` unless that fails."""
+        kv_policy = KvPolicy.RECOMPUTE if max_kv_lag == 0 else KvPolicy.KEEP
         request = weights_pb2.CommitWeightsRequest(
             publisher=self._publisher,
             update_id=self._update_id,
             expected_digest=digest,
             kv_policy=KV_POLICY_TO_PROTO[kv_policy],
+            max_kv_lag=max_kv_lag or None,
         )
         try:
             self.committed = await self._call_until_answered(

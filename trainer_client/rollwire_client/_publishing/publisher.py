@@ -60,6 +60,9 @@ class Publisher:
         host: Address at which the servers reach this machine. Default: the local address of the
             route to them.
         kv_policy: What a commit does with the keys and values of sequences under way.
+        max_kv_lag: With KEEP: how many commits older than the weights that sample a token the keys
+            and values may be to which it attends. Sequences with older ones are computed again
+            beside the decoding of the others. 0 is RECOMPUTE. Default: they may have any age.
         bucket_bytes: Size of one message; a multiple of 64. The trainer holds three buckets. A
             server allocates four if it cannot receive them where the update is staged. Default: a
             64th of the update, between 64 and 256 MiB.
@@ -80,7 +83,8 @@ class Publisher:
         term: int | None = None,
         backend: str | None = None,
         host: str | None = None,
-        kv_policy: KvPolicy = KvPolicy.RECOMPUTE,
+        kv_policy: KvPolicy = KvPolicy.KEEP,
+        max_kv_lag: int | None = None,
         bucket_bytes: int | None = None,
         timeouts: PublishTimeouts | None = None,
         cast: bool = True,
@@ -96,7 +100,7 @@ class Publisher:
         self._pool = fleet._pool  # noqa: SLF001 - the library's own
         self._backend = backend
         self._host = host
-        self._kv_policy = _check_kv_policy(kv_policy)
+        self._max_kv_lag = checked_kv_lag(kv_policy, max_kv_lag)
         self._bucket_bytes = None if bucket_bytes is None else _check_bucket_bytes(bucket_bytes)
         self._timeouts = timeouts or PublishTimeouts()
         self._cast = cast
@@ -158,6 +162,7 @@ class Publisher:
         tensors: Mapping[str, Tensor] | TensorSource,
         *,
         kv_policy: KvPolicy | None = None,
+        max_kv_lag: int | None = None,
         partial: bool = False,
         allow_version_rollback: bool = False,
         coordinator: Coordinator | None = None,
@@ -178,7 +183,7 @@ class Publisher:
                 what comes before its turn is copied to host memory until then. The first publish
                 expects the order of ``schema()``, each later one the order of the last. If the
                 callable hangs, the publish fails; its thread ends when it returns.
-            kv_policy: Replaces the publisher's.
+            kv_policy, max_kv_lag: If either is given, both replace the publisher's.
             partial: Whether some tensors are left out; servers keep the old values of these. A
                 server that missed a publish gets no partial update, since it would mix two
                 policies. A callable is first read to its end into host memory.
@@ -192,7 +197,8 @@ class Publisher:
 
         Raises:
             TypeError: ``version`` is not an integer, or ``kv_policy`` is not a ``KvPolicy``.
-            ValueError: ``version`` is negative, or needs more than 63 bits.
+            ValueError: ``version`` is negative, or needs more than 63 bits; or ``max_kv_lag`` is
+                negative, or is given with RECOMPUTE.
             ClosedError: The fleet is not open.
             SchemaMismatchError: The tensors do not match the servers' schema. Values that overflow
                 when they are cast are noticed later, by ``handle.released`` and ``committed``.
@@ -201,13 +207,17 @@ class Publisher:
             PublishFailedError: No server accepts the update.
         """
         version = checked_version("version", version)
+        if kv_policy is None and max_kv_lag is None:
+            max_kv_lag = self._max_kv_lag
+        else:
+            max_kv_lag = checked_kv_lag(kv_policy or KvPolicy.KEEP, max_kv_lag)
         with self._one_at_a_time():
             handle = await self._start(
                 await self._pool.identified_servers(),
                 version,
                 tensors,
                 coordinator,
-                kv_policy=kv_policy,
+                max_kv_lag=max_kv_lag,
                 partial=partial,
                 allow_version_rollback=allow_version_rollback,
             )
@@ -225,6 +235,7 @@ class Publisher:
         *,
         require: Require = "all",
         kv_policy: KvPolicy | None = None,
+        max_kv_lag: int | None = None,
         partial: bool = False,
         allow_version_rollback: bool = False,
     ) -> PublishReport:
@@ -237,7 +248,7 @@ class Publisher:
             tensors: The policy.
             require: Which of the fleet's servers must commit: "all", "any", or a share of them,
                 such as 0.5. See ``PublishReport.require``.
-            kv_policy: What a commit does with keys and values.
+            kv_policy, max_kv_lag: What a commit does with keys and values.
             partial: Whether some tensors are left out.
             allow_version_rollback: Whether the version may fall.
 
@@ -251,6 +262,7 @@ class Publisher:
             version,
             tensors,
             kv_policy=kv_policy,
+            max_kv_lag=max_kv_lag,
             partial=partial,
             allow_version_rollback=allow_version_rollback,
         )
@@ -310,6 +322,7 @@ class Publisher:
                 policy.version,
                 tensors,
                 coordinator,
+                max_kv_lag=self._max_kv_lag,
                 allow_version_rollback=True,  # the others have it, whatever these have
                 expected_digest=policy.digest,
             )
@@ -339,7 +352,7 @@ class Publisher:
         tensors: Mapping[str, Tensor] | TensorSource,
         coordinator: Coordinator | None,
         *,
-        kv_policy: KvPolicy | None = None,
+        max_kv_lag: int | None,
         partial: bool = False,
         allow_version_rollback: bool = False,
         expected_digest: int | None = None,
@@ -353,7 +366,6 @@ class Publisher:
         from rollwire_client._publishing.tensors import ChangeDetector, check_tensors, device_of
         from rollwire_client._publishing.tied import TiedTensors
 
-        kv_policy = self._kv_policy if kv_policy is None else _check_kv_policy(kv_policy)
         schema = await self.schema()
         detector, tied = ChangeDetector(), TiedTensors(schema)
         match = functools.partial(
@@ -389,7 +401,7 @@ class Publisher:
             publisher=weights_pb2.Publisher(id=self.id, term=self.term),
             backend=self._backend,
             host=self._host,
-            kv_policy=kv_policy,
+            max_kv_lag=max_kv_lag,
             timeouts=self._timeouts,
             version=version,
             manifest=manifest,
@@ -409,10 +421,20 @@ class Publisher:
         return self._handle
 
 
-def _check_kv_policy(kv_policy: KvPolicy) -> KvPolicy:
+def checked_kv_lag(kv_policy: KvPolicy, max_kv_lag: int | None) -> int | None:
+    """Both arguments as one number: None keeps all keys and values, 0 keeps none."""
     if not isinstance(kv_policy, KvPolicy):
         raise TypeError(f"kv_policy is {kv_policy!r}, not a KvPolicy")
-    return kv_policy
+    if max_kv_lag is not None:
+        max_kv_lag = integer("max_kv_lag", max_kv_lag, maximum=(1 << 32) - 1)
+    if kv_policy is KvPolicy.KEEP:
+        return max_kv_lag
+    if max_kv_lag is not None:
+        raise ValueError(
+            f"max_kv_lag is {max_kv_lag}, but KvPolicy.RECOMPUTE keeps no keys and values: use "
+            "KvPolicy.KEEP, or leave max_kv_lag out"
+        )
+    return 0
 
 
 def _check_bucket_bytes(size: int) -> int:

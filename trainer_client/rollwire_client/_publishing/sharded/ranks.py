@@ -96,6 +96,7 @@ class Ranks:
         tensors: Mapping[str, Tensor] | TensorSource,
         *,
         kv_policy: KvPolicy | None = None,
+        max_kv_lag: int | None = None,
         partial: bool = False,
         allow_version_rollback: bool = False,
     ) -> PublishHandle | None:
@@ -113,7 +114,7 @@ class Ranks:
                 of ranks other than 0 are dropped, but their names must be the same. DTensors, and
                 functions instead of tensors, are gathered or called on all ranks, if they are
                 needed.
-            kv_policy: As for ``Publisher.publish``.
+            kv_policy, max_kv_lag: As for ``Publisher.publish``.
             partial: As for ``Publisher.publish``.
             allow_version_rollback: As for ``Publisher.publish``.
 
@@ -134,6 +135,7 @@ class Ranks:
                 version,
                 tensors,
                 kv_policy=kv_policy,
+                max_kv_lag=max_kv_lag,
                 partial=partial,
                 allow_version_rollback=allow_version_rollback,
                 coordinator=coordinator,

@@ -10,7 +10,7 @@ from rollwire.types import KvPolicy
 from rollwire_client._arguments import integer
 from rollwire_client._data import PublishTimeouts, checked_share
 from rollwire_client._fleet.fleet import Fleet
-from rollwire_client._publishing.publisher import Publisher
+from rollwire_client._publishing.publisher import Publisher, checked_kv_lag
 from rollwire_client._rpc.channel import Credentials
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rollwire_client._data import Require
 
 _CREDENTIALS = ("token_file", "tls", "ca", "certificate", "key", "server_name")
-_KV_POLICIES = {"recompute": KvPolicy.RECOMPUTE, "keep": KvPolicy.KEEP}
+_KV_POLICIES = {policy.value: policy for policy in KvPolicy}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,8 @@ class PublishOptions:
 
     Attributes:
         backend, host, bucket_bytes: As for ``Publisher``.
-        kv_policy: "recompute" or "keep", see ``KvPolicy``.
+        kv_policy: "keep" or "recompute", see ``KvPolicy``.
+        max_kv_lag: As for ``Publisher``.
         require: Which servers must have a policy before verl goes on; see
             ``PublishReport.require``.
         max_unchanged: How many new versions in a row may have the weights of the one before, as
@@ -75,7 +76,8 @@ class PublishOptions:
     backend: str | None = None
     host: str | None = None
     bucket_bytes: int | None = None
-    kv_policy: str = "recompute"
+    kv_policy: str = "keep"
+    max_kv_lag: int | None = None
     require: Require = "any"
     max_unchanged: int | None = 3
     timeouts: Mapping[str, float] = field(default_factory=dict)
@@ -87,6 +89,7 @@ class PublishOptions:
         checked_share(self.require)
         if self.kv_policy not in _KV_POLICIES:
             raise ValueError(f"kv_policy is {self.kv_policy!r}, not {' or '.join(_KV_POLICIES)}")
+        checked_kv_lag(_KV_POLICIES[self.kv_policy], self.max_kv_lag)
 
     @classmethod
     def split(cls, options: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
@@ -103,5 +106,6 @@ class PublishOptions:
             host=self.host,
             bucket_bytes=self.bucket_bytes,
             kv_policy=_KV_POLICIES[self.kv_policy],
+            max_kv_lag=self.max_kv_lag,
             timeouts=PublishTimeouts(**self.timeouts),
         )
