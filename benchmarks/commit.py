@@ -11,8 +11,7 @@ undisturbed decoding that the tokens missing in a window around the commit would
 floor is one bare copy of as many bytes, in the same run; beside it, two ways to copy all tensors.
 
 With ``--every`` it prints what is left of decoding when weights are committed so often (seconds):
-tokens a second without commits, under KEEP and under RECOMPUTE, which computes the keys and values
-of all sequences again after each.
+tokens a second without commits, and under each KV policy.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
 import torch
-from common import add_shape, checkpoint, machine, parse, print_table
-from rollwire.types import KvPolicy, WeightTag
+from common import add_kv_policies, add_shape, checkpoint, machine, parse, print_table
+from rollwire.types import WeightTag
 from rollwire_server.engines.base import SamplingParams, SequenceSpec, StagedUpdate, Step
 from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from rollwire_server.engines.memory import copy_tensors
@@ -90,20 +89,20 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[list[str]]:
             for name, seconds in bare_copies(staged).items()
         ]
         keys = iter(range(1, 10_000))
-        for policy in (KvPolicy.KEEP, KvPolicy.RECOMPUTE):
+        for policy, max_kv_lag in options.policies:
             live = submitted(engine, keys, options)
             await decoding(recorder, options)
             results = []
             for _ in range(options.commits):
                 tag = WeightTag((tag.version or 0) + 1, tag.revision + 1, tag.server_id, tag.digest)
-                results.append(await one_commit(engine, recorder, update, tag, policy, options))
+                results.append(await one_commit(engine, recorder, update, tag, max_kv_lag, options))
             await engine.abort(live)
             held, applied, gap, lost, rate = (
                 statistics.median(r[i] for r in results) for i in range(5)
             )
             rows.append(
                 [
-                    policy.name,
+                    policy,
                     f"{held * 1e3:.1f}",
                     f"{applied * 1e3:.1f}",
                     f"{gap * 1e3:.1f}",
@@ -140,7 +139,7 @@ async def sustained(
     """A row without commits, and one a KV policy."""
     keys = iter(range(1, 10_000))
     rows = []
-    for policy in (None, KvPolicy.KEEP, KvPolicy.RECOMPUTE):
+    for policy, max_kv_lag in ((None, None), *options.policies):
         live = submitted(engine, keys, options)
         await decoding(recorder, options)
         began = time.perf_counter()
@@ -149,14 +148,14 @@ async def sustained(
             if policy is not None:
                 tag = WeightTag((tag.version or 0) + 1, tag.revision + 1, tag.server_id, tag.digest)
                 await engine.hold()
-                applied = await engine.commit(update, tag, policy)
+                applied = await engine.commit(update, tag, max_kv_lag)
                 await engine.release()
                 recomputed.append(applied.kv_tokens_to_recompute)
             await asyncio.sleep(now + options.every - time.perf_counter())
         ended = time.perf_counter()
         rate = recorder.tokens(began, ended) / (ended - began)
         again = f"{statistics.mean(recomputed):,.0f}" if recomputed else ""
-        rows.append([policy.name if policy else "no commits", f"{rate:,.0f}", again])
+        rows.append([policy or "no commits", f"{rate:,.0f}", again])
         await engine.abort(live)
     return rows
 
@@ -175,7 +174,7 @@ async def one_commit(
     recorder: Recorder,
     update: StagedUpdate,
     tag: WeightTag,
-    policy: KvPolicy,
+    max_kv_lag: int | None,
     options: argparse.Namespace,
 ) -> tuple[float, float, float, float, float]:
     """Seconds held, applying, of the longest gap, of decode lost; tokens a second undisturbed."""
@@ -183,7 +182,7 @@ async def one_commit(
     asked = time.perf_counter()
     await engine.hold()
     held_at = time.perf_counter()
-    applied = await engine.commit(update, tag, policy)
+    applied = await engine.commit(update, tag, max_kv_lag)
     await engine.release()
     released = time.perf_counter()
     await asyncio.sleep(options.window)
@@ -232,6 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
     add_shape(parser)
+    add_kv_policies(parser)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=3000)

@@ -47,6 +47,27 @@ SHAPES: dict[str, dict[str, int | str]] = {
 }
 
 
+KV_POLICIES = ["keep", "lag-1", "lag-4", "recompute"]
+
+
+def add_kv_policies(parser: argparse.ArgumentParser) -> None:
+    """``--policies``: what commits do with keys and values, by name."""
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        type=kv_policy,
+        default=list(map(kv_policy, KV_POLICIES)),
+        metavar="POLICY",
+        help=f"keep, lag-N (a max_kv_lag), recompute; default: {' '.join(KV_POLICIES)}",
+    )
+
+
+def kv_policy(name: str) -> tuple[str, int | None]:
+    """A name with its ``max_kv_lag``."""
+    known = {"keep": None, "recompute": 0}
+    return name, known[name] if name in known else int(name.removeprefix("lag-"))
+
+
 def add_shape(parser: argparse.ArgumentParser) -> None:
     """``--shape``, ``--layers``, …, ``--checkpoint``: what ``checkpoint`` goes by."""
     parser.add_argument("--shape", choices=SHAPES, default="7b")

@@ -8,8 +8,9 @@
 Random weights are published again and again while streams decode, over each backend and under each
 KV policy. The floor is a bare broadcast of the same bytes by torch.distributed, in the same run,
 before the servers start; ``--own-path`` adds SGLang's own updates of one engine, after they have
-ended. Decode lost: seconds of undisturbed decoding that the tokens missing in a window take. Where
-a GPU is shared, NCCL goes by sockets, and its kernels take the GPU from decoding.
+ended. Decode lost: seconds of undisturbed decoding that the tokens missing in a window take.
+Recomputed: how many tokens' keys and values the server computes again. Where a GPU is shared, NCCL
+goes by sockets, and its kernels take the GPU from decoding.
 """
 
 from __future__ import annotations
@@ -25,16 +26,15 @@ from typing import TYPE_CHECKING
 import torch
 from arrivals import FIRST_SECONDS, SETTLE_SECONDS, Arrivals
 from bare import bare_broadcast, host
-from common import add_shape, checkpoint, machine, parse, print_table, servers
-from rollwire_client import Fleet, KvPolicy, Publisher, Sampling, Timeouts
+from common import add_kv_policies, add_shape, checkpoint, machine, parse, print_table, servers
+from rollwire_client import Fleet, Publisher, Sampling, Timeouts
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
 
-POLICIES = {policy.name.lower(): policy for policy in (KvPolicy.KEEP, KvPolicy.RECOMPUTE)}
-HEADER = ["", "seconds", "staged s", "paused ms", "gap ms", "lost ms", "GB/s"]
+HEADER = ["", "seconds", "staged s", "paused ms", "gap ms", "lost ms", "recomputed", "GB/s"]
 
 
 class Prompts:
@@ -54,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape(parser)
     parser.add_argument("--backends", nargs="+", default=["gloo"])
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    add_kv_policies(parser)
     parser.add_argument("--trainer", dest="device", default="cpu", help="the trainer's device")
     parser.add_argument(
         "--servers", nargs="+", default=["cpu"], help="the first device of each server"
@@ -133,11 +133,11 @@ async def measure(
                     await asyncio.sleep(0.1)
                     check(streams)
             for backend in options.backends:
-                for policy in options.policies:
+                for policy, max_kv_lag in options.policies:
                     publisher = Publisher(
                         fleet,
                         backend=backend,
-                        kv_policy=POLICIES[policy],
+                        max_kv_lag=max_kv_lag,
                         bucket_bytes=options.bucket_mib and options.bucket_mib << 20,
                     )
                     results = []
@@ -145,7 +145,12 @@ async def measure(
                         version += 1
                         results.append(
                             await one_publish(
-                                publisher, policy, version, tensors, arrivals, options
+                                publisher,
+                                SETTLE_SECONDS["keep" if max_kv_lag is None else "recompute"],
+                                version,
+                                tensors,
+                                arrivals,
+                                options,
                             )
                         )
                         check(streams)
@@ -168,7 +173,7 @@ def check(streams: list[asyncio.Task[None]]) -> None:
 
 async def one_publish(
     publisher: Publisher,
-    policy: str,
+    settle: float,
     version: int,
     tensors: dict[str, Tensor],
     arrivals: Arrivals,
@@ -181,7 +186,7 @@ async def one_publish(
     committed = time.perf_counter()
     if report.failed:
         raise SystemExit(f"a server did not commit: {report.failed[0].error}")
-    await asyncio.sleep(SETTLE_SECONDS[policy])
+    await asyncio.sleep(settle)
     settled = time.perf_counter()
     await asyncio.sleep(options.window)
     return (
@@ -190,6 +195,7 @@ async def one_publish(
         max(server.paused_seconds for server in report.servers) * 1e3,
         arrivals.longest_gap(began, committed) * 1e3,
         arrivals.lost(began, settled, options.window) * 1e3,
+        max(server.kv_tokens_to_recompute for server in report.servers),
         report.bytes / (committed - began) / 1e9,
     )
 
@@ -218,6 +224,7 @@ def _own_rows(
             "",
             f"{gap * 1e3:.1f}",
             f"{lost * 1e3:.0f}",
+            "",
             f"{size / seconds / 1e9:.1f}",
         ]
         for name, seconds, gap, lost in measured
@@ -228,7 +235,7 @@ def _rows(name: str, results: list[tuple[float, ...]]) -> list[list[str]]:
     named = [(f"{name} {i}", row) for i, row in enumerate(results, start=1)]
     if warm := results[1:]:
         named.append((f"{name} warm", tuple(map(statistics.median, zip(*warm, strict=True)))))
-    formats = ("{:.3f}", "{:.3f}", "{:.1f}", "{:.1f}", "{:.0f}", "{:.1f}")
+    formats = ("{:.3f}", "{:.3f}", "{:.1f}", "{:.1f}", "{:.0f}", "{:,.0f}", "{:.1f}")
     return [
         [name, *(text.format(value) for text, value in zip(formats, row, strict=True))]
         for name, row in named
