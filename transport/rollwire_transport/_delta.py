@@ -9,8 +9,8 @@ wider element the words that changed are sent. All numbers are little-endian::
     the gaps                                  (g times u8)
 
 A gap below 255 is one changed word, after so many unchanged ones. 255 skips 255 unchanged words.
-If a bucket's delta would not be smaller than the bucket, the bucket's bytes are sent instead; the
-size tells which it is.
+If more than a third of a bucket's words changed, or its delta would not be smaller, the bucket's
+bytes are sent instead; the size tells which it is.
 
 **How it travels.** Each bucket's delta is a tensor of bytes in an update of its own, which is sent
 in full (``delta_layout``).
@@ -65,7 +65,7 @@ class DeltaEncoder:
     def __init__(self, largest: int, device: torch.device) -> None:
         self._triton = None
         if (kernels := delta_kernels(device.type)) is not None:
-            self._triton = kernels.BucketEncoder(largest, device)
+            self._triton = kernels.BucketEncoder(largest, _most_changes(largest), device)
             self._outs = deque(
                 torch.empty(padded_nbytes(largest), dtype=torch.uint8, device=device)
                 for _ in range(BUCKETS_IN_WORK)
@@ -80,7 +80,7 @@ class DeltaEncoder:
         if self._triton is None:
             return PendingDelta(*_encode(old, new), bucket_bytes)
         self._outs.rotate()
-        self._triton.encode(old, new, self._outs[0])
+        self._triton.encode(old, new, _most_changes(bucket_bytes), self._outs[0])
         return PendingDelta(
             HostCopy(self._outs[0][:HEAD_BYTES].view(torch.int64)), self._outs[0], bucket_bytes
         )
@@ -100,7 +100,13 @@ class PendingDelta:
         """
         gap_bytes, count = self._head.read()
         size = HEAD_BYTES + 2 * count + gap_bytes
-        return self._delta[:size].clone() if size < self._bucket_bytes else None, count
+        if count > _most_changes(self._bucket_bytes) or size >= self._bucket_bytes:
+            return None, count
+        return self._delta[:size].clone(), count
+
+
+def _most_changes(bucket_bytes: int) -> int:
+    return bucket_bytes // 6
 
 
 def _encode(old: Tensor, new: Tensor) -> tuple[HostCopy, Tensor]:
@@ -127,13 +133,15 @@ def _encode(old: Tensor, new: Tensor) -> tuple[HostCopy, Tensor]:
 
 class DecodedDelta(NamedTuple):
     """The changed words of 16 bits of a bucket: their positions (int32), and their new bits
-    (int16). ``end`` is the last position + 1 (int64); unless it is within the bucket, the rest is
-    of no use.
+    (int16).
+
+    ``totals`` (int64) are the number of positions and the last one + 1. Unless it is that of the
+    bits and this is within the bucket, the rest is of no use.
     """
 
     positions: Tensor
     bits: Tensor
-    end: Tensor
+    totals: Tensor
 
 
 def decode(delta: Tensor, head: Sequence[int]) -> DecodedDelta:
@@ -147,15 +155,18 @@ def decode(delta: Tensor, head: Sequence[int]) -> DecodedDelta:
     begin = HEAD_BYTES + 2 * count
     if not 0 <= count <= gap_bytes or begin + gap_bytes != delta.numel():
         raise not_a_delta()
-    gaps = delta[begin:]
+    if (kernels := delta_kernels(delta.device.type)) is not None:
+        positions, totals = kernels.decode(delta, gap_bytes, count)
+    else:
+        positions, totals = _decode(delta[begin:])
+    return DecodedDelta(positions, delta[HEAD_BYTES:begin].view(torch.int16), totals)
+
+
+def _decode(gaps: Tensor) -> tuple[Tensor, Tensor]:
     changed = gaps != _SKIP
     steps = gaps.int().add_(changed)
     positions = steps.cumsum(0, dtype=torch.int32).sub_(1)[changed]
-    if positions.numel() != count or (count and not changed[-1]):
-        raise not_a_delta()
-    return DecodedDelta(
-        positions, delta[HEAD_BYTES:begin].view(torch.int16), steps.sum(dtype=torch.int64)
-    )
+    return positions, torch.stack([changed.sum(), steps.sum(dtype=torch.int64)])
 
 
 def not_a_delta() -> ManifestError:
@@ -170,7 +181,8 @@ def delta_kernels(device_type: str) -> ModuleType | None:
     from rollwire_transport import _delta_triton
 
     room = torch.zeros(128, dtype=torch.uint8, device=device_type)
-    _delta_triton.BucketEncoder(64, room.device).encode(room[:64], room[:64], room[64:])
+    _delta_triton.BucketEncoder(64, 32, room.device).encode(room[:64], room[:64], 32, room[64:])
+    _delta_triton.decode(room, len(room) - 16, 0)
     one = torch.zeros(1, dtype=torch.int32, device=device_type)
     runs = _delta_triton.GpuChangedRuns(one, one.short(), [1], [0], [room])
     runs.sums()

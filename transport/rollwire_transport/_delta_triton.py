@@ -19,42 +19,80 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_BLOCK, _WARPS = 4096, 8  # 16-bit words that a program compares
-_CHUNK = 1024  # changed words that a program sums or writes
+_BLOCK = 4096  # 64-bit words that a program compares
+_TILE = 256  # of those that differ, at a time
+_CHUNK = 1024  # changed 16-bit words that a program encodes, sums or writes
+_GAPS = 4096  # that a program decodes
 
 
 class BucketEncoder:
     """Encodes buckets of up to ``largest`` bytes on one device, one after the other.
 
-    It takes one and a half times the memory of such a bucket.
+    ``most`` is how many words of such a bucket may change. It takes about twice its memory.
     """
 
-    def __init__(self, largest: int, device: torch.device) -> None:
-        blocks = -(-largest // (2 * _BLOCK))
-        self._values = torch.empty(blocks * _BLOCK, dtype=torch.int16, device=device)
-        self._gaps = torch.empty(blocks * _BLOCK, dtype=torch.uint8, device=device)
-        # Of each block: changed words, gap bytes after the first one, the first and the last
-        # changed word; then where its words and gaps begin, and its first gap.
-        self._blocks = torch.empty(7, blocks, dtype=torch.int32, device=device)
+    def __init__(self, largest: int, most: int, device: torch.device) -> None:
+        words = -(-largest // (8 * _BLOCK)) * _BLOCK
 
-    def encode(self, old: Tensor, new: Tensor, out: Tensor) -> None:
+        def room(count: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(count, dtype=dtype, device=device)
+
+        # The 64-bit words that differ, at the begin of each block's room: which ones, and the new
+        # bits, of which those that changed are set in the third.
+        self._lanes = room(words, torch.int16)
+        self._differences = room(words, torch.int64)
+        self._counts = room(2 * (words // _BLOCK), torch.int32)
+        self._positions = room(most, torch.int32)
+        self._gap_bytes = room(-(-most // _CHUNK), torch.int32)
+
+    def encode(self, old: Tensor, new: Tensor, most: int, out: Tensor) -> None:
         """Writes a delta to ``out``, as far as there is room, and makes ``old`` equal to ``new``.
 
-        All are uint8. The first 16 bytes of ``out`` tell how long the delta is. Waits for nothing.
+        All are uint8. The first 16 bytes of ``out`` tell how long the delta is, and how many words
+        have changed; if these are more than ``most``, the rest is of no use. Waits for nothing.
         """
-        words = new.numel() // 2
+        words = new.numel() // 8
         blocks = -(-words // _BLOCK)
-        table = self._blocks
+        counts = self._counts[: 2 * blocks].view(2, blocks)
+        chunks = -(-most // _CHUNK)
+        gap_bytes = self._gap_bytes[:chunks]
+        head = out.view(torch.int64)
         with _on(new.device):
             _compare[(blocks,)](
-                old.view(torch.int16), new.view(torch.int16), words,
-                table, table.stride(0), self._values, self._gaps, _BLOCK, num_warps=_WARPS,
+                old.view(torch.int64), new.view(torch.int64), words,
+                self._lanes, self._differences, counts, blocks, _BLOCK,
             )  # fmt: skip
-            _place[(1,)](table, table.stride(0), blocks, out.view(torch.int64), 1024)
-            _compact[(blocks,)](
-                table, table.stride(0), self._values, self._gaps,
-                out, out.view(torch.int64), out.numel(), _BLOCK, num_warps=_WARPS,
+            ends = counts[1].cumsum(0, dtype=torch.int32)
+            _list[(blocks,)](
+                new.view(torch.int16), self._lanes, self._differences, counts, ends,
+                self._positions, most, out.view(torch.int16), out.numel(), _BLOCK, _TILE,
             )  # fmt: skip
+            _measure_gaps[(chunks,)](self._positions, ends, blocks, most, gap_bytes, _CHUNK)
+            gap_ends = gap_bytes.cumsum(0, dtype=torch.int32)
+            _write_gaps[(chunks,)](
+                self._positions, ends, blocks, most, gap_bytes, gap_ends, chunks, head, out,
+                out.numel(),
+                _CHUNK,
+            )  # fmt: skip
+
+
+def decode(delta: Tensor, gap_bytes: int, count: int) -> tuple[Tensor, Tensor]:
+    """The positions of changed words (int32), and how many there are and the last one + 1 (int64).
+
+    If there are not ``count``, the positions are of no use.
+    """
+    gaps = delta[16 + 2 * count :]
+    positions = torch.zeros(count, dtype=torch.int32, device=delta.device)
+    totals = torch.zeros(2, dtype=torch.int64, device=delta.device)
+    if gap_bytes:
+        chunks = -(-gap_bytes // _GAPS)
+        steps = torch.empty(2, chunks, dtype=torch.int64, device=delta.device)
+        with _on(delta.device):
+            _measure_steps[(chunks,)](gaps, gap_bytes, steps, chunks, _GAPS)
+            ends = steps.cumsum(1)
+            _walk[(chunks,)](gaps, gap_bytes, steps, ends, chunks, positions, count, _GAPS)
+            totals = ends[:, -1]
+    return positions, totals
 
 
 class GpuChangedRuns:
@@ -113,98 +151,115 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[None]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-@triton.jit
-def _last_two(last_a, before_a, last_b, before_b):  # type: ignore[no-untyped-def]
-    before = tl.where(last_b >= 0, tl.where(before_b >= 0, before_b, last_a), before_a)
-    return tl.where(last_b >= 0, last_b, last_a), before
-
-
-@triton.jit
-def _maximum(a, b):  # type: ignore[no-untyped-def]
-    return tl.maximum(a, b)
-
-
-@triton.jit(do_not_specialize=["words", "stride"])  # type: ignore[untyped-decorator]
-def _compare(old, new, words, table, stride, values, gaps, block: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["words", "blocks"])  # type: ignore[untyped-decorator]
+def _compare(  # type: ignore[no-untyped-def]
+    old, new, words, lanes_out, differences, counts, blocks, block: tl.constexpr
+):
     number = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, block)
-    begin = number * block
-    inside = begin + lanes < words
-    bits = tl.load(new + begin + lanes, mask=inside, other=0)
-    changed = inside & (tl.load(old + begin + lanes, mask=inside, other=0) != bits)
-    count = tl.sum(changed.to(tl.int32), 0)
-    tl.store(table + number, count)
-    if count > 0:
-        tl.store(old + begin + lanes, bits, mask=changed)
-        rank = tl.cumsum(changed.to(tl.int32), 0) - 1
-        tl.store(values + begin + rank, bits, mask=changed)
-        here = tl.where(changed, lanes, -1)
-        none = tl.full((block,), -1, tl.int32)
-        last, before = tl.associative_scan((here, none), 0, _last_two)
-        follows = changed & (before >= 0)
-        gap = lanes - before - 1
-        skips = tl.where(follows, gap // 255, 0)
-        ends = tl.cumsum(tl.where(follows, skips + 1, 0), 0) - 1
-        tl.store(gaps + begin + ends, (gap - skips * 255).to(tl.uint8), mask=follows)
-        for skip in range(tl.max(skips, 0)):
-            tl.store(gaps + begin + ends - 1 - skip, 255, mask=follows & (skip < skips))
-        tl.store(table + stride + number, tl.max(ends, 0) + 1)
-        tl.store(table + 2 * stride + number, begin + tl.min(tl.where(changed, lanes, block), 0))
-        tl.store(table + 3 * stride + number, begin + tl.max(last, 0))
-    else:
-        tl.store(table + stride + number, 0)
-        tl.store(table + 2 * stride + number, 0)
-        tl.store(table + 3 * stride + number, -1)
+    at = number * block + lanes
+    inside = at < words
+    bits = tl.load(new + at, mask=inside, other=0)
+    difference = tl.load(old + at, mask=inside, other=0) ^ bits
+    differs = difference != 0
+    rank = tl.cumsum(differs.to(tl.int32), 0) - 1
+    tl.store(lanes_out + number * block + rank, lanes.to(tl.int16), mask=differs)
+    tl.store(differences + number * block + rank, difference, mask=differs)
+    tl.store(old + at, bits, mask=differs)
+    changed = tl.zeros((block,), tl.int32)
+    for k in tl.static_range(4):
+        changed += (((difference >> 16 * k) & 0xFFFF) != 0).to(tl.int32)
+    tl.store(counts + number, tl.sum(differs.to(tl.int32), 0))
+    tl.store(counts + blocks + number, tl.sum(changed, 0))
 
 
-@triton.jit(do_not_specialize=["stride", "blocks"])  # type: ignore[untyped-decorator]
-def _place(table, stride, blocks, head, tile: tl.constexpr):  # type: ignore[no-untyped-def]
-    words = 0
-    gap_bytes = 0
-    last = -1
-    for start in range(0, blocks, tile):
-        at = start + tl.arange(0, tile)
-        inside = at < blocks
-        count = tl.load(table + at, mask=inside, other=0)
-        inner = tl.load(table + stride + at, mask=inside, other=0)
-        first = tl.load(table + 2 * stride + at, mask=inside, other=0)
-        before = tl.load(table + 3 * stride + at - 1, mask=inside & (at > 0), other=-1)
-        before = tl.maximum(tl.associative_scan(before, 0, _maximum), last)
-        gap = tl.where(count > 0, first - before - 1, 0)
-        taken = tl.where(count > 0, gap // 255 + 1 + inner, 0)
-        tl.store(table + 4 * stride + at, words + tl.cumsum(count, 0) - count, mask=inside)
-        tl.store(table + 5 * stride + at, gap_bytes + tl.cumsum(taken, 0) - taken, mask=inside)
-        tl.store(table + 6 * stride + at, gap, mask=inside)
-        words += tl.sum(count, 0)
-        gap_bytes += tl.sum(taken, 0)
-        here = tl.load(table + 3 * stride + at, mask=inside, other=-1)
-        last = tl.maximum(last, tl.max(here, 0))
-    tl.store(head, gap_bytes)
-    tl.store(head + 1, words)
-
-
-@triton.jit(do_not_specialize=["stride", "room"])  # type: ignore[untyped-decorator]
-def _compact(table, stride, values, gaps, out, head, room, block: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["most", "room"])  # type: ignore[untyped-decorator]
+def _list(  # type: ignore[no-untyped-def]
+    new, lanes_in, differences, counts, ends, positions, most, out, room,
+    block: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
     number = tl.program_id(0).to(tl.int64)
-    count = tl.load(table + number)
-    if count > 0:
-        lanes = tl.arange(0, block)
-        at = 16 + 2 * (tl.load(table + 4 * stride + number).to(tl.int64) + lanes)
-        some = lanes < count
-        bits = tl.load(values + number * block + lanes, mask=some, other=0)
-        tl.store(out.to(tl.pointer_type(tl.int16)) + at // 2, bits, mask=some & (at + 2 <= room))
-        begin = 16 + 2 * tl.load(head + 1) + tl.load(table + 5 * stride + number)
-        gap = tl.load(table + 6 * stride + number)
+    differing = tl.load(counts + number)
+    done = tl.load(ends + number)
+    done -= tl.load(counts + tl.num_programs(0) + number)
+    lanes = tl.arange(0, 4 * tile)
+    for start in range(0, differing, tile):
+        at = start + lanes // 4
+        some = at < differing
+        difference = tl.load(differences + number * block + at, mask=some, other=0)
+        changed = ((difference >> 16 * (lanes % 4)) & 0xFFFF) != 0
+        word = tl.load(lanes_in + number * block + at, mask=some, other=0).to(tl.int32)
+        position = number.to(tl.int32) * (4 * block) + 4 * word + lanes % 4
+        rank = done + tl.cumsum(changed.to(tl.int32), 0) - 1
+        tl.store(positions + rank, position, mask=changed & (rank < most))
+        bits = tl.load(new + position, mask=changed, other=0)
+        tl.store(out + 8 + rank, bits, mask=changed & (18 + 2 * rank <= room))
+        done += tl.sum(changed.to(tl.int32), 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gaps_of(positions, count, chunk: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * chunk + tl.arange(0, chunk)
+    some = at < count
+    before = tl.load(positions + at - 1, mask=some & (at > 0), other=-1)
+    gap = tl.load(positions + at, mask=some, other=0) - before - 1
+    return some, tl.where(some, gap, 0)
+
+
+@triton.jit(do_not_specialize=["blocks", "most"])  # type: ignore[untyped-decorator]
+def _measure_gaps(positions, ends, blocks, most, gap_bytes, chunk: tl.constexpr):  # type: ignore[no-untyped-def]
+    count = tl.load(ends + blocks - 1)
+    taken = 0
+    if (count <= most) & (tl.program_id(0) * chunk < count):
+        some, gap = _gaps_of(positions, count, chunk)
+        taken = tl.sum(tl.where(some, gap // 255 + 1, 0), 0)
+    tl.store(gap_bytes + tl.program_id(0), taken)
+
+
+@triton.jit(do_not_specialize=["blocks", "most", "chunks", "room"])  # type: ignore[untyped-decorator]
+def _write_gaps(  # type: ignore[no-untyped-def]
+    positions, ends, blocks, most, gap_bytes, gap_ends, chunks, head, out, room,
+    chunk: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(0)
+    count = tl.load(ends + blocks - 1)
+    if number == 0:
+        tl.store(head, tl.load(gap_ends + chunks - 1).to(tl.int64))
+        tl.store(head + 1, count.to(tl.int64))
+    if (count <= most) & (number * chunk < count):
+        some, gap = _gaps_of(positions, count, chunk)
         skips = gap // 255
-        for start in range(0, skips, block):
-            at = begin + start + lanes
-            tl.store(out + at, 255, mask=(start + lanes < skips) & (at < room))
-        begin += skips
-        tl.store(out + begin, (gap - skips * 255).to(tl.uint8), mask=begin < room)
-        some = lanes < tl.load(table + stride + number)
-        inner = tl.load(gaps + number * block + lanes, mask=some, other=0)
-        at = begin + 1 + lanes
-        tl.store(out + at, inner, mask=some & (at < room))
+        begin = 16 + 2 * count + tl.load(gap_ends + number) - tl.load(gap_bytes + number)
+        at = begin + tl.cumsum(tl.where(some, skips + 1, 0), 0) - 1
+        tl.store(out + at, (gap - skips * 255).to(tl.uint8), mask=some & (at < room))
+        for skip in range(tl.max(skips, 0)):
+            before = at - 1 - skip
+            tl.store(out + before, 255, mask=some & (skip < skips) & (before < room))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _steps_of(gaps, gap_bytes, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    gap = tl.load(gaps + at, mask=at < gap_bytes, other=255).to(tl.int32)
+    changed = (gap != 255).to(tl.int32)
+    return changed, tl.where(at < gap_bytes, gap + changed, 0)
+
+
+@triton.jit(do_not_specialize=["gap_bytes", "chunks"])  # type: ignore[untyped-decorator]
+def _measure_steps(gaps, gap_bytes, steps, chunks, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    changed, step = _steps_of(gaps, gap_bytes, block)
+    tl.store(steps + tl.program_id(0), tl.sum(changed, 0).to(tl.int64))
+    tl.store(steps + chunks + tl.program_id(0), tl.sum(step, 0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["gap_bytes", "chunks", "count"])  # type: ignore[untyped-decorator]
+def _walk(gaps, gap_bytes, steps, ends, chunks, positions, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    changed, step = _steps_of(gaps, gap_bytes, block)
+    number = tl.program_id(0)
+    rank = tl.load(ends + number) - tl.load(steps + number) + tl.cumsum(changed, 0) - 1
+    before = tl.load(ends + chunks + number) - tl.load(steps + chunks + number)
+    position = (before + tl.cumsum(step, 0) - 1).to(tl.int32)
+    tl.store(positions + rank, position, mask=(changed != 0) & (rank < count))
 
 
 # The table: for each run where it begins and ends, its shift, the offset of its tensor, and its

@@ -160,11 +160,14 @@ def _decoded(
     until = [0, *itertools.accumulate(lengths)]  # how many changed words the spans before have
     after = itertools.accumulate(counts)
     done = 0
-    for bucket, one, last_span, end in zip(
-        encoded, decoded, after, torch.stack([one.end for one in decoded]).tolist(), strict=True
-    ):
-        done += one.positions.numel()
-        if end > padded_nbytes(full_size(bucket)) // 2 or until[last_span] != done:
+    totals = torch.stack([one.totals for one in decoded]).tolist()
+    for bucket, one, last_span, (count, end) in zip(encoded, decoded, after, totals, strict=True):
+        done += count
+        if (
+            count != one.bits.numel()
+            or end > padded_nbytes(full_size(bucket)) // 2
+            or until[last_span] != done
+        ):
             raise not_a_delta()
     runs = [i for i, length in enumerate(lengths) if length]
     if not runs:
