@@ -18,10 +18,10 @@ nothing about real ones.
 
 Printed for each learning rate, in percent: the elements that kept their 16 bits (mean and minimum
 over the steps; the mean for embeddings, norms and matrices), the aligned words of 8 bytes that kept
-theirs, and the size of a delta in that of the model. Such a delta has two bytes of new bits for
-each changed element, and one byte for how many unchanged ones come before it; the byte 255 stands
-for 255 unchanged elements, with more to come. Reward: the share of an answer's tokens that are
-right, in the first and in the last steps.
+theirs, and the size of a delta in that of the model. Deltas are encoded as rollwire sends them: two
+bytes of new bits for each changed element, and one byte for how many unchanged ones come before it;
+the byte 255 stands for 255 unchanged elements, with more to come. Reward: the share of an answer's
+tokens that are right, in the first and in the last steps.
 """
 
 from __future__ import annotations
