@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from client.publishing import publishing
 from client.scripted_weights import policy
-from rollwire_client import ClosedError, Fleet, Sampling, Timeouts, _concurrency
-from rollwire_client._concurrency import LoopAffinity, LoopCalls
+from rollwire_client import ClosedError, Fleet, Sampling, Timeouts, _loop_calls
+from rollwire_client._concurrency import LoopAffinity
+from rollwire_client._loop_calls import LoopCalls
 from rollwire_client.sync import SyncFleet, SyncPublisher
 
 if TYPE_CHECKING:
+    import concurrent.futures
+
     from client.scripted import ScriptedServer, Sequence
 
 TURN = Sampling(max_new_tokens=5)
@@ -67,7 +69,7 @@ def test_a_loop_that_has_ended_takes_no_calls() -> None:
 
 
 def test_a_call_that_a_loop_took_at_its_end_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_concurrency, "_LOOP_CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(_loop_calls, "_LOOP_CHECK_SECONDS", 0.05)
     loop = asyncio.new_event_loop()
     schedule, taken = loop.call_soon_threadsafe, threading.Event()
 
@@ -92,6 +94,29 @@ def test_a_call_that_a_loop_took_at_its_end_is_over(monkeypatch: pytest.MonkeyPa
     closing.join()
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_was_submitted_to_a_loop_that_closes_is_told(
+    monkeypatch: pytest.MonkeyPatch, *, begun: bool
+) -> None:
+    monkeypatch.setattr(_loop_calls, "_LOOP_CHECK_SECONDS", 0.05)
+    loop = asyncio.new_event_loop()
+    calls = LoopCalls(loop, LoopAffinity("SyncFleet", bound=False))
+    never = loop.create_future()
+
+    async def work() -> None:
+        await never
+
+    futures = [calls.submit(work()) for _ in range(2)]
+    if begun:  # and nobody cancels it, as asyncio.run does to what began before its end
+        loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    for future in futures:
+        with pytest.raises(ClosedError, match="was closed meanwhile"):
+            future.result(60)
+    with pytest.raises(ClosedError):
+        calls.submit(work())
+
+
 async def test_async_code_uses_a_fleet_that_sync_code_has_opened(server: ScriptedServer) -> None:
     loops: list[asyncio.AbstractEventLoop] = []
 
@@ -101,7 +126,10 @@ async def test_async_code_uses_a_fleet_that_sync_code_has_opened(server: Scripte
         many = await asyncio.gather(*(fleet.generate([prompt], sampling) for _ in range(3)))
         return many[0].token_ids
 
-    def train() -> concurrent.futures.Future[tuple[int, ...]]:
+    async def never_ends(_: Fleet) -> None:
+        await asyncio.Event().wait()
+
+    def train() -> concurrent.futures.Future[None]:
         with SyncFleet([server.address], timeouts=CLOSE) as fleet:
             done = fleet.submit(agent, 5, tokens=4).result(60)
             assert done == fleet.generate([5], Sampling(max_new_tokens=4)).token_ids
@@ -112,12 +140,12 @@ async def test_async_code_uses_a_fleet_that_sync_code_has_opened(server: Scripte
             server.default = hang
             cancelled = fleet.submit(agent, 5, tokens=4)
             assert cancelled.cancel()
-            left = fleet.submit(agent, 5, tokens=4)
+            left = fleet.submit(never_ends)
         with pytest.raises(ClosedError):
             fleet.submit(agent, 5, tokens=4)
         return left
 
     left = await asyncio.to_thread(train)
-    with pytest.raises((ClosedError, concurrent.futures.CancelledError)):  # with the fleet
+    with pytest.raises(ClosedError):  # with the fleet
         left.result(60)
     assert set(loops) != {asyncio.get_running_loop()}

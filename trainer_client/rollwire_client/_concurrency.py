@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import contextvars
 import ctypes
@@ -13,11 +12,11 @@ import os
 import queue
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
-from rollwire_client._errors import ClosedError, NotOpenHereError
+from rollwire_client._errors import NotOpenHereError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-_LOOP_TIMEOUT = 30.0  # seconds for a loop's thread to start, and for what was cancelled to end
-_LOOP_CHECK_SECONDS = 1.0  # between two looks whether the loop of a call was closed
 
 _FORK_SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"
 if _FORK_SUPPORT not in os.environ:
@@ -61,7 +57,7 @@ class LoopAffinity:
             self.bind()
 
     def bind(self) -> None:
-        self._process, self._loop = os.getpid(), _running_loop()
+        self._process, self._loop = os.getpid(), running_loop()
 
     def release(self) -> None:
         """It was closed: anybody may open it."""
@@ -83,7 +79,7 @@ class LoopAffinity:
     def check(self) -> None:
         """Raises NotOpenHereError in another process or event loop."""
         self.check_process()
-        loop = _running_loop()
+        loop = running_loop()
         if loop is self._loop or loop is None or self._loop is None:
             return
         state = "has ended" if self._loop.is_closed() else "is not this one"
@@ -102,7 +98,7 @@ class LoopAffinity:
             )
 
 
-def _running_loop() -> asyncio.AbstractEventLoop | None:
+def running_loop() -> asyncio.AbstractEventLoop | None:
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -287,133 +283,3 @@ async def _wait(tasks: list[asyncio.Task[Any]]) -> None:
             task.exception()  # retrieved
     if cancelled is not None:
         raise cancelled
-
-
-class LoopCalls:
-    """Calls from any thread into an event loop that runs in another one.
-
-    Args:
-        loop: The loop; None while there is none.
-        affinity: Of what is used there.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop | None, affinity: LoopAffinity) -> None:
-        self._lock = threading.Lock()
-        self._loop = loop
-        self._affinity = affinity
-
-    def close(self) -> None:
-        """Takes no more calls; the loop goes on."""
-        with self._lock:
-            self._loop = None
-
-    def check_process(self) -> None:
-        """Raises NotOpenHereError in a forked child, where the loop's thread is not."""
-        self._affinity.check_process()
-
-    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Runs ``work`` in the loop. Cancelling the future cancels it."""
-        try:
-            self.check_process()
-            with self._lock:
-                return asyncio.run_coroutine_threadsafe(work, self._running())
-        except (ClosedError, RuntimeError):
-            work.close()
-            raise
-
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs ``work`` in the loop, and returns its result or raises its error: ClosedError if it
-        was cancelled there. An exception in the calling thread, such as KeyboardInterrupt, cancels
-        the work, and is raised once that has ended.
-        """
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        tasks: list[asyncio.Task[T]] = []
-
-        def begin() -> None:
-            tasks.append(asyncio.create_task(work))
-            tasks[0].add_done_callback(functools.partial(_copy_outcome, future))
-
-        try:
-            loop = self._schedule(begin)
-        except (ClosedError, RuntimeError):
-            work.close()
-            raise
-        try:
-            while not concurrent.futures.wait([future], _LOOP_CHECK_SECONDS).done:
-                if loop.is_closed():
-                    if not tasks:  # it took the call, and never ran again
-                        work.close()
-                    raise ClosedError("the event loop of the fleet was closed meanwhile")
-            return future.result()
-        finally:
-            if not future.done():
-                with contextlib.suppress(RuntimeError):  # the loop is closed: nothing runs there
-                    loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
-                    concurrent.futures.wait([future], _LOOP_TIMEOUT)
-
-    def _schedule(self, function: Callable[[], None]) -> asyncio.AbstractEventLoop:
-        self.check_process()
-        with self._lock:
-            loop = self._running()
-            if loop is _running_loop():
-                raise RuntimeError(
-                    "called within the event loop, which cannot wait for itself: await the method "
-                    "of the async object there, or call this in another thread"
-                )
-            loop.call_soon_threadsafe(function)
-            return loop
-
-    def _running(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None or self._loop.is_closed():
-            raise ClosedError("it is not open: use it within `with`")
-        return self._loop
-
-
-class LoopThread(LoopCalls):
-    """A thread that runs an event loop, for calls from any thread. A context manager, whose end
-    cancels what still runs there.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(None, LoopAffinity("SyncFleet", bound=False))
-        self._stop = asyncio.Event()
-        self._thread = threading.Thread()
-
-    def __enter__(self) -> Self:
-        self.check_process()
-        if self._affinity.bound:
-            raise RuntimeError("this SyncFleet is open already")
-        self._affinity.bind()
-        started: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
-        self._stop = asyncio.Event()
-
-        async def run() -> None:
-            started.set_result(asyncio.get_running_loop())
-            await self._stop.wait()
-
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(run()), name="rollwire-loop", daemon=True
-        )
-        self._thread.start()
-        self._loop = started.result(_LOOP_TIMEOUT)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._affinity.forked:
-            return
-        with self._lock:
-            loop, self._loop = self._loop, None
-            if loop is not None:
-                loop.call_soon_threadsafe(self._stop.set)  # after the calls before it
-        if loop is not None:
-            self._thread.join(_LOOP_TIMEOUT)
-        self._affinity.release()
-
-
-def _copy_outcome(future: concurrent.futures.Future[T], task: asyncio.Task[T]) -> None:
-    if task.cancelled():
-        future.set_exception(ClosedError("it was cancelled, or closed meanwhile"))
-    elif (error := task.exception()) is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(task.result())

@@ -23,10 +23,10 @@ import operator
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar
 
 from rollwire_client._batches.batcher import Batcher
-from rollwire_client._concurrency import LoopCalls, LoopThread
 from rollwire_client._errors import ClosedError
 from rollwire_client._fleet.fleet import Fleet
 from rollwire_client._fleet.session import Session
+from rollwire_client._loop_calls import LoopCalls, LoopThread
 from rollwire_client._publishing.publish_handle import PublishHandle
 from rollwire_client._publishing.publisher import Publisher
 
@@ -194,7 +194,8 @@ class SyncFleet(_Facade[Fleet]):
 
         Returns:
             A future. Cancelling it cancels the function. In another event loop, await it with
-            ``asyncio.wrap_future``.
+            ``asyncio.wrap_future``. It raises ClosedError if the fleet or its event loop closes
+            before the function has ended.
 
         Raises:
             ClosedError: The fleet is not open.
