@@ -254,14 +254,19 @@ def as_exception(error: BaseException) -> Exception:
     return wrapped
 
 
-async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+async def cancel_all(
+    tasks: Iterable[asyncio.Task[Any]], timeout: float | None = None
+) -> list[asyncio.Task[Any]]:
     """Cancels what still runs, once, and waits while it cleans up; what it raises does not matter
     any more. When the caller is cancelled meanwhile, that is raised once all have ended.
+
+    Returns:
+        Those that have not ended within ``timeout`` seconds.
     """
     tasks = list(tasks)
     for task in tasks:
         task.cancel()
-    await _wait(tasks)
+    return await _wait(tasks, timeout)
 
 
 async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
@@ -271,15 +276,22 @@ async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
-async def _wait(tasks: list[asyncio.Task[Any]]) -> None:
+async def _wait(
+    tasks: list[asyncio.Task[Any]], timeout: float | None = None
+) -> list[asyncio.Task[Any]]:
     cancelled: asyncio.CancelledError | None = None
+    clock = asyncio.get_running_loop().time
+    give_up = None if timeout is None else clock() + timeout
     while running := [task for task in tasks if not task.done()]:
+        if give_up is not None and clock() >= give_up:
+            break
         try:
-            await asyncio.wait(running)
+            await asyncio.wait(running, timeout=None if give_up is None else give_up - clock())
         except asyncio.CancelledError as error:
             cancelled = error
     for task in tasks:
-        if not task.cancelled():
+        if task.done() and not task.cancelled():
             task.exception()  # retrieved
     if cancelled is not None:
         raise cancelled
+    return running

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,6 +22,7 @@ from rollwire_client import (
     TimedOutError,
     Timeouts,
 )
+from rollwire_client._batches import group as groups
 from rollwire_client.testing import FakeServer
 
 if TYPE_CHECKING:
@@ -100,7 +103,9 @@ async def test_the_same_run_draws_the_same() -> None:
     assert len(set(said[0])) == 6
 
 
-async def test_a_function_that_raises_is_called_again_and_then_costs_its_group() -> None:
+async def test_a_function_that_raises_is_called_again_and_then_costs_its_group(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     calls: list[str] = []
 
     async def fails(session: Session, prompt: Prompt) -> None:
@@ -123,6 +128,8 @@ async def test_a_function_that_raises_is_called_again_and_then_costs_its_group()
     assert isinstance(dropped.error.__cause__, ZeroDivisionError)
     assert [calls.count(name) for name in "1234"] == [1, 3, 2, 1]
     assert batch.finished.lengths == (3, 9, 12)  # each from its beginning
+    warned = [r.getMessage() for r in caplog.records if "sampled again" in r.getMessage()]
+    assert len(warned) == 2  # one for "2", one for "3"
 
 
 async def test_what_the_function_must_not_do() -> None:
@@ -330,6 +337,44 @@ async def test_a_function_that_catches_its_end_is_not_called_again(
                 await batcher.close()
         assert sorted(called) == ["1", "1", "2", "2"]
         await until(lambda: server.running == 0)
+
+
+@pytest.mark.parametrize("how", ["close", "evaluate"])
+async def test_a_function_that_never_ends_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    monkeypatch.setattr(groups, "_CANCEL_TIMEOUT", 0.05)
+    go_on = asyncio.Event()
+    told: list[str] = []
+
+    async def goes_on(session: Session, prompt: Prompt) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await session.generate(Sampling(max_new_tokens=4000))
+        await go_on.wait()
+        try:
+            await session.generate()
+        except RuntimeError as error:
+            told.append(str(error))
+
+    async with FakeServer(tokens_per_second=50) as server, fleet_of(server) as fleet:
+        async with batcher_of(fleet, goes_on, group_size=1) as batcher:
+            two = list(itertools.islice(prompts(), 2))
+            working = batcher.collect(two, 2) if how == "close" else batcher.evaluate(two)
+            running = asyncio.create_task(working)
+            await until(lambda: server.running == 2)
+            async with asyncio.timeout(20):
+                if how == "evaluate":
+                    running.cancel()
+                await batcher.close()
+                await asyncio.wait([running])
+        left = [r.getMessage() for r in caplog.records if "has not ended" in r.getMessage()]
+        assert [text.partition(" has")[0] for text in sorted(left)] == [
+            f"the rollout of prompt '{number}', sample 0," for number in (1, 2)
+        ]
+        await until(lambda: server.running == 0)
+        go_on.set()
+        await until(lambda: len(told) == 2)
+    assert all("was cancelled" in text for text in told)
 
 
 async def test_a_dead_server_costs_no_turn() -> None:

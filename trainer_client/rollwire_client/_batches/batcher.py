@@ -135,7 +135,11 @@ class Batcher:
         await self.close()
 
     async def close(self) -> None:
-        """Ends the rollouts under way, on the servers too. ``save`` still works. Idempotent."""
+        """Ends the rollouts under way, on the servers too. ``save`` still works. Idempotent.
+
+        A ``rollout`` function that does not end within ten seconds of its cancellation is left in
+        the event loop, with a warning in the log.
+        """
         if self._pool.affinity.forked:  # what is under way is the parent's
             return
         await self._buffer.close()

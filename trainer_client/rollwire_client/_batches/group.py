@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_CANCEL_TIMEOUT = 10.0  # seconds for cancelled samples to end
 _NEVER_REFILLED = (RefusedError, TimedOutError, ClosedError)
 
 
@@ -153,9 +154,24 @@ class GroupSampler:
                 found = [_error(task, group) for task in tasks if task in done]
                 errors += [error for error in found if error is not None]
         finally:
-            await cancel_all(tasks)
+            await self._cancel(tasks, group)
         if errors:
             raise max(errors, key=ends_group)
+
+    async def _cancel(self, tasks: list[asyncio.Task[None]], group: LiveGroup) -> None:
+        """Waits no longer than bounded for a function of the caller that does not end."""
+        left = set(await cancel_all(tasks, _CANCEL_TIMEOUT))
+        for task, sample in zip(tasks, group.samples, strict=True):
+            if task not in left:
+                continue
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            if sample.session is not None:
+                end(sample.session)
+            logger.warning(
+                "the rollout of prompt %r, sample %d, has not ended %g s after it was cancelled: "
+                "nothing waits for it any more; its task stays in the event loop until it ends",
+                group.prompt.id, sample.index, _CANCEL_TIMEOUT,
+            )  # fmt: skip
 
     async def _complete(self, group: LiveGroup, sample: LiveSample) -> None:
         failures = 0
@@ -174,12 +190,11 @@ class GroupSampler:
                 failures = 1 if progressed else failures + 1
                 if failures > self.refills:
                     raise
-                logger.warning(
-                    "%s; sample %d of prompt %r is sampled again",
-                    error,
-                    sample.index,
-                    group.prompt.id,
-                )
+                if failures == 1:  # the first in a row says enough
+                    logger.warning(
+                        "%s; sample %d of prompt %r is sampled again, up to %d times in a row",
+                        error, sample.index, group.prompt.id, self.refills,
+                    )  # fmt: skip
                 if server_failed:  # the same draws would fail again
                     sample.refills += 1
                     sample.rollout = None

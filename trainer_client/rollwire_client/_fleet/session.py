@@ -260,8 +260,8 @@ class Session:
         self._check_idle()
         if self._ended:
             raise RuntimeError(
-                "this conversation has ended, as the function that held it has returned: go on "
-                "with a fork of it"
+                "this conversation has ended, as the function that held it has returned or was "
+                "cancelled: go on with a fork of it"
             )
 
 
