@@ -163,6 +163,47 @@ def test_what_is_equal_takes_no_more_than_a_head_for_each_bucket() -> None:
     assert delta.changed_words == 1
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [0.0, 1e-5, 1e-3, 0.01, 0.1, 0.32, 0.5, 1.0])
+def test_a_gpu_finds_and_applies_the_same(share: float) -> None:
+    cuda = torch.device("cuda")
+    generator = torch.Generator().manual_seed(int(share * 1e5))
+    tensors = {
+        "matrix": random_tensor(torch.bfloat16, (1500, 3000), 1),
+        "bytes": random_tensor(torch.uint8, (12345,), 2),
+        "wide": random_tensor(torch.float32, (77, 11), 3),
+    }
+    manifest = plan(describe_all(tensors), bucket_bytes=1 << 20)
+    there = {name: tensor.to(cuda) for name, tensor in tensors.items()}
+    copies = [PublishedCopy(CPU), PublishedCopy(cuda), PublishedCopy(CPU)]
+    take(copies[0], manifest, tensors)
+    for copy in copies[1:]:
+        copy.take(manifest, there.items, device=cuda)
+    serving = {name: tensor.clone() for name, tensor in there.items()}
+    before = tensor_digests(manifest.tensors, serving)
+    for name, tensor in tensors.items():
+        data = as_bytes(tensor)
+        data ^= (torch.rand(data.shape, generator=generator) < share / 2).to(torch.uint8)
+        there[name].copy_(tensor)
+    expected = take(copies[0], manifest, tensors)
+    assert expected.delta is not None
+    for copy in copies[1:]:
+        found = copy.take(manifest, there.items, device=cuda)
+        assert found.delta is not None
+        assert found.digests == expected.digests
+        assert found.delta.manifest == expected.delta.manifest
+        assert found.delta.changed_words == expected.delta.changed_words
+        sent = {n: t() if callable(t) else t for n, t in found.delta.tensors.items()}
+        for name, tensor in expected.delta.tensors.items():
+            assert torch.equal(sent[name].cpu(), tensor() if callable(tensor) else tensor)
+    received = ReceivedDelta(
+        found.delta.manifest, {name: tensor.to(cuda) for name, tensor in sent.items()}, serving
+    )
+    assert received.digests(before) == expected.digests
+    received.apply()
+    assert tensor_digests(manifest.tensors, serving) == expected.digests
+
+
 def test_a_snapshot_does_not_change_with_the_trainers_tensors() -> None:
     tensors = {"t": torch.arange(1000.0)}
     manifest = plan(describe_all(tensors))

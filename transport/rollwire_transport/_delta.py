@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from rollwire_transport._manifest import Bucket, Manifest
 
 HEAD_BYTES = 16
-BUCKETS_IN_WORK = 2
-"""One is packed and compared while the delta of the one before it is taken."""
+BUCKETS_IN_WORK = 3
+"""A device has two to work on while the delta of the one before them is taken."""
 
 _SKIP = 255
 _WORDS = 4  # of 16 bits in one of 64
@@ -182,7 +182,8 @@ def delta_kernels(device_type: str) -> ModuleType | None:
 
     room = torch.zeros(128, dtype=torch.uint8, device=device_type)
     _delta_triton.BucketEncoder(64, 32, room.device).encode(room[:64], room[:64], 32, room[64:])
-    _delta_triton.decode(room, len(room) - 16, 0)
+    for count in (0, 1):  # gaps at a multiple of 16, and elsewhere
+        _delta_triton.decode(room, len(room) - HEAD_BYTES - 2 * count, count)
     one = torch.zeros(1, dtype=torch.int32, device=device_type)
     runs = _delta_triton.GpuChangedRuns(one, one.short(), [1], [0], [room])
     runs.sums()
