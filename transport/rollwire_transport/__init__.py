@@ -51,6 +51,7 @@ from rollwire_transport._manifest import (
     describe,
     describe_all,
 )
+from rollwire_transport._memory import free_memory
 from rollwire_transport._published_copy import Delta, PublishedCopy, Snapshot
 from rollwire_transport._received_delta import ReceivedDelta
 from rollwire_transport._receiver import Receiver
@@ -89,6 +90,7 @@ __all__ = [
     "delta_layout",
     "describe",
     "describe_all",
+    "free_memory",
     "materialize",
     "on_side_stream",
     "open_link",

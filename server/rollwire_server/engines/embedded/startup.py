@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from rollwire.types import LogprobBasis
+from rollwire_transport import free_memory
 
 from rollwire_server.engines.base import SAMPLING_PARAMETERS, EngineError, EngineInfo
 from rollwire_server.engines.embedded.batch import KvCache, PrefillChunk, pack
@@ -64,7 +63,7 @@ def _start(
     config: EmbeddedConfig, server_id: str, hf: PreTrainedModel
 ) -> tuple[ModelRunner, EngineInfo]:
     model, probed_cache, max_context, deterministic = _probe(hf)
-    weight_bytes, free_bytes = sum(p.nbytes for p in hf.parameters()), _free_bytes(model.device)
+    weight_bytes, free_bytes = sum(p.nbytes for p in hf.parameters()), free_memory(model.device)
     staging = choose_staging(config.staging, model.device, weight_bytes, free_bytes)
     staged_beside = model.device.type == "cpu" or staging != "host"
     kv_bytes = int(KV_SHARE * max(0, free_bytes - (weight_bytes if staged_beside else 0)))
@@ -134,20 +133,6 @@ def _context_length(
     if fits < min(longest, MIN_CONTEXT):
         raise EngineError(f"{limit} running sequences: lower --max-running")
     return min(longest, fits)
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if (meminfo := Path("/proc/meminfo")).exists():
-        available = meminfo.read_text().partition("MemAvailable:")[2]
-        free = int(available.split()[0]) << 10
-    group = Path("/sys/fs/cgroup")  # a container's limit
-    limit = group / "memory.max"
-    if limit.exists() and (maximum := limit.read_text().strip()) != "max":
-        free = min(free, int(maximum) - int((group / "memory.current").read_text()))
-    return free
 
 
 @torch.inference_mode()
