@@ -18,20 +18,33 @@ TIMEOUTS = PublishTimeouts(silence=10, join=5, bucket=5, staged=5, discard=0.5)
 
 @contextlib.asynccontextmanager
 async def publishing(
-    count: int, timeouts: PublishTimeouts = TIMEOUTS, **fleet_options: float
+    count: int,
+    timeouts: PublishTimeouts = TIMEOUTS,
+    *,
+    accept_deltas: bool = False,
+    full_every: int | None = None,
+    **fleet_options: float,
 ) -> AsyncIterator[tuple[list[PublishableServer], Fleet, Publisher]]:
-    servers = [await PublishableServer().start() for _ in range(count)]
+    """Without deltas, everything is sent out of the tensors that are given."""
+    servers = [PublishableServer() for _ in range(count)]
+    for server in servers:
+        server.accepts_deltas = accept_deltas
+        await server.start()
     try:
         async with Fleet(
             [server.address for server in servers],
             timeouts=Timeouts(call=1, close=0.2),
             **fleet_options,
         ) as fleet:
-            yield (
-                servers,
+            publisher = Publisher(
                 fleet,
-                Publisher(fleet, term=7, bucket_bytes=BUCKET_BYTES, timeouts=timeouts),
+                term=7,
+                bucket_bytes=BUCKET_BYTES,
+                timeouts=timeouts,
+                delta=accept_deltas,
+                full_every=full_every,
             )
+            yield servers, fleet, publisher
     finally:
         await asyncio.gather(*(server.stop() for server in servers))
 

@@ -148,6 +148,7 @@ class ScriptedServer(rollout_pb2_grpc.RolloutServiceServicer):
         self.weights = common_pb2.WeightTag(server_id=uuid.uuid4().hex, digest=1)
         self.highest_version: int | None = None  # None: that of the weights
         self.state = common_pb2.SERVER_STATE_SERVING
+        self.accepts_deltas = False
         self.pauses: list[rollout_pb2.ActivePause] = []
         self.address = ""
         self._grpc: grpc.aio.Server | None = None
@@ -233,6 +234,7 @@ class ScriptedServer(rollout_pb2_grpc.RolloutServiceServicer):
             vocab_size=1000,
             context_length=CONTEXT,
             accepts_updates=True,
+            accepts_deltas=self.accepts_deltas,
             transports=["gloo"],
             pauses=self.pauses,
         )

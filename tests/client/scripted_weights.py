@@ -35,8 +35,12 @@ def policy(seed: int = 0) -> dict[str, torch.Tensor]:
 @dataclass
 class Update:
     request: weights_pb2.UpdateWeightsRequest
-    tensors: dict[str, torch.Tensor]
+    manifest: transport.Manifest
+    tensors: dict[str, torch.Tensor]  # received
     receiver: transport.Receiver
+    serves: dict[str, torch.Tensor]  # once committed, those of the update
+    digest: int = 0
+    digests: dict[str, int] = field(default_factory=dict)
     phase: int = weights_pb2.UPDATE_PHASE_READY
     link: transport.Link | None = None
     receiving: asyncio.Task[None] | None = None
@@ -56,7 +60,9 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
         super().__init__()
         self.schema = SCHEMA
         self.committed: dict[str, torch.Tensor] = {}
+        self.digests: dict[str, int] = {}
         self.commits: list[str] = []
+        self.encodings: list[str] = []  # of what was committed
         self.discards: list[str] = []
         self.joins: list[weights_pb2.JoinTransportRequest] = []  # to prepare for a group
         self.first_buckets: list[int] = []
@@ -69,6 +75,7 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
         self.kv_retention: tuple[int, int | None] | None = None  # policy and lag of the last commit
         self.protocol = transport.PROTOCOL
         # Faults.
+        self.breaks_deltas = False  # it holds other bits than it says
         self.hangs_in = ""  # the method that never answers
         self.checks_for = 0.0  # seconds between its first report and the next
         self.refuse_update: tuple[str, dict[str, str]] | None = None
@@ -144,16 +151,35 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
                 )
                 for b in request.manifest.buckets
             ),
+            encoding=transport.Encoding(
+                weights_pb2.Encoding.Name(request.manifest.encoding)
+                .removeprefix("ENCODING_")
+                .lower()
+            ),
             partial=request.manifest.partial,
+            base_digest=(
+                request.manifest.base_digest if request.manifest.HasField("base_digest") else None
+            ),
         )
         self.manifests.append(manifest)
         transport.compare(manifest, self.schema)
+        layout, serves = manifest, {}
+        if manifest.encoding is transport.Encoding.DELTA:
+            await self._check_base(manifest, context)
+            layout = transport.delta_layout(manifest)
+            serves = {
+                t.name: self.committed[t.name].clone()
+                for t in manifest.tensors
+                if t.alias_of is None
+            }
         tensors = {
             t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype))
-            for t in manifest.tensors
+            for t in layout.tensors
             if t.alias_of is None
         }
-        update = self.update = Update(request, tensors, transport.Receiver(manifest, tensors))
+        update = self.update = Update(
+            request, manifest, tensors, transport.Receiver(layout, tensors), serves or tensors
+        )
         kept = request.kept_group
         if self.kept is not None and self.kept[0] == kept.epoch:
             self.resumed += 1
@@ -184,6 +210,31 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
             if update.phase != weights_pb2.UPDATE_PHASE_STAGED:
                 self.discards.append(request.update_id)
 
+    async def _check_base(self, manifest: transport.Manifest, context) -> None:
+        sent = [spec.name for spec in manifest.tensors if spec.alias_of is None]
+        code = grpc.StatusCode.FAILED_PRECONDITION
+        if not self.accepts_deltas:
+            await refuse(context, code, "UNSUPPORTED_ENCODING", "as scripted")
+        if (
+            not self.digests.keys() >= set(sent)
+            or transport.sum_digests(self.digests[name] for name in sent) != manifest.base_digest
+        ):
+            await refuse(context, code, "BASE_MISMATCH", "as scripted")
+
+    def _finish(self, update: Update) -> None:
+        """Once all is received."""
+        digests = update.receiver.digests
+        if update.manifest.encoding is transport.Encoding.DELTA:
+            if self.breaks_deltas:
+                next(iter(update.serves.values())).view(-1)[0] += 1
+            received = transport.ReceivedDelta(update.manifest, update.tensors, update.serves)
+            received.apply()
+            digests = transport.tensor_digests(
+                [s for s in update.manifest.tensors if s.alias_of is None], update.serves
+            )
+        update.digests = digests
+        update.digest = transport.sum_digests(digests.values())
+
     def _report(self, update: Update) -> weights_pb2.UpdateWeightsResponse:
         staged = update.phase == weights_pb2.UPDATE_PHASE_STAGED
         return weights_pb2.UpdateWeightsResponse(
@@ -192,7 +243,7 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
             next_bucket=update.receiver.next_bucket,
             epoch=update.epoch,
             transport_protocol=self.protocol,
-            digest=(update.receiver.digest ^ self.lie_about_digest) if staged else 0,
+            digest=(update.digest ^ self.lie_about_digest) if staged else 0,
         )
 
     async def JoinTransport(self, request, context):  # noqa: N802
@@ -262,6 +313,7 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
         else:
             self.kept = update.joined, link
             update.link = None
+            self._finish(update)
             staged, stalled = weights_pb2.UPDATE_PHASE_STAGED, weights_pb2.UPDATE_PHASE_STALLED
             update.move(stalled if self.never_staged else staged)
 
@@ -278,9 +330,12 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
         assert update is not None
         if self.refuse_commit:
             await refuse(context, grpc.StatusCode.INTERNAL, "COMMIT_FAILED", "nothing was changed")
+        partial = update.manifest.partial
         if request.update_id not in self.commits:
-            assert request.expected_digest == update.receiver.digest
-            self.committed = update.tensors
+            assert request.expected_digest == update.digest
+            self.committed = {**(self.committed if partial else {}), **update.serves}
+            self.digests = {**(self.digests if partial else {}), **update.digests}
+            self.encodings.append(update.manifest.encoding.value)
             self.commits.append(request.update_id)
             lag = request.max_kv_lag if request.HasField("max_kv_lag") else None
             self.kv_retention = request.kv_policy, lag

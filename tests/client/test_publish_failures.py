@@ -261,7 +261,7 @@ async def test_a_backend_that_cannot_share_a_gpu_is_nobodys_fault(
             raise SharedDevice("rank 2 is on the GPU of another", 2)
 
     monkeypatch.setitem(links._BACKENDS, "nccl", OneEach())
-    monkeypatch.setattr(Publish, "_common_backends", lambda _: ["nccl", "gloo"])
+    monkeypatch.setattr(Publish, "_common_backends", lambda *_: ["nccl", "gloo"])
     async with publishing(2) as (servers, _, publisher):
         report = await publish(publisher)
         assert report.failed == ()

@@ -203,6 +203,7 @@ class ServerReport:
         held_sequences: Number of sequences that waited meanwhile.
         kv_tokens_to_recompute: KV-cache entries, in tokens, that the new policy computes again.
         already_current: Whether it held these weights before.
+        encoding: What it was sent: "full", the whole policy; or "delta", what changed.
     """
 
     address: str
@@ -215,6 +216,7 @@ class ServerReport:
     held_sequences: int = 0
     kv_tokens_to_recompute: int = 0
     already_current: bool = False
+    encoding: str = "full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,11 +246,15 @@ class PublishReport:
         version: The version given to ``publish``.
         update_id: Id of the update on the servers.
         digest: Digest of the content that was sent.
-        bytes: Bytes sent to each server.
+        bytes: Bytes sent to each server. If some got the whole policy and others what changed, the
+            sum of both.
         seconds: Time from ``publish`` to the last commit.
         servers: One entry per server, in the fleet's order; after ``catch_up``, of the servers that
             were behind.
         casts: The tensors whose dtype is another one on the servers.
+        changed_share: How much differs from the last publish, of 16-bit words; None if it is not
+            known, as after the first publish, or without deltas.
+        find_seconds: Time spent on reading the tensors, and finding what differs; 0 without deltas.
     """
 
     version: int | None
@@ -258,6 +264,13 @@ class PublishReport:
     seconds: float
     servers: tuple[ServerReport, ...]
     casts: tuple[DtypeCast, ...] = ()
+    changed_share: float | None = None
+    find_seconds: float = 0.0
+
+    @property
+    def encodings(self) -> tuple[str, ...]:
+        """What the servers were sent: "full", "delta", or both."""
+        return tuple(sorted({server.encoding for server in self.servers}))
 
     @property
     def failed(self) -> tuple[ServerReport, ...]:

@@ -163,11 +163,12 @@ def packing_context(stream: torch.cuda.Stream) -> Iterator[None]:
             stream.synchronize()
 
 
-def on_side_stream(device: torch.device | None, work: Callable[[], T]) -> Callable[[], T]:
+def on_side_stream(
+    device: torch.device | None, work: Callable[[], T], *, after_queued: bool = True
+) -> Callable[[], T]:
     """Wraps work for another thread so that it runs on a stream of its own.
 
-    It begins after what this thread has queued on its current stream so far, and what it queues is
-    done when it returns.
+    What it queues is done when it returns.
 
     A new thread begins on the first device and the default stream, which all threads share. There
     a gather and a collective of the trainer's own would wait for each other in the order in which
@@ -176,15 +177,18 @@ def on_side_stream(device: torch.device | None, work: Callable[[], T]) -> Callab
     Args:
         device: Where ``work`` finds its tensors. Unless it is CUDA, ``work`` is returned as it is.
         work: Called by any one thread, once.
+        after_queued: Whether it begins after what this thread has queued on its current stream so
+            far.
     """
     if device is None or device.type != "cuda":
         return work
     current = torch.cuda.current_stream(device)
-    queued = current.record_event()
+    queued = current.record_event() if after_queued else None
 
     def run() -> T:
         stream = _SIDE_STREAMS.acquire(current.device)
-        stream.wait_event(queued)
+        if queued is not None:
+            stream.wait_event(queued)
         try:
             with torch.cuda.stream(stream):
                 return work()

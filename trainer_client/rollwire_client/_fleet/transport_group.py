@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rollwire_client._concurrency import run_in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterable
 
     import rollwire_transport as transport
     import torch
@@ -26,6 +26,10 @@ class TransportGroup:
     device: torch.device | None
     link: transport.Link
     members: tuple[str, ...]
+
+    def can_serve(self, addresses: Iterable[str]) -> bool:
+        """Whether it may move an update to some of these: all its members are among them."""
+        return set(self.members) <= set(addresses)
 
 
 class GroupKeeper:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
 from rollwire.conversion import duration_to_proto, weight_tag_from_proto
+from rollwire.reasons import Reason
 from rollwire.types import UpdatePhase
 from rollwire.v1 import weights_pb2
 
@@ -25,6 +26,7 @@ from rollwire_client._errors import (
     ServerUnreachableError,
     StalePublisherError,
 )
+from rollwire_client._publishing.payload import Payload
 from rollwire_client._publishing.publish_target import Changes, PublishTarget
 from rollwire_client._publishing.transfer import WeightTransfer
 from rollwire_client._rpc.channel import local_address
@@ -38,12 +40,14 @@ if TYPE_CHECKING:
     from rollwire_client._data import PublishTimeouts
     from rollwire_client._fleet.server_handle import ServerHandle
     from rollwire_client._fleet.server_pool import ServerPool
+    from rollwire_client._publishing.policy_copy import CopiedPolicy, PolicyCopy
     from rollwire_client._publishing.sharded.coordination import Coordinator
     from rollwire_client._publishing.tensors import ChangeDetector, TensorSource
     from rollwire_client._publishing.tied import TiedTensors
 
 logger = logging.getLogger(__name__)
 
+_REFUSALS_OF_DELTAS = {Reason.BASE_MISMATCH.name, Reason.UNSUPPORTED_ENCODING.name}
 _CHECK_SECONDS = 0.25  # between two checks for changes while tensors are sent
 
 
@@ -51,8 +55,8 @@ _CHECK_SECONDS = 0.25  # between two checks for changes while tensors are sent
 class PublishProgress:
     """How far a publish is. Its handle has this, and nothing that holds memory."""
 
-    total_bytes: int
     update_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    total_bytes: int = 0
     sent_bytes: int = 0
     announced: asyncio.Event = field(default_factory=asyncio.Event)
     released: asyncio.Event = field(default_factory=asyncio.Event)
@@ -74,111 +78,196 @@ class Publish:
     device: torch.device | None  # where they lie; None is the CPU
     allow_version_rollback: bool
     cast: bool  # floating-point tensors, to the dtypes of the manifest
+    copy: PolicyCopy | None  # None: all is sent out of the trainer's tensors
     expected_digest: int | None  # other content is not committed
     detector: ChangeDetector  # a change before the release ends the publish
-    tied: TiedTensors  # which the sender's thread learns of
+    tied: TiedTensors  # which the thread that reads the source learns of
     coordinator: Coordinator | None  # of other ranks, whose tensors must not change either
 
     def __post_init__(self) -> None:
-        self.progress = PublishProgress(sum(bucket.size for bucket in self.manifest.buckets))
+        self.progress = PublishProgress()
         self._checked_at = 0.0
         self._casts: tuple[DtypeCast, ...] = ()
         self._changes = Changes()
-        self._targets = [
-            PublishTarget(
-                server.client,
-                self.publisher,
-                self.progress.update_id,
-                self.timeouts,
-                self._changes,
-            )
-            for server in self.servers
-        ]
+        self._targets: dict[str, PublishTarget] = {}  # by address
+        self._staging: list[asyncio.Task[None]] = []
+        self._transferred: list[Payload] = []
 
     async def run(self, source: TensorSource) -> PublishReport:
         """Publishes what ``source`` gives, aliases left out. Servers that have not committed when
         this ends have discarded the update.
         """
         began = asyncio.get_running_loop().time()
+        try:
+            copied = await self._copy_policy(source)
+            if copied is None:
+                digest = await self._send_directly(source)
+            else:
+                digest = await self._send_copy(copied)
+            await self._commit(digest)
+            seconds = asyncio.get_running_loop().time() - began
+        finally:
+            await run_to_end(self._discard_uncommitted())
+        if self.copy is not None and copied is not None:
+            self.copy.committed(self.pool.policy.current)
+        return self._report(digest, seconds, copied)
+
+    async def _copy_policy(self, source: TensorSource) -> CopiedPolicy | None:
+        """Reads the source into the publisher's copy, if there is to be one."""
+        if self.copy is None or not any(s.info and s.info.accepts_deltas for s in self.servers):
+            return None
+        with self.detector:
+            copied = await self.copy.take(self.manifest, source, device=self.device, cast=self.cast)
+            if copied is not None:
+                await self._check_source(copied.digests, copied.casts)
+        return copied
+
+    async def _send_directly(self, source: TensorSource) -> int:
+        """Sends what the source gives while it is read; returns the digest of that."""
+        payload = Payload(self.manifest, source, cast=self.cast, is_copy=False)
+        with self.detector:
+            self._announce(payload, self.servers)
+            await self._wait_until_announced()
+            await self._require_a_server("no server takes the update")
+            self.progress.announced.set()
+            transfer = await self._transfer(payload)
+            await self._require_a_server("no server has received it")
+            self._fail_differing(payload, transfer.digest)
+            await self._require_a_server("no server has received the update intact")
+            await self._check_source(transfer.digests, transfer.casts)
+            self.progress.released.set()
+        return transfer.digest
+
+    async def _send_copy(self, copied: CopiedPolicy) -> int:
+        """Sends the copy, while the trainer may change its tensors; returns its digest."""
+        if copied.delta is not None:
+            self._announce(copied.delta, copied.takers_of_delta(self.servers))
+        others = [server for server in self.servers if server.address not in self._targets]
+        self._announce(copied.full, others)
+        await self._wait_until_announced()
+        await self._send_whole_instead(
+            copied, [t for t in self._targets.values() if _refuses_delta(t)]
+        )
+        await self._require_a_server("no server takes the update")
+        self.progress.announced.set()
+        self.progress.released.set()
+        if copied.delta is not None and self._takers(copied.delta):
+            await self._transfer(copied.delta)
+            await self._send_whole_instead(copied, self._differing(copied.delta, copied.digest))
+        if self._takers(copied.full):
+            await self._transfer(copied.full)
+            self._fail_differing(copied.full, copied.digest)
+        await self._require_a_server("no server has received the update intact")
+        return copied.digest
+
+    def _announce(self, payload: Payload, servers: Sequence[ServerHandle]) -> None:
+        if not servers:
+            return
         request = weights_pb2.UpdateWeightsRequest(
             publisher=self.publisher,
             update_id=self.progress.update_id,
             version=self.version,
             allow_version_rollback=self.allow_version_rollback,
-            manifest=manifest_to_proto(self.manifest),
+            manifest=manifest_to_proto(payload.manifest),
             stage_lease=duration_to_proto(self.timeouts.stage_lease),
         )
-        if (kept := self.pool.groups.group) is not None:
+        kept = self.pool.groups.group
+        # Only what is sent first can use it again.
+        if not self._targets and kept and kept.can_serve(server.address for server in servers):
             request.kept_group.epoch = kept.epoch
             request.kept_group.transfers = kept.link.transfers
-        staging = [
-            asyncio.create_task(target.stage(request, self.pool.policy)) for target in self._targets
-        ]
-        try:
-            with self.detector:
-                await self._wait_until_announced()
-                self.progress.announced.set()
-                digest = await self._transfer(source)
-                await self._check_content(digest)
-                self.progress.released.set()
-            await self._commit(digest)
-            seconds = asyncio.get_running_loop().time() - began
-        finally:
-            await run_to_end(self._discard_uncommitted(staging))
-        return self._report(digest, seconds)
+        for server in servers:
+            target = PublishTarget(
+                server.client,
+                payload,
+                self.publisher,
+                self.progress.update_id,
+                self.timeouts,
+                self._changes,
+            )
+            self._targets[server.address] = target
+            self._staging.append(asyncio.create_task(target.stage(request, self.pool.policy)))
+        payloads = {*self._transferred, *(target.payload for target in self._targets.values())}
+        self.progress.total_bytes = sum(payload.nbytes for payload in payloads)
 
     async def _wait_until_announced(self) -> None:
         await self._changes.until(
             lambda: all(
                 target.error is not None or target.phase is not UpdatePhase.ANNOUNCED
-                for target in self._targets
+                for target in self._targets.values()
             )
         )
-        for target in self._targets:
+        for target in self._targets.values():
             if isinstance(target.error, StalePublisherError):
                 raise target.error
-        await self._require_a_server("no server takes the update")
 
-    async def _transfer(self, source: TensorSource) -> int:
-        """Moves the tensors; returns the digest of what was sent."""
+    async def _send_whole_instead(
+        self, copied: CopiedPolicy, targets: Sequence[PublishTarget]
+    ) -> None:
+        """Announces the whole policy to servers that hold something else than the delta's base."""
+        if not targets:
+            return
+        addresses = [target.address for target in targets]
+        logger.info("gets the whole policy, not what changed: %s", ", ".join(addresses))
+        await asyncio.gather(*(target.discard() for target in targets if target.error is None))
+        self._announce(copied.full, [s for s in self.servers if s.address in addresses])
+        await self._wait_until_announced()
+
+    async def _transfer(self, payload: Payload) -> WeightTransfer:
+        """Moves a payload to the servers that it was announced to."""
+        takers = self._takers(payload)
+        sent_before = sum(sent.nbytes for sent in self._transferred)
+
+        def progress(sent_bytes: int) -> None:  # called in the sender's thread
+            self.progress.sent_bytes = sent_before + sent_bytes
+            if not payload.is_copy:  # a change of the tensors ends the transfer early
+                self._check_now_and_then()
+
         transfer = WeightTransfer(
-            self.manifest,
-            source,
-            cast=self.cast,
+            payload,
             device=self.device,
-            backends=[self.backend] if self.backend else self._common_backends(),
+            backends=[self.backend] if self.backend else self._common_backends(takers),
             find_host=self._find_host,
-            groups=self.pool.groups,
+            groups=None if self._transferred else self.pool.groups,
             changes=self._changes,
             timeouts=self.timeouts,
-            progress=self._on_progress,
+            progress=progress,
         )
         try:
-            await transfer.run(self._targets)
+            await transfer.run(takers)
             self.pool.create_task(transfer.close())  # the servers need not wait for that
         except BaseException:
             await transfer.close()
             raise
-        await self._require_a_server("no server has received it")
-        self.tied.check(transfer.digests)
-        self._casts = _count_casts(self.manifest, transfer.casts)
-        return transfer.digest
+        self._transferred.append(payload)
+        return transfer
 
-    async def _check_content(self, digest: int) -> None:
-        """Checks that every server has what was sent, and that this was the policy."""
-        for target in self._targets:
-            if target.staged and target.digest != digest:
-                target.fail(
-                    DigestMismatchError(
-                        f"{target.address}: received an update of digest {target.digest:016x}, "
-                        f"but {digest:016x} was sent",
-                        server=target.address,
-                    )
+    def _takers(self, payload: Payload) -> list[PublishTarget]:
+        targets = self._targets.values()
+        return [t for t in targets if t.payload is payload and t.error is None]
+
+    def _differing(self, payload: Payload, digest: int) -> list[PublishTarget]:
+        """The servers that have something else than what was sent, though all has arrived."""
+        return [t for t in self._takers(payload) if t.staged and t.digest != digest]
+
+    def _fail_differing(self, payload: Payload, digest: int) -> None:
+        for target in self._differing(payload, digest):
+            target.fail(
+                DigestMismatchError(
+                    f"{target.address}: received an update of digest {target.digest:016x}, "
+                    f"but {digest:016x} was sent",
+                    server=target.address,
                 )
-        await self._require_a_server("no server has received the update intact")
+            )
+
+    async def _check_source(self, digests: Mapping[str, int], casts: Mapping[str, str]) -> None:
+        """Checks what was read: that it is the policy, and has not changed meanwhile."""
+        self.tied.check(digests)
+        self._casts = _count_casts(self.manifest, casts)
         if self.coordinator is not None:
             await self.coordinator.confirm_unchanged()
         self.detector.check()
+        digest = transport.sum_digests(digests.values())
         if self.expected_digest not in {None, digest}:
             raise DigestMismatchError(
                 f"the tensors are not those of {update_text(self.version)}: their digest is "
@@ -197,15 +286,16 @@ class Publish:
             None if self.manifest.partial else digest,  # that of the result is not known then
             rollback=self.allow_version_rollback,
         ):
-            await asyncio.gather(*(commit(target) for target in self._targets if target.staged))
+            staged = [target for target in self._targets.values() if target.staged]
+            await asyncio.gather(*(commit(target) for target in staged))
         await self._require_a_server("no server has committed it")
 
-    async def _discard_uncommitted(self, staging: Sequence[asyncio.Task[None]]) -> None:
-        await cancel_all(staging)
+    async def _discard_uncommitted(self) -> None:
+        await cancel_all(self._staging)
         await asyncio.gather(
             *(
                 target.discard()
-                for target in self._targets
+                for target in self._targets.values()
                 if target.committed is None
                 and target.phase is not UpdatePhase.ANNOUNCED
                 # One that is gone discards it by its lease.
@@ -213,8 +303,9 @@ class Publish:
             )
         )
 
-    def _report(self, digest: int, seconds: float) -> PublishReport:
-        for target in self._targets:
+    def _report(self, digest: int, seconds: float, copied: CopiedPolicy | None) -> PublishReport:
+        targets = [self._targets[server.address] for server in self.servers]
+        for target in targets:
             if target.error is not None:
                 logger.warning(
                     "%s is not on every server: %s", update_text(self.version), target.error
@@ -225,26 +316,28 @@ class Publish:
             digest=digest,
             bytes=self.progress.total_bytes,
             seconds=seconds,
-            servers=tuple(_server_report(target) for target in self._targets),
+            servers=tuple(_server_report(target) for target in targets),
             casts=self._casts,
+            changed_share=None if copied is None else copied.changed_share,
+            find_seconds=0.0 if copied is None else copied.seconds,
         )
 
     async def _require_a_server(self, problem: str) -> None:
         """Raises PublishFailedError if all servers have failed."""
-        if any(target.error is None for target in self._targets):
+        targets = self._targets.values()
+        if any(target.error is None for target in targets):
             return
-        served = await asyncio.gather(*(target.describe_weights() for target in self._targets))
-        details = [f"{t.error} [{now}]" for t, now in zip(self._targets, served, strict=True)]
+        served = await asyncio.gather(*(target.describe_weights() for target in targets))
+        details = [f"{t.error} [{now}]" for t, now in zip(targets, served, strict=True)]
         raise PublishFailedError(
             f"{update_text(self.version)} was not published, {problem}: {'; '.join(details)}",
-            {t.address: t.error for t in self._targets if t.error is not None},
+            {t.address: t.error for t in targets if t.error is not None},
         )
 
-    def _common_backends(self) -> list[str]:
+    def _common_backends(self, targets: Sequence[PublishTarget]) -> list[str]:
         """The backends that all can use, the best for where the tensors lie first."""
         available = transport.available_backends(device=self.device)
         usable = [name for name, availability in available.items() if availability.ok]
-        targets = [target for target in self._targets if target.error is None]
         if common := [name for name in usable if all(name in t.transports for t in targets)]:
             return common
         theirs = "; ".join(f"{t.address}: {', '.join(t.transports) or 'none'}" for t in targets)
@@ -256,7 +349,7 @@ class Publish:
     async def _find_host(self) -> str:
         if self.host:
             return self.host
-        addresses = [target.address for target in self._targets if target.error is None]
+        addresses = [t.address for t in self._targets.values() if t.error is None]
         try:
             return await asyncio.to_thread(local_address, addresses)
         except OSError as error:
@@ -264,12 +357,15 @@ class Publish:
                 f"servers cannot reach this machine: {error}; pass an address as `host`"
             ) from error
 
-    def _on_progress(self, sent_bytes: int) -> None:
-        """Called in the sender's thread; a change of the tensors ends the transfer early."""
-        self.progress.sent_bytes = sent_bytes
+    def _check_now_and_then(self) -> None:
         if (now := time.monotonic()) - self._checked_at > _CHECK_SECONDS:
             self._checked_at = now
             self.detector.check()
+
+
+def _refuses_delta(target: PublishTarget) -> bool:
+    is_delta = target.payload.encoding is transport.Encoding.DELTA
+    return is_delta and target.error is not None and target.error.reason in _REFUSALS_OF_DELTAS
 
 
 def _count_casts(manifest: transport.Manifest, dtypes: Mapping[str, str]) -> tuple[DtypeCast, ...]:
@@ -293,4 +389,5 @@ def _server_report(target: PublishTarget) -> ServerReport:
         held_sequences=timing.held_sequences,
         kv_tokens_to_recompute=timing.kv_tokens_to_recompute,
         already_current=committed is not None and committed.already_current,
+        encoding=target.payload.encoding.value,
     )

@@ -20,7 +20,6 @@ class PublishHandle:
     Attributes:
         version: The version given to ``Publisher.publish``.
         update_id: Id of the update on the servers.
-        total_bytes: Bytes that each server gets.
     """
 
     def __init__(
@@ -28,14 +27,18 @@ class PublishHandle:
     ) -> None:
         self.version = version
         self.update_id = progress.update_id
-        self.total_bytes = progress.total_bytes
         self._progress = progress
         self._task = task
         self._affinity = LoopAffinity("publish")
 
     @property
+    def total_bytes(self) -> int:
+        """Bytes that are sent, as in ``PublishReport.bytes``; known once it is ``announced``."""
+        return self._progress.total_bytes
+
+    @property
     def sent_bytes(self) -> int:
-        """Bytes that every server has received."""
+        """Bytes of these that have been received."""
         return self._progress.sent_bytes
 
     @property
@@ -53,7 +56,8 @@ class PublishHandle:
 
     @property
     def released(self) -> Awaitable[None]:
-        """Done when every server has received and verified everything: the tensors may change.
+        """Done when the tensors may change: with deltas, once they are copied and the update is
+        announced; else when every server has received and verified everything.
 
         Raises what ``committed`` raises.
         """

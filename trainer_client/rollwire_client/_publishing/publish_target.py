@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from rollwire_client._data import PublishTimeouts
     from rollwire_client._fleet.policy import Policy
+    from rollwire_client._publishing.payload import Payload
     from rollwire_client._rpc.client import RolloutClient
 
 T = TypeVar("T")
@@ -61,12 +62,14 @@ class PublishTarget:
     def __init__(
         self,
         client: RolloutClient,
+        payload: Payload,
         publisher: weights_pb2.Publisher,
         update_id: str,
         timeouts: PublishTimeouts,
         changes: Changes,
     ) -> None:
         self.address = client.address
+        self.payload = payload
         self.phase = UpdatePhase.ANNOUNCED
         self.next_bucket = 0  # the server has all buckets before this one
         self.received_bytes = 0

@@ -68,7 +68,15 @@ class Publisher:
             64th of the update, between 64 and 256 MiB.
         timeouts: How long to wait.
         cast: Whether floating-point tensors of another dtype than the servers' are cast to it, on
-            their device, while they are sent. Otherwise they are refused.
+            their device, while they are read. Otherwise they are refused.
+        delta: Whether servers that hold the last policy get only what has changed, bit for bit. The
+            tensors are first copied, in the servers' dtypes, and everything is sent out of the
+            copy. It lies on their device if it takes at most a quarter of the memory that is free
+            there, else in pinned host memory if it takes at most half of what is free there, else
+            there is none, with a warning. Without deltas, or servers that take them, the tensors
+            are sent where they lie.
+        full_every: With deltas: every so many publishes all servers get the whole policy. Default:
+            only those that need it.
 
     Raises:
         TypeError, ValueError: An argument is invalid, such as a negative ``term``.
@@ -88,8 +96,14 @@ class Publisher:
         bucket_bytes: int | None = None,
         timeouts: PublishTimeouts | None = None,
         cast: bool = True,
+        delta: bool = False,
+        full_every: int | None = None,
     ) -> None:
         _require_transport()
+        from rollwire_client._publishing.policy_copy import PolicyCopy
+
+        if full_every is not None:
+            full_every = integer("full_every", full_every, minimum=1)
         if not isinstance(timeouts, PublishTimeouts | None):
             raise TypeError(
                 f"timeouts is {timeouts!r}: use for example PublishTimeouts(source={timeouts!r})"
@@ -104,6 +118,7 @@ class Publisher:
         self._bucket_bytes = None if bucket_bytes is None else _check_bucket_bytes(bucket_bytes)
         self._timeouts = timeouts or PublishTimeouts()
         self._cast = cast
+        self._copy = PolicyCopy(full_every, self._timeouts.source) if delta else None
         self._schema: tuple[TensorSpec, ...] | None = None
         self._order: GivenOrder | None = None
         self._starting = False
@@ -177,7 +192,8 @@ class Publisher:
                 ``inference_mode``). Or a callable that returns a fresh iterator of (name, tensor),
                 so that a sharded trainer can gather one tensor at a time. Instead of a tensor the
                 iterator may yield a function, which is called if the tensor is needed. It runs in a
-                worker thread, once for each transport group: to its end, or it is closed there.
+                worker thread, with deltas once, else once for each transport group: to its end, or
+                it is closed there.
                 What it does to the tensors after the last one is not taken for a change, such as
                 unmerging an adapter. The order is free:
                 what comes before its turn is copied to host memory until then. The first publish
@@ -193,15 +209,19 @@ class Publisher:
             coordinator: Coordinator of a sharded trainer, from ``Ranks.publish``.
 
         Returns:
-            A handle, once every server that can take the update has checked it and reserved memory.
+            A handle, once every server that can take the update has checked it and reserved memory;
+            with deltas the tensors have been copied before.
 
         Raises:
             TypeError: ``version`` is not an integer, or ``kv_policy`` is not a ``KvPolicy``.
             ValueError: ``version`` is negative, or needs more than 63 bits; or ``max_kv_lag`` is
                 negative, or is given with RECOMPUTE.
             ClosedError: The fleet is not open.
-            SchemaMismatchError: The tensors do not match the servers' schema. Values that overflow
-                when they are cast are noticed later, by ``handle.released`` and ``committed``.
+            SchemaMismatchError: The tensors do not match the servers' schema. Without deltas, what
+                is noticed only when they are read, such as values that overflow when they are cast,
+                is raised by ``handle.released`` and ``committed``.
+            SourceError, TensorsChangedError: With deltas: the callable failed, or the tensors
+                changed while they were copied.
             PublishInProgressError: The previous publish has not ended.
             StalePublisherError: A publisher with a higher term took over.
             PublishFailedError: No server accepts the update.
@@ -408,6 +428,7 @@ class Publisher:
             device=device_of(tensors),
             allow_version_rollback=allow_version_rollback,
             cast=self._cast,
+            copy=self._copy,
             expected_digest=expected_digest,
             detector=detector,
             tied=tied,

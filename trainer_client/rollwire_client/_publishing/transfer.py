@@ -9,25 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import secrets
-import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import rollwire_transport as transport
-from rollwire.deadlines import Timeout, elapsed
+from rollwire.deadlines import Timeout
 from rollwire.v1 import weights_pb2
 
 from rollwire_client._concurrency import cancel_all, run_in_thread, run_to_end
-from rollwire_client._errors import (
-    PublishError,
-    RollwireError,
-    SchemaMismatchError,
-    SourceError,
-    TransferError,
-)
+from rollwire_client._errors import RollwireError, TransferError
 from rollwire_client._fleet.transport_group import TransportGroup
 from rollwire_client._publishing.group_failure import (
     GroupError,
@@ -35,16 +27,18 @@ from rollwire_client._publishing.group_failure import (
     one_failed,
     unstaged,
 )
+from rollwire_client._publishing.source_reading import SourceReading
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     import torch
 
     from rollwire_client._data import PublishTimeouts
     from rollwire_client._fleet.transport_group import GroupKeeper
+    from rollwire_client._publishing.payload import Payload
     from rollwire_client._publishing.publish_target import Changes, PublishTarget
-    from rollwire_client._publishing.tensors import TensorSource
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +53,13 @@ class WeightTransfer:
     """Sends one update to some servers.
 
     Args:
-        manifest: The layout.
-        source: Gives a fresh iterator of (name, tensor).
-        cast: Whether floating-point tensors are cast to the manifest's dtypes.
+        payload: The update.
         device: Where the tensors lie; None is the CPU.
         backends: Of the transport. The first is used, and the next where members share a GPU and it
             does not allow that.
         find_host: Finds the address under which the servers reach this machine.
-        groups: May have the group of the last update.
+        groups: May have the group of the last update, and keeps the one of this. None: a group is
+            formed, and closed in the end.
         changes: Of the servers.
         timeouts: How long to wait.
         progress: Called with the bytes that were sent, from another thread; an exception that it
@@ -75,21 +68,18 @@ class WeightTransfer:
 
     def __init__(
         self,
-        manifest: transport.Manifest,
-        source: TensorSource,
+        payload: Payload,
         *,
-        cast: bool,
         device: torch.device | None,
         backends: Sequence[str],
         find_host: Callable[[], Awaitable[str]],
-        groups: GroupKeeper,
+        groups: GroupKeeper | None,
         changes: Changes,
         timeouts: PublishTimeouts,
         progress: Callable[[int], None],
     ) -> None:
-        self._sender = transport.Sender(manifest, cast=cast)
-        self._bucket_count = len(manifest.buckets)
-        self._source = source
+        self._sender = transport.Sender(payload.layout, cast=payload.cast)
+        self._source = payload.source
         self._device = device
         self._backends = list(backends)
         self._find_host = find_host
@@ -100,7 +90,12 @@ class WeightTransfer:
         self._link: transport.Link | None = None  # of the group, until it is closed or kept
         self._closing: list[asyncio.Future[bool]] = []
         self._group_failures: Counter[PublishTarget] = Counter()
-        self._source_timeout: SourceError | None = None
+        self._reading = SourceReading(
+            device,
+            timeouts.source,
+            lambda: self._sender.packing,
+            after_queued=not payload.is_copy,
+        )
 
     @property
     def digest(self) -> int:
@@ -140,8 +135,8 @@ class WeightTransfer:
                 backend = self._backends.pop(0)
                 logger.info("%s, not %s: %s", self._backends[0], backend, shared)
             except GroupError as failure:
-                if self._source_timeout is not None:
-                    raise self._source_timeout from failure
+                if self._reading.timeout is not None:
+                    raise self._reading.timeout from failure
                 logger.warning("a transport group of %d failed: %s", len(members), failure)
                 self._blame(members, failure)
                 await self.close()
@@ -164,7 +159,7 @@ class WeightTransfer:
                 group, first_bucket = formed
             await self._unless_one_fails(targets, self._send(group.link, first_bucket), group.link)
             await self._wait_staged(targets)
-            if all(target.staged for target in targets):
+            if self._groups is not None and all(target.staged for target in targets):
                 self._link = None
                 self._groups.keep(group)
         finally:
@@ -214,7 +209,7 @@ class WeightTransfer:
         """The group of the last update, if its members are these servers, and all of them use it
         again; orders them by their ranks.
         """
-        if (kept := self._groups.take()) is None:
+        if self._groups is None or (kept := self._groups.take()) is None:
             return None
         self._link = kept.link
         resumed = {t.address: t for t in targets if t.resumed(kept.epoch)}
@@ -323,61 +318,18 @@ class WeightTransfer:
             await cancel_all(joining)
 
     async def _send(self, link: transport.Link, first_bucket: int) -> None:
-        """Sends in a thread, which is abandoned if the source hangs."""
-        stop = threading.Event()
-        send = functools.partial(
-            self._sender.send,
-            link,
-            self._source,
-            first_bucket=first_bucket,
-            bucket_timeout=self._timeouts.bucket,
-            progress=self._progress,
-            stop=stop,
-        )
-        sending = run_in_thread(transport.on_side_stream(self._device, send))
-        overdue = asyncio.create_task(self._wait_until_overdue())
-        either: list[asyncio.Future[Any]] = [sending, overdue]
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stop.set()  # nothing more is read from the source
-            if not sending.done():
-                # Ends a wait for a peer, but not one for the source.
-                await run_in_thread(link.abort)
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if overdue.done() and not sending.done():
-                self._source_timeout = overdue.result()
-                logger.warning("%s", self._source_timeout)
-                sending.cancel()
-            await cancel_all([overdue])
-        if self._source_timeout is not None:
-            raise self._source_timeout
-        try:
-            await sending
-        except transport.TensorSourceError as error:
-            if isinstance(error.__cause__, PublishError):  # it was found out while it was read
-                raise error.__cause__ from None
-            raise SourceError(
-                f"{error}; nothing was committed, the servers keep what they serve"
-            ) from error.__cause__
-        except transport.ManifestError as error:
-            raise SchemaMismatchError(
-                f"the tensors do not match the servers' schema; nothing was committed: {error}"
-            ) from error
+        def send(stop: threading.Event) -> None:
+            self._sender.send(
+                link,
+                self._source,
+                first_bucket=first_bucket,
+                bucket_timeout=self._timeouts.bucket,
+                progress=self._progress,
+                stop=stop,
+            )
 
-    async def _wait_until_overdue(self) -> SourceError:
-        """Returns an error once the source has taken too long over a bucket."""
-        limit = self._timeouts.source
-        while True:
-            packing = self._sender.packing
-            left = limit if packing is None else limit - elapsed(packing.started_at)
-            if packing is not None and left <= 0:
-                missing = packing.tensor or "its end"
-                return SourceError(
-                    f"the source did not provide {missing} within {limit:g} s: its thread "
-                    "stays behind; nothing was committed, the servers keep what they serve"
-                )
-            await asyncio.sleep(left)
+        # Aborting the link ends a wait for a peer.
+        await self._reading.run(send, interrupt=link.abort)
 
     async def _wait_staged(self, targets: Sequence[PublishTarget]) -> None:
         """Waits for servers that were sent everything to verify it; those that do not, fail.
