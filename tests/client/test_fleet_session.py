@@ -10,12 +10,15 @@ import pytest
 import torch
 from client.scripted import ScriptedServer, Sequence, expected_token, scripted, until
 from rollwire_client import (
+    Conversation,
     Fleet,
     InvalidRequestError,
     PrefixMismatchError,
     Sampling,
     Timeouts,
+    WeightTag,
 )
+from rollwire_client._trajectory import TrajectoryBuilder
 
 PROMPT = (1, 2, 3)
 TOOL = (70, 71)
@@ -67,6 +70,19 @@ async def test_each_turn_goes_on_from_all_tokens_before(pair: list[ScriptedServe
     assert tensors.mask.tolist() == list(conversation.mask)
     assert tensors.versions.tolist() == [-1] * 3 + [4] * 5 + [-1] * 2 + [5] * 5 + [-1]
     assert tensors.logprobs[~tensors.mask].abs().sum() == 0
+
+
+def test_a_conversation_says_how_old_the_keys_were_that_each_token_read() -> None:
+    turns = []
+    for oldest in (3, 1):
+        turn = TrajectoryBuilder([7])
+        turn.begin_run(WeightTag(3, 3, "a", 5), oldest, "x")
+        turn.token_ids += [5, 5]
+        turn.logprobs += [-1.0, -1.0]
+        turns.append(turn.trajectory())
+    mask = (False, True, True, False, True, True, False)
+    conversation = Conversation("id", (7,) * 7, (-1.0,) * 7, (3,) * 7, mask, tuple(turns))
+    assert conversation.to_tensors().kv_lags.tolist() == [0, 0, 0, 0, 2, 2, 0]
 
 
 async def test_a_conversation_keeps_its_server(pair: list[ScriptedServer]) -> None:

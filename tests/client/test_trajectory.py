@@ -98,11 +98,13 @@ def test_a_segment_keeps_its_oldest_revision() -> None:
 def test_tensors_are_what_a_loss_needs() -> None:
     output = TrajectoryBuilder([7, 8])
     append(output, 1, tag(None))
-    append(output, 2, tag(4))
+    append(output, 2, tag(4), oldest=1)
     trajectory = output.trajectory()
     tensors = trajectory.to_tensors()
     assert tensors.token_ids.tolist() == [7, 8, 0, 1, 2]
     assert tensors.token_ids.dtype == tensors.versions.dtype == torch.int64
+    assert tensors.kv_lags.dtype == torch.int64
+    assert tensors.kv_lags.tolist() == [0, 0, 0, 3, 3]
     assert tensors.logprobs.tolist() == [0, 0, 0, -0.25, -0.5]
     assert tensors.logprobs.dtype == torch.float32
     assert tensors.versions.tolist() == [-1, -1, -1, 4, 4]

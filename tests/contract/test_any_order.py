@@ -166,11 +166,11 @@ class Machine(RuleBasedStateMachine):
         assert self.run(self.api.info()).weights == self.weights
 
     @precondition(lambda self: self.staged is not None)
-    @rule(policy=st.sampled_from([common_pb2.KV_POLICY_RECOMPUTE, common_pb2.KV_POLICY_KEEP]))
-    def commit(self, policy: common_pb2.KvPolicy.ValueType) -> None:
+    @rule(max_kv_lag=st.none() | st.integers(0, 2))
+    def commit(self, max_kv_lag: int | None) -> None:
         change, self.staged = self.staged, None
         assert change is not None
-        answer = self.run(change.commit(policy))
+        answer = self.run(change.commit(max_kv_lag=max_kv_lag))
         self.mode = "SERVING"
         untouched = change.version is None and answer.already_current
         assert answer.weights.revision == self.weights.revision + (0 if untouched else 1)

@@ -58,3 +58,29 @@ async def test_a_prompt_that_spans_a_commit_that_keeps(
             for rows in message.routed_experts:
                 routing.add((rows.weights.revision, rows.oldest_kv_revision))
         assert prompt == routing == {(0, 0), (1, 0)}
+
+
+async def test_tokens_and_top_logprobs_of_a_message_read_keys_of_one_age(
+    start_server: StartServer,
+) -> None:
+    server = start_server()
+    async with connected(server.address) as api:
+        call = api.rollouts.StreamRollouts(timeout=CALL_SECONDS)
+        asked = request((1, 2, 3), 4000, top_logprobs=2)
+        await call.write(rollout_pb2.StreamRolloutsRequest(handle=1, start=asked))
+        tokens: dict[tuple[int, int], int] = {}
+        revision = 0
+        while revision < 3:
+            answer = await call.read()
+            tops = sum(len(e.top_logprobs.token_ids) for e in answer.events)
+            assert tops == 2 * len(answer.token_ids)
+            now = answer.weights.revision
+            (oldest,) = answer.oldest_kv_revisions or [now]
+            tokens[now, oldest] = tokens.get((now, oldest), 0) + len(answer.token_ids)
+            if now == revision and tokens[now, oldest] >= 10:
+                change = Update(api, await random_weights(api, revision), revision)
+                await change.stage()
+                await change.commit(max_kv_lag=1)
+                revision += 1
+        call.cancel()
+        assert set(tokens) == {(0, 0), (1, 0), (2, 2)}

@@ -66,6 +66,11 @@ class Segment:
     weights: WeightTag
     oldest_kv_revision: int
 
+    @property
+    def kv_lag(self) -> int:
+        """How many commits older than ``weights`` that revision is."""
+        return self.weights.revision - self.oldest_kv_revision
+
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryTensors:
@@ -78,6 +83,8 @@ class TrajectoryTensors:
             tokens.
         versions: int64; the weight version that sampled the token, -1 for given tokens and for
             weights without a version.
+        kv_lags: int64; how many commits older than the weights that sampled the token the keys and
+            values may be to which it attended: 0 if all are of these weights, and for given tokens.
         mask: bool; whether the token was sampled.
         routing: int32 [tokens, layers, top_k]; the experts of each token. -1 for the last token,
             which was never an input, and for rows that did not arrive. None if no row arrived.
@@ -86,6 +93,7 @@ class TrajectoryTensors:
     token_ids: Tensor
     logprobs: Tensor
     versions: Tensor
+    kv_lags: Tensor
     mask: Tensor
     routing: Tensor | None = None
 
@@ -135,6 +143,13 @@ class Trajectory:
             for _ in range(segment.start, segment.end)
         )
 
+    @property
+    def kv_lags(self) -> tuple[int, ...]:
+        """The ``kv_lag`` of each output token's segment."""
+        return tuple(
+            segment.kv_lag for segment in self.segments for _ in range(segment.start, segment.end)
+        )
+
     def to_tensors(self) -> TrajectoryTensors:
         """The trajectory as CPU tensors.
 
@@ -146,6 +161,7 @@ class Trajectory:
             self.prompt_ids + self.token_ids,
             (0.0,) * prompt + self.logprobs,
             (None,) * prompt + self.versions,
+            (0,) * prompt + self.kv_lags,
             (False,) * prompt + (True,) * len(self.token_ids),
             self.routing,
         )
@@ -164,6 +180,7 @@ def tensors(
     token_ids: Sequence[int],
     logprobs: Sequence[float],
     versions: Sequence[int | None],
+    kv_lags: Sequence[int],
     mask: Sequence[bool],
     routing: Routing | None,
 ) -> TrajectoryTensors:
@@ -177,6 +194,7 @@ def tensors(
         token_ids=torch.tensor(token_ids, dtype=torch.int64),
         logprobs=torch.tensor(logprobs, dtype=torch.float32),
         versions=torch.tensor([-1 if v is None else v for v in versions], dtype=torch.int64),
+        kv_lags=torch.tensor(kv_lags, dtype=torch.int64),
         mask=torch.tensor(mask, dtype=torch.bool),
         routing=_routing_tensor(routing, len(token_ids)) if routing is not None else None,
     )

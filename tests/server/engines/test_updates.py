@@ -100,13 +100,14 @@ async def test_keep_of_half_a_prompt(driver: Driver, tiny: PreTrainedModel) -> N
     close(got.prompt_logprobs[entries:], expected[: LONG - entries - 1])
 
 
-async def test_routing_says_which_keys_it_attended_to() -> None:
-    """Rows of a prompt that a commit cut in two, and of what follows it."""
+@pytest.mark.parametrize("last", [0, 1])
+async def test_routing_and_prompt_logprobs_say_which_keys_they_attended_to(last: int) -> None:
+    """Of a prompt that a commit cut in two, and another began again."""
     config = EmbeddedConfig("builtin:tiny-moe", device="cpu", prefill_tokens=16)
     async with running(EmbeddedEngine(config)) as driver:
         (prompt,) = prompts(LONG)
         (got,) = driver.submit(spec(prompt, 10, routed_experts=True, prompt_logprobs=True))
-        for revision, max_kv_lag in enumerate((None, 0)):
+        for revision, max_kv_lag in enumerate((None, last)):
             await driver.recorder.until(lambda r=revision: r in {at for _, at in got.extras})
             await driver.commit({}, max_kv_lag)
         await driver.ended(got)

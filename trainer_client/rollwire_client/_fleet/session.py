@@ -59,6 +59,12 @@ class Conversation:
     turns: tuple[Trajectory, ...]
 
     @property
+    def kv_lags(self) -> tuple[int, ...]:
+        """``Trajectory.kv_lags`` of the turns; 0 for given tokens."""
+        sampled = iter([lag for turn in self.turns for lag in turn.kv_lags])
+        return tuple(next(sampled) if was_sampled else 0 for was_sampled in self.mask)
+
+    @property
     def routing(self) -> Routing | None:
         """The routing of all turns; None if none has any."""
         return joined(turn.routing for turn in self.turns if turn.routing is not None)
@@ -69,7 +75,9 @@ class Conversation:
         Raises:
             MissingDependencyError: torch is not installed.
         """
-        return tensors(self.token_ids, self.logprobs, self.versions, self.mask, self.routing)
+        return tensors(
+            self.token_ids, self.logprobs, self.versions, self.kv_lags, self.mask, self.routing
+        )
 
 
 class TurnSettings:
