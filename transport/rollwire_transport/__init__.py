@@ -52,11 +52,20 @@ from rollwire_transport._manifest import (
     describe_all,
 )
 from rollwire_transport._memory import free_memory
+from rollwire_transport._names import (
+    ExpertMatrices,
+    matrices_in,
+    matrices_per_expert,
+    other_names,
+    packed_around,
+    packed_from,
+    unwrapped,
+)
 from rollwire_transport._published_copy import Delta, PublishedCopy, Snapshot
 from rollwire_transport._received_delta import ReceivedDelta
 from rollwire_transport._receiver import Receiver
 from rollwire_transport._sender import PackingStatus, Sender
-from rollwire_transport._source import close_source, materialize
+from rollwire_transport._source import Gathered, close_source, materialize
 
 __all__ = [
     "MAX_DIMENSIONS",
@@ -66,6 +75,8 @@ __all__ = [
     "Delta",
     "DigestMismatch",
     "Encoding",
+    "ExpertMatrices",
+    "Gathered",
     "Link",
     "ListenOptions",
     "Manifest",
@@ -92,8 +103,13 @@ __all__ = [
     "describe_all",
     "free_memory",
     "materialize",
+    "matrices_in",
+    "matrices_per_expert",
     "on_side_stream",
     "open_link",
+    "other_names",
+    "packed_around",
+    "packed_from",
     "packed_nbytes",
     "packed_views",
     "padded_nbytes",
@@ -101,6 +117,7 @@ __all__ = [
     "sum_digests",
     "tensor_digest",
     "tensor_digests",
+    "unwrapped",
     "validate",
     "warm_up",
 ]

@@ -32,7 +32,7 @@ class Casts:
         if source.dtype == target.dtype:
             target.copy_(source)
             return
-        self.dtypes[name] = str(source.dtype).removeprefix("torch.")
+        self.record(name, source.dtype)
         if source.device == target.device:
             target.copy_(source)
             cast = target
@@ -43,6 +43,10 @@ class Casts:
             # Read once all is packed, so that packing does not wait for the device.
             flag = (cast.isinf() & source.isfinite()).any()
             self._overflows.append((name, flag, target.dtype))
+
+    def record(self, name: str, dtype: torch.dtype) -> None:
+        """Notes that a tensor was of this dtype, and was cast, here or before."""
+        self.dtypes[name] = str(dtype).removeprefix("torch.")
 
     def check(self) -> None:
         """Raises ManifestError if a cast made a finite value infinite."""
@@ -62,6 +66,13 @@ class Casts:
                 [f"{name} has finite values that {dtype} cannot represent{others}: they would be "
                  "sent as infinity"]
             )  # fmt: skip
+
+
+def shrinks_safely(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether a cast makes a tensor smaller and no finite value infinite."""
+    names = {str(dtype).removeprefix("torch.") for dtype in (source, target)}
+    smaller = names <= _FLOATS and target.itemsize < source.itemsize
+    return smaller and not _may_overflow(source, target)
 
 
 def _may_overflow(source: torch.dtype, target: torch.dtype) -> bool:

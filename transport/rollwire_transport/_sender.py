@@ -106,6 +106,7 @@ class Sender:
                 source is run to its end. Any strides, any device. A DTensor is gathered when it is
                 needed, which all ranks of its mesh must do together. A function in place of a
                 tensor is called when the tensor is needed: not for those before ``first_bucket``.
+                In place of a tensor that packs experts, their matrices may come (``matrices_in``).
             first_bucket: The lowest one that a receiver misses.
             bucket_timeout: Seconds that one bucket may take.
             progress: Called after each bucket with the bytes of the update that are sent, those

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rollwire_transport import matrices_per_expert
 
 from rollwire_server.engines.base import EngineError
 from rollwire_server.engines.memory import first_line
@@ -132,10 +133,9 @@ def _read(path: Path, dtype: Any) -> PreTrainedModel:
 
 def _stacked(hf: PreTrainedModel, name: str, tensor: Tensor) -> Tensor | None:
     """A tensor that holds the matrices of all experts, as [experts, matrices, rows, columns]."""
-    module_name, _, kind = name.rpartition(".")
-    matrices = {"gate_up_proj": 2, "down_proj": 1}.get(kind)
-    module = hf.get_submodule(module_name)
+    matrices = matrices_per_expert(name)
+    module = hf.get_submodule(name.rpartition(".")[0])
     plain = getattr(module, "is_concatenated", False) and not getattr(module, "is_transposed", True)
-    if matrices is None or tensor.ndim != 3 or not plain:
+    if not matrices or tensor.ndim != 3 or not plain:
         return None
     return tensor.view(tensor.shape[0], matrices, -1, tensor.shape[2])
