@@ -9,6 +9,7 @@ import pytest
 import torch
 from client.publishing import publish, publishing
 from rollwire_client import SchemaMismatchError
+from rollwire_client._publishing.names import ServerNames
 from rollwire_client._publishing.schema import match_schema
 from rollwire_client._publishing.tensors import ChangeDetector
 from rollwire_transport import TensorSpec, describe_all
@@ -51,7 +52,7 @@ def told(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], **options:
     with pytest.raises(SchemaMismatchError) as caught:
         match_schema(
             tensors,
-            describe_all(wanted),
+            ServerNames(describe_all(wanted)),
             partial=options.get("partial", False),
             detector=ChangeDetector(),
         )
@@ -91,7 +92,7 @@ def test_many_wrapped_names_are_refused_at_once() -> None:
         for j in range(32)
         for name in ("gate", "up", "down")
     }
-    schema = describe_all(wanted)
+    schema = ServerNames(describe_all(wanted))
     for prefix in ("policy.", "other.wrapping."):
         tensors = {prefix + name: tensor for name, tensor in wanted.items()}
         began = time.process_time()
@@ -111,7 +112,12 @@ def test_no_other_name_is_proposed_for_a_tensor_that_does_not_fit(
     tensors = {f"{prefix}model.norm.weight": torch.zeros(8)}
     fields = {"name": "model.norm.weight", "dtype": "float32", "shape": (8,), **change}
     with pytest.raises(SchemaMismatchError) as caught:
-        match_schema(tensors, [TensorSpec(**fields)], partial=False, detector=ChangeDetector())
+        match_schema(
+            tensors,
+            ServerNames([TensorSpec(**fields)]),
+            partial=False,
+            detector=ChangeDetector(),
+        )
     assert str(caught.value).endswith(
         f"{prefix}model.norm.weight is unknown to the servers; model.norm.weight is missing"
     )
@@ -143,21 +149,61 @@ def test_an_adapter_is_to_be_merged_never_its_base_published(*, merged: bool) ->
     assert "from the name" not in answer
 
 
-def test_packed_experts_are_to_be_split() -> None:
-    assert told({**DENSE, **PACKED}, {**DENSE, **EXPERTS}) == (
-        "model.layers.0.mlp.experts.gate_up_proj and 1 more like it are unknown to the servers: "
-        "all experts of a layer are in one tensor, as transformers 5 has them in memory, and the "
-        "servers want each by itself, such as model.layers.0.mlp.experts.0.gate_proj.weight: split "
-        "them, as save_pretrained does"
+def test_packed_experts_that_lie_otherwise_are_not_taken_for_those_of_the_servers() -> None:
+    transposed = {name: tensor.mT for name, tensor in PACKED.items()}
+    answer = told({**DENSE, **transposed}, {**DENSE, **EXPERTS})
+    for name, here, there in (
+        ("gate_up_proj", [4, 8, 12], [4, 12, 8]),
+        ("down_proj", [4, 6, 8], [4, 8, 6]),
+    ):
+        assert (
+            f"model.layers.0.mlp.experts.{name} has shape {here}, the servers want {there}: "
+            "transpose its last two dimensions"
+        ) in answer
+    fewer = {name: tensor[:3] for name, tensor in PACKED.items()}
+    assert "has shape [3, 12, 8], the servers want [4, 12, 8]: split or reshape it" in told(
+        {**DENSE, **fewer}, {**DENSE, **EXPERTS}
     )
 
 
-def test_single_experts_are_to_be_stacked() -> None:
-    assert told({**DENSE, **EXPERTS}, {**DENSE, **PACKED}) == (
-        "model.layers.0.mlp.experts.0.gate_proj.weight and 11 more like it are unknown to the "
+def test_packed_experts_under_other_names_are_to_be_split() -> None:
+    name = "model.layers.0.mlp.experts.gate_up_proj_bias"
+    wanted = {f"model.layers.0.mlp.experts.{i}.gate_proj.bias": torch.zeros(6) for i in range(4)}
+    assert told({**DENSE, name: torch.zeros(4, 12)}, {**DENSE, **wanted}) == (
+        f"{name} is unknown to the servers: all experts of a layer are in one tensor, and the "
+        "servers want each by itself, such as model.layers.0.mlp.experts.0.gate_proj.bias: split "
+        "it, as save_pretrained does"
+    )
+
+
+def test_single_experts_under_other_names_are_to_be_stacked() -> None:
+    single = {f"model.layers.0.mlp.experts.{i}.linear.weight": torch.zeros(8, 6) for i in range(4)}
+    assert told({**DENSE, **single}, {**DENSE, **PACKED}) == (
+        "model.layers.0.mlp.experts.0.linear.weight and 3 more like it are unknown to the "
         "servers: the servers want all experts of a layer in one tensor, such as "
         "model.layers.0.mlp.experts.gate_up_proj: stack them"
     )
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_some_experts_of_a_packed_tensor_are_not_enough(*, partial: bool) -> None:
+    some = {name: tensor for name, tensor in EXPERTS.items() if ".3." not in name}
+    answer = told({**DENSE, **some}, {**DENSE, **PACKED}, partial=partial)
+    assert answer == "; ".join(
+        f"model.layers.0.mlp.experts.3.{name}.weight is missing"
+        for name in ("gate_proj", "up_proj", "down_proj")
+    )
+
+
+def test_the_same_experts_twice_are_refused() -> None:
+    for wanted in (EXPERTS, PACKED):
+        with pytest.raises(SchemaMismatchError, match=r"are both .* on the servers: leave one out"):
+            match_schema(
+                {**EXPERTS, **PACKED},
+                ServerNames(describe_all(wanted)),
+                partial=False,
+                detector=ChangeDetector(),
+            )
 
 
 def test_fused_projections_are_to_be_split_and_single_ones_to_be_fused() -> None:
@@ -165,6 +211,11 @@ def test_fused_projections_are_to_be_split_and_single_ones_to_be_fused() -> None
     fused = {f"model.layers.{i}.self_attn.qkv_proj.weight": torch.zeros(16, 8) for i in range(2)}
     assert told(fused, single).endswith("split them into q_proj, k_proj, v_proj")
     assert told(single, fused).endswith("want q_proj, k_proj, v_proj in one, qkv_proj")
+    wider = {name: torch.zeros(16, 9) for name in fused}
+    longer = {name: torch.zeros(17, 8) for name in fused}
+    for other in (wider, longer):
+        assert "split" not in told(other, single)
+    assert "in one" not in told(single, wider)
 
 
 @pytest.mark.parametrize(
@@ -183,6 +234,11 @@ def test_what_servers_have_no_use_for_is_to_be_left_out(name: str, advice: str) 
     answer = told({**DENSE, name: torch.zeros(8)}, DENSE)
     assert answer.startswith(f"{name} is unknown to the servers: ")
     assert advice in answer
+
+
+def test_a_transposed_matrix_is_to_be_transposed() -> None:
+    answer = told({**DENSE, "model.embed_tokens.weight": torch.zeros(8, 16)}, DENSE)
+    assert answer.endswith("the servers want [16, 8]: transpose its last two dimensions")
 
 
 def test_a_shard_is_to_be_gathered() -> None:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rollwire_client._data import Require
     from rollwire_client._fleet.fleet import Fleet
     from rollwire_client._fleet.server_handle import ServerHandle
+    from rollwire_client._publishing.names import ServerNames
     from rollwire_client._publishing.sharded.coordination import Coordinator
     from rollwire_client._publishing.source import GivenOrder
     from rollwire_client._publishing.tensors import TensorSource
@@ -120,6 +121,7 @@ class Publisher:
         self._cast = cast
         self._copy = PolicyCopy(full_every, self._timeouts.source) if delta else None
         self._schema: tuple[TensorSpec, ...] | None = None
+        self._names: ServerNames | None = None  # of this schema
         self._order: GivenOrder | None = None
         self._starting = False
         self._handle: PublishHandle | None = None
@@ -380,6 +382,7 @@ class Publisher:
         # Modules that need torch.
         import rollwire_transport as transport
 
+        from rollwire_client._publishing.names import ServerNames
         from rollwire_client._publishing.publish import Publish
         from rollwire_client._publishing.schema import match_schema
         from rollwire_client._publishing.source import CheckedSource, GivenOrder
@@ -387,7 +390,8 @@ class Publisher:
         from rollwire_client._publishing.tied import TiedTensors
 
         schema = await self.schema()
-        detector, tied = ChangeDetector(), TiedTensors(schema)
+        names = self._names = self._names or ServerNames(schema)
+        detector, tied = ChangeDetector(), TiedTensors(names)
         match = functools.partial(
             match_schema,
             cast=self._cast,
@@ -397,18 +401,18 @@ class Publisher:
         )
         source: TensorSource
         if isinstance(tensors, Mapping):
-            specs, source = match(tensors, schema, partial=partial)
+            specs, source = match(tensors, names, partial=partial)
         else:
             check_tensors(tensors)
             self._order = self._order or GivenOrder()
             checked = CheckedSource(
-                tensors, schema, self._order, detector, coordinator, tied, partial, self._cast
+                tensors, names, self._order, detector, coordinator, tied, partial, self._cast
             )
             if partial:
                 reading = checked.read(device_of(tensors), self._timeouts.source)
                 if coordinator is not None:
                     reading = coordinator.run(reading, asyncio.Event())
-                specs, source = match(await reading, schema, partial=True)
+                specs, source = match(await reading, names, partial=True)
             else:
                 specs, source = self._order.sort(schema), checked
         try:

@@ -1,10 +1,9 @@
-"""Checks a trainer's tensors against the schema of the servers, and says how to make them match."""
+"""Checks a trainer's tensors against the schema of the servers, and gives them under its names."""
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
-from dataclasses import replace
+import itertools
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import rollwire_transport as transport
@@ -12,25 +11,30 @@ import torch
 from rollwire_transport import TensorSpec
 
 from rollwire_client._errors import SchemaMismatchError
-from rollwire_client._publishing.names import name_on_servers
+from rollwire_client._publishing.experts import unpack
+from rollwire_client._publishing.problems import (
+    dtype_problem,
+    mismatch,
+    shape_problem,
+    unknown_names,
+)
 from rollwire_client._publishing.tensors import check_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
+    from rollwire_client._publishing.names import Match, ServerNames
     from rollwire_client._publishing.sharded.coordination import Coordinator
     from rollwire_client._publishing.tensors import ChangeDetector, TensorOrFunction, TensorSource
 
-_SERVER_DTYPES = {"float32", "bfloat16", "float16"}  # that ``rollwire-server --dtype`` takes
-_SCALED = ("float8", "float4")  # quantized: the values have scales, in other tensors
 _MAX_PROBLEMS = 20  # in an error's message
 
 
 def match_schema(
     tensors: Mapping[str, Tensor],
-    schema: Sequence[TensorSpec],
+    names: ServerNames,
     *,
     partial: bool,
     cast: bool = True,
@@ -48,113 +52,130 @@ def match_schema(
     if isinstance(tensors, dict):  # to which the trainer may assign other tensors meanwhile
         tensors = snapshot
     check_tensors(snapshot)
-    wanted = {spec.name: spec for spec in schema}
-    local_names = _local_names(snapshot, wanted)
-    named = {name: snapshot[local_name] for name, local_name in local_names.items()}
-    selected, untied = _select(named, schema, partial=partial, cast=cast)
-    for name in [*selected.values(), *untied]:
-        detector.watch(local_names[name], named[name])
-    specs = [wanted[name] for name in selected]
-    specs += [spec for spec in schema if spec.alias_of in selected]
-    del named
+    try:
+        described = transport.describe_all(snapshot)
+    except ValueError as error:
+        raise SchemaMismatchError(f"nothing was sent: {error}") from error
+    selected = _select(described, names, partial=partial, cast=cast)
+    for local_name in selected.local_names():
+        detector.watch(local_name, snapshot[local_name])
+    del snapshot
 
-    def value_of(name: str) -> TensorOrFunction:
-        local_name = local_names[name]
+    def value_of(local_name: str, dtype: str) -> TensorOrFunction:
         value = tensors[local_name]
-        return value if coordinator is None else coordinator.gather(local_name, value)
+        if coordinator is None:
+            return value
+        return coordinator.gather(local_name, value, dtype if cast else None)
 
     def items() -> Iterator[tuple[str, TensorOrFunction]]:
-        for name, source in selected.items():
-            yield name, value_of(source)
-        for name, sent_as in untied.items():
+        for local_name, name, match in selected.sent:
+            value = value_of(local_name, match.spec.dtype)
+            if match.packs:
+                yield from unpack(local_name, value, match)
+            else:
+                yield name, value
+            del value
+        for local_name, name, sent_as in selected.untied:
             if on_untied is not None:
-                on_untied(name, sent_as, value_of(name))
+                on_untied(name, sent_as, value_of(local_name, names.specs[name].dtype))
 
-    return specs, items
-
-
-def _local_names(tensors: Iterable[str], wanted: Mapping[str, TensorSpec]) -> dict[str, str]:
-    """The trainer's names by those that the servers have for the same tensors."""
-    local_names: dict[str, str] = {}
-    for local_name in tensors:
-        name = name_on_servers(local_name, wanted)
-        if (other := local_names.setdefault(name, local_name)) != local_name:
-            raise SchemaMismatchError(
-                f"nothing was sent: {other} and {local_name} are both {name} on the servers: leave "
-                "one out"
-            )
-    return local_names
+    return selected.specs, items
 
 
-def check_given(
-    name: str, value: TensorOrFunction, wanted: Mapping[str, TensorSpec], *, cast: bool
-) -> None:
-    """Raises SchemaMismatchError unless the servers want such a tensor, or one that it is ``cast``
-    to. What a function gives is checked when it is called.
+@dataclass(slots=True)
+class _Selected:
+    """What is sent, each memory once; what servers have in one place after the other.
+
+    Attributes:
+        specs: The servers' tensors that get new values, aliases last.
+        sent: For each tensor of the trainer that is sent its name, the servers' name of what it is
+            or of the first that it packs, and how it matches.
+        untied: For each that is tied on the servers only its name, the servers' name of it, and
+            the servers' name under which the trainer has what is sent in its place.
     """
-    try:
-        if isinstance(value, torch.Tensor) or not callable(value):
-            got = transport.describe(name, value)
-        else:
-            got = None
-    except ValueError as error:
-        raise mismatch(str(error)) from error
-    problems: list[str] = []
-    if (want := wanted.get(name)) is None:
-        problems, _ = _unknown_names([got or TensorSpec(name, "", ())], wanted.values())
-    elif got is not None and got.shape != want.shape:
-        problems = [_shape_problem(got, want)]
-    elif got is not None and not _dtype_fits(got, want, cast=cast):
-        problems = [_dtype_problem([name], got.dtype, want.dtype)]
-    if problems:
-        raise mismatch(problems[0])
+
+    specs: list[TensorSpec] = field(default_factory=list)
+    sent: list[tuple[str, str, Match]] = field(default_factory=list)
+    untied: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def local_names(self) -> Iterator[str]:
+        return itertools.chain((n for n, *_ in self.sent), (n for n, *_ in self.untied))
 
 
-def mismatch(problem: str) -> SchemaMismatchError:
-    """Of tensors that a source gave while they were sent."""
-    return SchemaMismatchError(
-        f"the tensors do not match the servers' schema; nothing was committed: {problem}"
-    )
+# The trainer's tensors by the servers' names.
+_Owners = dict[str, tuple[TensorSpec, "Match"]]
 
 
 def _select(
-    tensors: Mapping[str, Tensor], schema: Sequence[TensorSpec], *, partial: bool, cast: bool
-) -> tuple[dict[str, str], dict[str, str]]:
-    """The tensors to send, each memory once, from the servers' names to the trainer's; and the
-    trainer's names of those that are tied on the servers only, to such a name of what is sent.
+    described: Sequence[TensorSpec], names: ServerNames, *, partial: bool, cast: bool
+) -> _Selected:
+    owners = _find_owners(described, names, partial=partial, cast=cast)
+    selected = _Selected()
+    sent_as: dict[str, str] = {}  # the servers' names of what is sent, under which it is given
+    for name, (got, match) in owners.items():
+        if (packed := match.part_of) is not None:
+            if packed not in sent_as:
+                sent_as[packed] = packed
+                selected.specs.append(names.specs[packed])
+                for part in names.matrices(packed):
+                    owner, its_match = owners[part]
+                    selected.sent.append((owner.name, part, its_match))
+            continue
+        source = names.specs[name].alias_of or name
+        if source not in sent_as:
+            sent_as[source] = source if source in owners else name
+            owner, its_match = owners[sent_as[source]]
+            selected.specs.append(names.specs[source])
+            if name == match.names[0]:
+                selected.sent.append((owner.name, source, its_match))
+        owner, _ = owners[sent_as[source]]
+        if (got.alias_of or got.name) != (owner.alias_of or owner.name):
+            selected.untied.append((got.name, name, sent_as[source]))
+    selected.specs += [spec for spec in names.schema if spec.alias_of in sent_as]
+    return selected
+
+
+def _find_owners(
+    described: Sequence[TensorSpec], names: ServerNames, *, partial: bool, cast: bool
+) -> _Owners:
+    """Raises SchemaMismatchError unless all tensors fit and none is missing. A ``partial`` update
+    may lack tensors, but no part of one that the servers have packed.
     """
-    wanted = {spec.name: spec for spec in schema}
-    alias_of = {spec.name: spec.alias_of for spec in schema if spec.alias_of is not None}
-    try:
-        described = transport.describe_all(tensors)
-    except ValueError as error:
-        raise SchemaMismatchError(f"nothing was sent: {error}") from error
-    memory_of = {spec.name: spec.alias_of or spec.name for spec in described}
-    selected: dict[str, str] = {}
-    untied: dict[str, str] = {}
-    problems, hinted = _unknown_names(
-        [spec for spec in described if spec.name not in wanted],
-        [spec for spec in schema if spec.name not in tensors],
-    )
+    owners: _Owners = {}
+    unknown: list[TensorSpec] = []
     shapes: list[str] = []
     miscast: dict[tuple[str, str], list[str]] = {}  # names by (dtype here, dtype on the servers)
-    for local_name, tensor in tensors.items():
-        if local_name not in wanted:
+    missing = names.specs.copy()
+    for got in described:
+        if (match := names.find(got.name)) is None:
+            unknown.append(got)
             continue
-        name = alias_of.get(local_name, local_name)
-        got, want = replace(transport.describe(local_name, tensor), name=name), wanted[name]
-        if got.shape != want.shape:
-            shapes.append(_shape_problem(replace(got, name=local_name), want))
-        if not _dtype_fits(got, want, cast=cast):
-            miscast.setdefault((got.dtype, want.dtype), []).append(local_name)
-        sent = selected.setdefault(name, name if name in tensors else local_name)
-        if memory_of[local_name] != memory_of[sent]:
-            untied[local_name] = sent
+        if got.shape != match.spec.shape:
+            shapes.append(shape_problem(got, match.spec))
+        if not _dtype_fits(got, match.spec, cast=cast):
+            miscast.setdefault((got.dtype, match.spec.dtype), []).append(got.name)
+        for name in match.names:
+            if (other := owners.setdefault(name, (got, match))[0]) is not got:
+                raise _both(other.name, got.name, name)
+            missing.pop(name, None)
+    parts = {match.part_of: got for got, match in owners.values() if match.part_of is not None}
+    lacking: list[str] = []
+    for packed, part in parts.items():
+        if packed in owners:
+            raise _both(owners[packed][0].name, part.name, packed)
+        del missing[packed]
+        lacking += [name for name in names.matrices(packed) if name not in owners]
+    problems, hinted = unknown_names(unknown, missing.values())
     problems += shapes
-    problems += [_dtype_problem(names, *dtypes) for dtypes, names in miscast.items()]
+    problems += [dtype_problem(locals_, *dtypes) for dtypes, locals_ in miscast.items()]
+    problems += [f"{name} is missing" for name in lacking]
     if not partial:
-        given = {*tensors, *alias_of, *selected, *hinted}
-        problems += [f"{name} is missing" for name in wanted if name not in given]
+        sources = {names.specs[name].alias_of for name in owners if name in names.specs}
+        problems += [
+            f"{name} is missing"
+            for name, spec in missing.items()
+            if name not in hinted and name not in sources and spec.alias_of is None
+        ]
     if problems:
         shown = problems[:_MAX_PROBLEMS]
         if more_problems := len(problems) - len(shown):
@@ -162,166 +183,39 @@ def _select(
         raise SchemaMismatchError(
             "the tensors do not match the servers' schema; nothing was sent: " + "; ".join(shown)
         )
-    return selected, untied
+    return owners
 
 
-def _shape_problem(got: TensorSpec, want: TensorSpec) -> str:
-    if got.shape == (0,) or (len(got.shape) == 1 < len(want.shape)):
-        advice = "gather its shards first, as for a checkpoint (ZeRO-3, FSDP)"
-    else:
-        advice = "split or reshape it"
-    return f"{got.name} has shape {list(got.shape)}, the servers want {list(want.shape)}: {advice}"
+def _both(one: str, other: str, name: str) -> SchemaMismatchError:
+    return SchemaMismatchError(
+        f"nothing was sent: {one} and {other} are both {name} on the servers: leave one out"
+    )
+
+
+def check_given(
+    local_name: str, value: TensorOrFunction, names: ServerNames, *, cast: bool
+) -> Match:
+    """What a tensor is that a source gave. What a function gives is checked when it is called.
+
+    Raises:
+        SchemaMismatchError: The servers want no such tensor, nor one that it is ``cast`` to.
+    """
+    got = None
+    if isinstance(value, torch.Tensor) or not callable(value):
+        try:
+            got = transport.describe(local_name, value)
+        except ValueError as error:
+            raise mismatch(str(error)) from error
+    if (match := names.find(local_name)) is None:
+        unknown = got or TensorSpec(local_name, "", ())
+        problems, _ = unknown_names([unknown], names.schema)
+        raise mismatch(problems[0])
+    if got is not None and got.shape != match.spec.shape:
+        raise mismatch(shape_problem(got, match.spec))
+    if got is not None and not _dtype_fits(got, match.spec, cast=cast):
+        raise mismatch(dtype_problem([local_name], got.dtype, match.spec.dtype))
+    return match
 
 
 def _dtype_fits(got: TensorSpec, want: TensorSpec, *, cast: bool) -> bool:
     return got.dtype == want.dtype or (cast and transport.castable(got.dtype, want.dtype))
-
-
-def _dtype_problem(names: Sequence[str], here: str, there: str) -> str:
-    more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
-    if transport.castable(here, there):
-        advice = "cast before publishing, or let the publisher cast (cast=True)"
-        if here in _SERVER_DTYPES:
-            advice += f", or start the servers with --dtype {here}"
-    elif there.startswith(_SCALED):
-        advice = "quantize before publishing: a cast would lack the scales"
-    elif here.startswith(_SCALED):
-        advice = "dequantize before publishing: a cast would ignore the scales"
-    else:
-        advice = "cast before publishing: only floating point is cast to floating point"
-    return f"{names[0]}{more} {here}, the servers want {there}: {advice}"
-
-
-def _unknown_names(
-    unknown: Iterable[TensorSpec], missing: Iterable[TensorSpec]
-) -> tuple[list[str], set[str]]:
-    """One problem for all ``unknown`` tensors of equal advice, and their names on the servers.
-
-    Looks at each name a fixed number of times: a policy may have a hundred thousand tensors, and
-    this runs on the event loop.
-    """
-    index = _Missing(missing)
-    unknown_by_advice: dict[str, tuple[str, list[str]]] = {}
-    hinted: set[str] = set()
-    for spec in unknown:
-        advice, wanted = _advice(spec, index)
-        # Each tensor without advice is a problem of its own.
-        unknown_by_advice.setdefault(advice or spec.name, (advice, []))[1].append(spec.name)
-        hinted.update(wanted)
-    problems = []
-    for advice, (first, *others) in unknown_by_advice.values():
-        subject = f"{first} and {len(others)} more like it are" if others else f"{first} is"
-        explained = f": {advice.replace('{it}', 'them' if others else 'it')}" if advice else ""
-        problems.append(f"{subject} unknown to the servers{explained}")
-    return problems, hinted
-
-
-class _Missing:
-    """The tensors that the servers want and did not get, indexed."""
-
-    def __init__(self, specs: Iterable[TensorSpec]) -> None:
-        self.specs = {spec.name: spec for spec in specs}
-        self.experts = [name for name in self.specs if _EXPERT.search(name)]
-        self.packed_experts = [name for name in self.specs if _PACKED_EXPERTS.search(name)]
-        self.by_ending: defaultdict[str, list[str]] = defaultdict(list)
-        for name in self.specs:
-            self.by_ending[_ending(name)].append(name)
-
-    def fits(self, spec: TensorSpec, name: str) -> bool:
-        want = self.specs.get(name)
-        return (
-            want is not None
-            and want.shape == spec.shape
-            and transport.castable(spec.dtype, want.dtype)
-        )
-
-
-def _ending(name: str) -> str:
-    """The end of a name that wrapping a model does not change: from its layer number's parent on,
-    or else the last two parts.
-    """
-    parts = name.split(".")
-    number = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
-    return ".".join(parts[max(number - 1, 0) :])
-
-
-_PEFT = re.compile(
-    r"(?:^|\.)(?:base_model\.model|base_layer|lora_\w+|modules_to_save|original_module)(?:\.|$)"
-)
-_PEFT_WRAPPING = re.compile(r"(?:^|(?<=\.))base_model\.model\.|\.base_layer(?=\.)")
-_EXPERT = re.compile(r"\.experts\.\d+\.")
-_PACKED_EXPERTS = re.compile(r"\.experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj)\w*$")
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-_BUFFER = re.compile(
-    r"(?:^|\.)(?:(?:original_)?inv_freq|(?:cos|sin)_cached|position_ids|masked_bias|attn\.bias)$"
-)
-_HEAD = re.compile(r"(?:^|\.)(?:score|v_head|value_head|reward_head|classifier|regression_head)\.")
-_QUANTIZED = re.compile(
-    r"\.(?:absmax|quant_map|quant_state\..*|nested_\w+|SCB|qweight|qzeros|weight_scale_inv)$"
-)
-
-
-def _advice(spec: TensorSpec, missing: _Missing) -> tuple[str, Iterable[str]]:
-    """What to do about a tensor whose name the servers do not know, with "{it}" for what is
-    concerned, and the servers' names for it. It tells how trainers' libraries wrap, pack or extend
-    a model.
-    """
-    name, parts = spec.name, spec.name.split(".")
-    if _PEFT.search(name):
-        # The base layers have the shapes that the servers want: renamed, they would pass as the
-        # policy, without the adapter.
-        return (
-            "a PEFT model's base layers and adapters are not its policy. Merge the adapter first: "
-            "publish model.merge_and_unload().state_dict(), or, between model.merge_adapter() and "
-            "model.unmerge_adapter(), the tensors without `base_model.model.` and `.base_layer` in "
-            "their names, and without those of lora_",
-            [_PEFT_WRAPPING.sub("", name)],
-        )
-    if name.endswith("_flat_param"):
-        return (
-            "FSDP has flattened parameters into {it}: publish what torch.distributed.checkpoint."
-            "state_dict.get_model_state_dict(model) gives",
-            (),
-        )
-    if _PACKED_EXPERTS.search(name) and missing.experts:
-        return (
-            "all experts of a layer are in one tensor, as transformers 5 has them in memory, and "
-            f"the servers want each by itself, such as {missing.experts[0]}: split {{it}}, as "
-            "save_pretrained does",
-            missing.experts,
-        )
-    if _EXPERT.search(name) and missing.packed_experts:
-        return (
-            "the servers want all experts of a layer in one tensor, such as "
-            f"{missing.packed_experts[0]}: stack {{it}}",
-            missing.packed_experts,
-        )
-    for fused, pieces in _FUSED.items():
-        whole, *split = (".".join([*parts[:-2], m, parts[-1]]) for m in (fused, *pieces))
-        if name == whole and all(piece in missing.specs for piece in split):
-            return f"split {{it}} into {', '.join(pieces)}", split
-        if name in split and whole in missing.specs:
-            return f"the servers want {', '.join(pieces)} in one, {fused}", [whole]
-    if _BUFFER.search(name):
-        return "servers compute such a buffer themselves: leave {it} out", ()
-    if _HEAD.search(name):
-        return "a value or reward head is not part of the policy: leave {it} out", ()
-    if _QUANTIZED.search(name):
-        return "its layer is quantized: publish the weights as the servers want them", ()
-    # The same tensor may be at another place, such as beneath `model.language_model.`.
-    candidates = missing.by_ending.get(_ending(name), [])
-    if len(candidates) == 1 and missing.fits(spec, candidates[0]):
-        return _advice_to_rename(parts, candidates[0].split(".")), candidates
-    return "", ()
-
-
-def _advice_to_rename(parts: list[str], theirs: list[str]) -> str:
-    while parts and theirs and parts[-1] == theirs[-1]:
-        parts.pop()
-        theirs.pop()
-    before, wanted = ("".join(f"{part}." for part in some) for some in (parts, theirs))
-    if not before:
-        return f"put `{wanted}` before the name"
-    if not wanted:
-        return f"remove `{before}` from the name"
-    return f"replace `{before}` by `{wanted}` in the name"

@@ -12,8 +12,9 @@ import rollwire_transport as transport
 
 from rollwire_client._concurrency import run_in_thread
 from rollwire_client._errors import PublishError, SourceError
-from rollwire_client._publishing.names import name_on_servers
-from rollwire_client._publishing.schema import check_given, mismatch
+from rollwire_client._publishing.experts import unpack
+from rollwire_client._publishing.problems import mismatch
+from rollwire_client._publishing.schema import check_given
 from rollwire_client._publishing.tensors import memory_of
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from rollwire_transport import TensorSpec
     from torch import Tensor
 
+    from rollwire_client._publishing.names import ServerNames
     from rollwire_client._publishing.sharded.coordination import Coordinator
     from rollwire_client._publishing.tensors import ChangeDetector, TensorOrFunction, TensorSource
     from rollwire_client._publishing.tied import TiedTensors
@@ -46,13 +48,14 @@ class GivenOrder:
 class CheckedSource:
     """Gives each tensor once, by its name on the servers; of those that are tied there, the first.
 
+    Experts may come packed or each by itself, whatever the servers have.
     Tensors may come in any order. One that the servers do not know, or that has another shape, or a
     dtype that cannot be cast, raises SchemaMismatchError; so does one that is missing at the end,
     unless it is ``partial``.
     """
 
     source: TensorSource
-    schema: Sequence[TensorSpec]
+    names: ServerNames
     order: GivenOrder
     detector: ChangeDetector
     coordinator: Coordinator | None
@@ -66,15 +69,15 @@ class CheckedSource:
         source = self.detector.watch_source(self.source)
         if self.coordinator is not None:
             source = self.coordinator.iterate(source)
-        specs = {spec.name: spec for spec in self.schema}
-        wanted = [spec.name for spec in self.schema if spec.alias_of is None]
+        missing = {spec.name: None for spec in self.names.schema if spec.alias_of is None}
         given: dict[str, str] = {}  # what is sent, and by which of the servers' names it came
-        tied = {spec.alias_of for spec in self.schema}
+        order: dict[str, None] = {}  # of the servers' tensors
+        tied = {spec.alias_of for spec in self.names.schema}
         memory: dict[str, object] = {}  # of those that other names share on the servers
         items = iter(source())
         try:
             while True:
-                if len(given) == len(wanted):  # at its end it may change them itself
+                if not missing:  # at its end it may change them itself
                     self.detector.check()
                     if self.coordinator is not None:
                         self.coordinator.check_unchanged()
@@ -87,26 +90,38 @@ class CheckedSource:
                         f"the source gave a {type(item).__name__}, not a name and a tensor"
                     ) from None
                 del item  # the generator must not keep a tensor that its reader has dropped
-                its_name = name_on_servers(local_name, specs)
-                check_given(its_name, value, specs, cast=self.cast)
-                name = specs[its_name].alias_of or its_name
+                match = check_given(local_name, value, self.names, cast=self.cast)
+                name = match.spec.alias_of or match.spec.name
                 held_in = memory_of(value) if name in tied else None
                 if self.coordinator is not None:
-                    value = self.coordinator.gather(local_name, value)
-                if (before := given.get(name)) is None:
-                    given[name], memory[name] = its_name, held_in
-                    yield name, value
-                elif before == its_name:
+                    # A part is held in host memory, to be cast as it is packed.
+                    dtype = match.spec.dtype if self.cast and not self.partial else None
+                    value = self.coordinator.gather(local_name, value, dtype)
+                if (packed := match.part_of) in missing:
+                    del missing[packed]
+                    missing |= dict.fromkeys(self.names.matrices(packed))
+                sent = match.names if match.packs else (name,)
+                if missing.keys() >= {*sent}:
+                    for one in sent:
+                        del missing[one]
+                        given[one] = one if match.packs else match.names[0]
+                        order[packed or one] = None
+                    memory[name] = held_in
+                    if match.packs:
+                        yield from unpack(local_name, value, match)
+                    else:
+                        yield name, value
+                elif given.get(name, match.names[0]) == match.names[0]:
                     raise mismatch(f"the source gave {local_name} twice")
                 elif held_in is None or held_in != memory[name]:
-                    self.tied.add(its_name, before, value)
+                    self.tied.add(match.names[0], given[name], value)
                 del value
         finally:
             transport.close_source(items)
-            if not self.partial and len(given) >= len(self.order.names):  # also if it failed
-                self.order.names = tuple(given)
+            if not self.partial and len(order) >= len(self.order.names):  # also if it failed
+                self.order.names = tuple(order)
         if not self.partial:
-            self._check_complete([name for name in wanted if name not in given])
+            self._check_complete(list(missing))
 
     def _check_complete(self, missing: Sequence[str]) -> None:
         if missing and self._calls > 1:
@@ -167,7 +182,9 @@ class _Reading:
         items = self.source()
         try:
             for name, value in items:
-                tensors[name] = transport.materialize(value).detach().to("cpu", copy=True)
+                tensor, _ = transport.materialize(value)
+                tensors[name] = tensor.detach().to("cpu", copy=True)
+                del value, tensor
                 self.asked_at = time.monotonic()
                 if self.stop.is_set():
                     break

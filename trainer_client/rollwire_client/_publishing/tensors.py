@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Self
 
 import torch
-from rollwire_transport import close_source
+from rollwire_transport import Gathered, close_source
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from rollwire_client._errors import SchemaMismatchError, TensorsChangedError
 
 # A function in place of a tensor is called when the tensor is needed.
-TensorOrFunction = Tensor | Callable[[], Tensor]
+TensorOrFunction = Tensor | Callable[[], Tensor | Gathered]
 TensorSource = Callable[[], Iterable[tuple[str, TensorOrFunction]]]
 
 
@@ -159,7 +159,7 @@ class ChangeDetector:
             self.watch(name, value)
             return value
 
-        def call() -> Tensor:
+        def call() -> Tensor | Gathered:
             tensor = value()
             self.watch(name, tensor)
             return tensor

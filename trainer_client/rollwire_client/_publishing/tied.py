@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import rollwire_transport as transport
 import torch
 
-from rollwire_client._publishing.schema import check_given, mismatch
+from rollwire_client._publishing.problems import mismatch
+from rollwire_client._publishing.schema import check_given
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from rollwire_transport import TensorSpec
-
+    from rollwire_client._publishing.names import ServerNames
     from rollwire_client._publishing.tensors import TensorOrFunction
 
 
@@ -24,8 +24,8 @@ class TiedTensors:
     the tensors are needed at once.
     """
 
-    def __init__(self, schema: Sequence[TensorSpec]) -> None:
-        self._specs = {spec.name: spec for spec in schema}
+    def __init__(self, names: ServerNames) -> None:
+        self._names = names
         self._digests: dict[str, tuple[str, str, int]] = {}
 
     def add(self, local_name: str, sent_as: str, value: TensorOrFunction) -> None:
@@ -39,11 +39,11 @@ class TiedTensors:
         Raises:
             SchemaMismatchError: A function gives another shape, or a dtype that cannot be cast.
         """
-        tensor = transport.materialize(value).detach()
+        tensor = transport.materialize(value).tensor.detach()
         del value
-        check_given(local_name, tensor, self._specs, cast=True)
-        name = self._specs[local_name].alias_of or local_name
-        sent = self._specs[name]
+        spec = check_given(local_name, tensor, self._names, cast=True).spec
+        name = spec.alias_of or local_name
+        sent = self._names.specs[name]
         tensor = tensor.to(getattr(torch, sent.dtype))
         self._digests[local_name] = name, sent_as, transport.tensor_digest(sent, tensor)
 

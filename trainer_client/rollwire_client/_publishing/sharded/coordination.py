@@ -19,6 +19,7 @@ from rollwire_client._publishing.sharded.connection import Connection, Message
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Mapping
 
+    from rollwire_transport import Gathered
     from torch import Tensor
 
     from rollwire_client._publishing.tensors import ChangeDetector, TensorOrFunction, TensorSource
@@ -106,19 +107,17 @@ class Coordinator:
         """Has the other ranks check their tensors; a change ends ``run``."""
         self._send(Message.CHECK)
 
-    def gather(self, name: str, value: TensorOrFunction) -> TensorOrFunction:
+    def gather(self, name: str, value: TensorOrFunction, dtype: str | None) -> TensorOrFunction:
         """A function that gathers a DTensor, or calls a function, on all ranks; any other tensor
-        as it is.
+        as it is. Where that is less to gather, each rank casts its shard to ``dtype`` first.
         """
         if callable(value) or hasattr(value, "full_tensor"):
-            return functools.partial(self._gather_on_all, name, value)
+            return functools.partial(self._gather_on_all, name, value, dtype or "")
         return value
 
-    def _gather_on_all(self, name: str, value: TensorOrFunction) -> Tensor:
-        from rollwire_transport import materialize
-
-        self._send(Message.GATHER, name)
-        return materialize(value)
+    def _gather_on_all(self, name: str, value: TensorOrFunction, dtype: str) -> Gathered:
+        self._send(Message.GATHER, f"{dtype} {name}")
+        return _gather(value, dtype)
 
     async def run(self, publish: Coroutine[Any, Any, T], released: asyncio.Event) -> T:
         """Runs a publish, and releases the other ranks once the tensors are ``released``."""
@@ -321,7 +320,8 @@ class Participant:
         from rollwire_transport import close_source
 
         if message is Message.GATHER:
-            self._gather(text)
+            dtype, _, name = text.partition(" ")
+            self._gather(name, dtype)
         elif message is Message.CHECK:
             detector.check()
         elif message is Message.CONFIRM:
@@ -336,9 +336,7 @@ class Participant:
                 self._check_in_step(text)
                 self._name, self._value = next(self._items, ("", None))
 
-    def _gather(self, name: str) -> None:
-        from rollwire_transport import materialize
-
+    def _gather(self, name: str, dtype: str) -> None:
         if callable(self._tensors):
             self._check_in_step(name)
             value = self._value
@@ -348,7 +346,7 @@ class Participant:
             raise SourceError(f"rank 0 gathers {name}, which this rank does not have")
         if not (callable(value) or hasattr(value, "full_tensor")):
             raise SourceError(f"rank 0 gathers {name}, which is not a DTensor here")
-        materialize(value)
+        _gather(value, dtype)
 
     def _check_in_step(self, name: str) -> None:
         if name != self._name:
@@ -368,6 +366,13 @@ class Participant:
     def _report(self, message: Message, text: str = "") -> None:
         with contextlib.suppress(ConnectionError):  # ``_receive_commands`` raises it
             self._connection.send(message, text)
+
+
+def _gather(value: TensorOrFunction, dtype: str) -> Gathered:
+    import torch
+    from rollwire_transport import materialize
+
+    return materialize(value, getattr(torch, dtype) if dtype else None)
 
 
 def _rank_is_gone(rank: int, error: ConnectionError) -> SourceError:

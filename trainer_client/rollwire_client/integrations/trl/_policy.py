@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 import rollwire_transport as transport
 import torch
 
-from rollwire_client._publishing.names import unwrapped
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -109,6 +107,6 @@ def _merged_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _plain_name(name: str) -> str:
-    plain = unwrapped(name)
+    plain = transport.unwrapped(name)
     # Other names are left to the publisher, which knows those of the servers.
     return plain.removeprefix(_PEFT_ROOT) if plain.startswith(_PEFT_ROOT) else name
