@@ -21,10 +21,12 @@ from rollwire_server.weights.transport_group import KeptGroup
 from rollwire_server.weights.update import WeightUpdate
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+
+    from torch import Tensor
 
     from rollwire_server.counters import CommitResult, ServerCounters
-    from rollwire_server.engines.base import Engine
+    from rollwire_server.engines.base import Engine, PreparedDelta
     from rollwire_server.state import StateMachine
     from rollwire_server.weights.state import WeightState
     from rollwire_server.weights.transport_group import JoinRequest
@@ -195,17 +197,22 @@ class UpdateManager:
 
     def _check_announcement(self, announcement: UpdateAnnouncement) -> None:
         manifest, state = announcement.manifest, self._state.current
-        if manifest.encoding is not transport.Encoding.FULL:
+        is_delta = manifest.encoding is transport.Encoding.DELTA
+        engine = self._engine.describe()
+        if is_delta and not engine.deltas:
             raise ServiceError(
                 Reason.UNSUPPORTED_ENCODING,
-                "delta encoding is not supported: send the update in full encoding",
+                f"the {engine.engine} engine takes no deltas here: send the update in full "
+                "encoding",
                 field="manifest.encoding",
             )
-        if manifest.partial and state in (ServerState.QUARANTINED, ServerState.AWAITING_WEIGHTS):
+        incomplete = state in (ServerState.QUARANTINED, ServerState.AWAITING_WEIGHTS)
+        if (is_delta or manifest.partial) and incomplete:
+            what = "a delta" if is_delta else "a partial update"
             raise ServiceError(
                 Reason.BASE_MISMATCH,
-                "a partial update needs complete weights to build on, and the server is "
-                f"{state.value}: publish a full one",
+                f"{what} needs complete weights to build on, and the server is {state.value}: "
+                "publish all tensors in full encoding",
             )
         self.weights.check_version(announcement)
 
@@ -240,6 +247,7 @@ class UpdateManager:
             schema = self._engine.schema()
             await asyncio.to_thread(_check_manifest, announcement.manifest, schema)
             self._check_allowed(Rpc.UPDATE_WEIGHTS)
+            self.weights.check_base(announcement.manifest)
             self.publisher = announcement.publisher
             await self._discard_all(
                 Reason.STALE_PUBLISHER, f"publisher {announcement.publisher.id!r} took over"
@@ -254,6 +262,7 @@ class UpdateManager:
                 # Everything may have changed while it was staged.
                 self._check_allowed(Rpc.UPDATE_WEIGHTS)
                 self._check_announcement(announcement)
+                self.weights.check_base(announcement.manifest)
             except ServiceError:
                 update.release()
                 raise
@@ -276,6 +285,7 @@ class UpdateManager:
             announcement,
             staged,
             passed.pop(),
+            prepare=self._preparing(announcement.manifest),
             serving=serving,
             device=self._engine.describe().device,
             listen=self.listen,
@@ -285,6 +295,13 @@ class UpdateManager:
             counters=self._counters,
             abandon=self._abandon,
         )
+
+    def _preparing(
+        self, manifest: transport.Manifest
+    ) -> Callable[[Mapping[str, Tensor]], Awaitable[PreparedDelta]] | None:
+        if manifest.encoding is not transport.Encoding.DELTA:
+            return None
+        return lambda staged: self._engine.prepare_delta(manifest, staged, self.weights.digests)
 
     # Ending.
 
@@ -337,6 +354,8 @@ def _check_manifest(manifest: transport.Manifest, schema: Sequence[transport.Ten
 
 
 def _make_receiver(manifest: transport.Manifest, passed: list[Any]) -> None:
+    if manifest.encoding is transport.Encoding.DELTA:
+        manifest = transport.delta_layout(manifest)
     passed.append(transport.Receiver(manifest, passed.pop()))
 
 

@@ -23,6 +23,8 @@ from rollwire_server.errors import ServiceError, from_engine_error
 from rollwire_server.state import StateChange
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rollwire_server.counters import ServerCounters
     from rollwire_server.engines.base import CommitStats, Engine
     from rollwire_server.sequences.manager import Sequences
@@ -84,6 +86,26 @@ class WeightState:
             if committed is self._digests:  # else there was a commit meanwhile
                 return digests == committed
 
+    @property
+    def digests(self) -> Mapping[str, int]:
+        """Of each tensor that serves, aliases left out."""
+        return self._digests
+
+    def check_base(self, manifest: transport.Manifest) -> None:
+        """Raises ServiceError if a delta builds on other weights; it fits the schema."""
+        if manifest.encoding is not transport.Encoding.DELTA:
+            return
+        names = (spec.name for spec in manifest.tensors if spec.alias_of is None)
+        digest = transport.sum_digests(self._digests[name] for name in names)
+        if digest != manifest.base_digest:
+            raise ServiceError(
+                Reason.BASE_MISMATCH,
+                f"the delta builds on tensors of digest {manifest.base_digest:016x}, and here they "
+                f"have {digest:016x}: publish in full encoding; the server serves "
+                f"{weights_text(self.current)}",
+                field="manifest.base_digest",
+            )
+
     def check_version(self, announcement: UpdateAnnouncement) -> None:
         version, last = announcement.version, self._last_versioned
         if version is None or last is None or last.version is None:
@@ -99,10 +121,12 @@ class WeightState:
     async def commit(self, update: WeightUpdate, max_kv_lag: int | None) -> CommitResult:
         """A failure is logged before it is raised, since its caller may have gone away."""
         announcement, now = update.announcement, self.current
-        digests = {**self._digests, **update.receiver.digests}
+        digests = {**self._digests, **update.digests}
         digest = transport.sum_digests(digests.values())
         try:
-            self.check_version(announcement)  # another update may have been committed meanwhile
+            # Another update may have been committed meanwhile.
+            self.check_base(announcement.manifest)
+            self.check_version(announcement)
             self._check_conflict(announcement, digest)
         except ServiceError as error:
             _log_failure(update, error)
@@ -164,6 +188,8 @@ class WeightState:
             **update.log_fields,
             revision=weights.revision,
             digest=f"{weights.digest:016x}",
+            encoding=update.announcement.manifest.encoding.value,
+            received_bytes=update.receiver.received_bytes,
             held_sequences=held,
             kv_policy=(KvPolicy.RECOMPUTE if max_kv_lag == 0 else KvPolicy.KEEP).value,
             max_kv_lag=max_kv_lag,
@@ -178,7 +204,7 @@ class WeightState:
     async def _commit_engine(
         self, update: WeightUpdate, weights: WeightTag, max_kv_lag: int | None
     ) -> CommitStats:
-        staged = StagedUpdate(update.staged, update.receiver.digests)
+        staged = StagedUpdate(update.staged, update.digests, update.delta)
         try:
             return await self._engine.commit(staged, weights, max_kv_lag)
         except TornWeightsError as error:

@@ -5,6 +5,8 @@ UpdateWeights ─▶ READY ─JoinTransport─▶ RECEIVING ─▶ STAGED ─Com
                                             ▼  │ JoinTransport
                                           STALLED
 
+A delta is prepared by the engine after its last bucket, while the update is still RECEIVING.
+
 In any of these phases an update is discarded when its publisher asks for it, when a publisher with
 a higher term takes over, when its UpdateWeights call ends before STAGED, when its lease runs out
 while it waits for its publisher, and when the server goes to sleep or shuts down.
@@ -23,17 +25,25 @@ from rollwire.deadlines import Timer
 from rollwire.reasons import Reason
 from rollwire.types import UpdatePhase, weights_text
 
-from rollwire_server.errors import ServiceError, bad_request, result_of, spawn
+from rollwire_server.engines.base import EngineError
+from rollwire_server.errors import (
+    ServiceError,
+    bad_request,
+    from_engine_error,
+    result_of,
+    spawn,
+)
 from rollwire_server.weights.transport_group import JoinStep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     import torch
     from rollwire.types import WeightTag
     from torch import Tensor
 
     from rollwire_server.counters import CommitResult, ServerCounters
+    from rollwire_server.engines.base import PreparedDelta
     from rollwire_server.weights.transport_group import JoinRequest, KeptGroup
 
 log = structlog.get_logger()
@@ -80,6 +90,7 @@ class WeightUpdate:
         announcement: What the publisher asked for.
         staged: The engine's memory for it.
         receiver: Writes received buckets into ``staged``.
+        prepare: For a delta: has the engine prepare what was received.
         serving: What the server serves until this update is committed.
         device: Where links receive.
         listen: Where transfers may listen.
@@ -96,6 +107,7 @@ class WeightUpdate:
         staged: Mapping[str, Tensor],
         receiver: transport.Receiver,
         *,
+        prepare: Callable[[Mapping[str, Tensor]], Awaitable[PreparedDelta]] | None,
         serving: WeightTag,
         device: torch.device,
         listen: transport.ListenOptions,
@@ -107,6 +119,7 @@ class WeightUpdate:
     ) -> None:
         self.announcement = announcement
         self.staged = staged
+        self.delta: PreparedDelta | None = None
         self.receiver = receiver
         self.phase = UpdatePhase.READY
         self.changed = asyncio.Event()
@@ -115,6 +128,7 @@ class WeightUpdate:
         self.receive_ns = 0
         self.receiving: asyncio.Task[None] | None = None
         self.committing: asyncio.Task[CommitResult | ServiceError] | None = None
+        self._prepare_delta = prepare
         self._serving = serving
         self._device = device
         self._listen = listen
@@ -138,6 +152,16 @@ class WeightUpdate:
         """What names this update in log lines."""
         return {"update_id": self.announcement.update_id, "version": self.announcement.version}
 
+    @property
+    def digests(self) -> Mapping[str, int]:
+        """The digest of each tensor, without aliases, once STAGED: it will have it."""
+        return self.receiver.digests if self.delta is None else self.delta.digests
+
+    @property
+    def digest(self) -> int:
+        """The digest of the update's tensors, once STAGED."""
+        return transport.sum_digests(self.digests.values())
+
     def progress(self) -> UpdateProgress:
         forwarded = self._link.forwarded_bytes if self._link is not None else 0
         peer = self._lost_peer
@@ -148,7 +172,7 @@ class WeightUpdate:
             received_bytes=self.receiver.received_bytes,
             forwarded_bytes=self._forwarded_bytes + forwarded,
             next_bucket=self.receiver.next_bucket,
-            digest=self.receiver.digest if self.phase is UpdatePhase.STAGED else 0,
+            digest=self.digest if self.phase is UpdatePhase.STAGED else 0,
             detail=self._detail,
             epoch=self._phase_epoch,
             peer=peer,
@@ -214,6 +238,7 @@ class WeightUpdate:
     def release(self) -> None:
         """Releases the staged memory, whoever still refers to this update."""
         self.staged = {}
+        self.delta = None
         self.receiver.release()
 
     # Receiving.
@@ -367,8 +392,13 @@ class WeightUpdate:
             await asyncio.to_thread(link.close)
 
     async def _receive(self, link: transport.Link, first_bucket: int) -> None:
+        if await self._receive_buckets(link, first_bucket) and await self._prepare_if_delta():
+            self.enter(UpdatePhase.STAGED)
+
+    async def _receive_buckets(self, link: transport.Link, first_bucket: int) -> bool:
         began, received_before = time.monotonic_ns(), self.receiver.received_bytes
         forwarded_before = link.forwarded_bytes
+        received = False
         try:
             await asyncio.to_thread(
                 self.receiver.receive,
@@ -377,12 +407,7 @@ class WeightUpdate:
                 bucket_timeout=self._bucket_timeout,
             )
         except transport.DigestMismatch as error:
-            self.failure = ServiceError(
-                Reason.DIGEST_MISMATCH,
-                f"{error}; the update is discarded, the server serves "
-                f"{weights_text(self._serving)}",
-            )
-            self.enter(UpdatePhase.STALLED, error)
+            self._end(Reason.DIGEST_MISMATCH, error)
         except transport.TransportError as error:
             if self._link is link:  # else the group was left on purpose
                 self.enter(UpdatePhase.STALLED, error)
@@ -394,16 +419,44 @@ class WeightUpdate:
                 self._forwarded_bytes += link.forwarded_bytes
                 self._link = None
                 self._group.put(self._epoch, link)
-            self.enter(UpdatePhase.STAGED)
+            received = True
         finally:
             self.receive_ns += time.monotonic_ns() - began
             self._counters.received_bytes += self.receiver.received_bytes - received_before
             closed = True
-            if self.phase is not UpdatePhase.STAGED:
+            if not received:
                 closed = await asyncio.to_thread(link.close)
             self._counters.forwarded_bytes += link.forwarded_bytes - forwarded_before
             if not (closed or self.receiver.complete):
                 self._abandon(self, "its former group may still write into what is staged")
+        return received
+
+    async def _prepare_if_delta(self) -> bool:
+        """Prepares a delta; false if the update is of no use."""
+        if self._prepare_delta is None:
+            return True
+        if self.failure is not None:  # it was discarded as it was received
+            return False
+        try:
+            self.delta = await self._prepare_delta(self.staged)
+        except transport.ManifestError as error:
+            self._end(Reason.MANIFEST_MISMATCH, error)
+        except EngineError as error:
+            ended = from_engine_error(error, no_memory=Reason.STAGING_FAILED)
+            self._end(ended.reason, error)
+        except Exception as error:
+            log.exception("a bug: preparing a delta failed")
+            self._end(Reason.INTERNAL, RuntimeError(f"{type(error).__name__}: {error}"))
+        return self.delta is not None
+
+    def _end(self, reason: Reason, error: Exception) -> None:
+        if self.failure is None:
+            self.failure = ServiceError(
+                reason,
+                f"{error}; the update is discarded, the server serves "
+                f"{weights_text(self._serving)}",
+            )
+        self.enter(UpdatePhase.STALLED, error)
 
     # Committing.
 
@@ -416,10 +469,15 @@ class WeightUpdate:
                 f"update {update_id} is {self.phase.value}, not staged; the server serves "
                 f"{weights_text(self._serving)}",
             )
-        if (digest := self.receiver.digest) != expected_digest:
+        if (digest := self.digest) != expected_digest:
+            advice = "discard it and publish again"
+            if self.delta is not None:
+                advice = (
+                    "the memory may hold other bits than the delta builds on: discard it and "
+                    "publish in full encoding"
+                )
             raise ServiceError(
                 Reason.DIGEST_MISMATCH,
                 f"update {update_id} has digest {digest:016x} here and {expected_digest:016x} at "
-                "the trainer: discard it and publish again; the server serves "
-                f"{weights_text(self._serving)}",
+                f"the trainer: {advice}; the server serves {weights_text(self._serving)}",
             )
