@@ -19,7 +19,7 @@ from torch import Tensor
 from support.calls import until
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from support.calls import Api
 
@@ -68,8 +68,14 @@ class Update:
             partial=self.partial,
         )
         self.sender = transport.Sender(self.manifest)
+        self.sent: Mapping[str, Tensor | Callable[[], Tensor]] = self.tensors
         self.who = weights_pb2.Publisher(id=self.publisher, term=self.term)
         self.last = weights_pb2.UpdateWeightsResponse()
+
+    @property
+    def digest(self) -> int:
+        """Of the tensors, once they are sent."""
+        return self.sender.digest
 
     async def announce(self, manifest: weights_pb2.Manifest | None = None) -> None:
         """Until READY, or RECEIVING in the group that was kept."""
@@ -108,7 +114,7 @@ class Update:
             await self.until(weights_pb2.UPDATE_PHASE_STAGED)
         finally:
             await asyncio.to_thread(link.close)
-        assert self.last.digest == self.sender.digest
+        assert self.last.digest == self.digest
 
     async def form(
         self, first_bucket: int = 0, backend: str = "gloo", host: str = "127.0.0.1"
@@ -131,7 +137,7 @@ class Update:
         await asyncio.to_thread(
             self.sender.send,
             link,
-            self.tensors.items,
+            self.sent.items,
             first_bucket=first_bucket,
             bucket_timeout=SECONDS,
         )
@@ -166,7 +172,7 @@ class Update:
             weights_pb2.CommitWeightsRequest(
                 publisher=self.who,
                 update_id=self.update_id,
-                expected_digest=self.sender.digest if digest is None else digest,
+                expected_digest=self.digest if digest is None else digest,
                 kv_policy=kv_policy,
                 max_kv_lag=max_kv_lag,
             ),
@@ -182,6 +188,40 @@ class Update:
             weights_pb2.DiscardUpdateRequest(publisher=self.who, update_id=self.update_id),
             timeout=SECONDS,
         )
+
+
+@dataclass
+class DeltaUpdate(Update):
+    """What has changed since ``base`` was published."""
+
+    base: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        device = torch.device("cpu")
+        copy = transport.PublishedCopy(device)
+        copy.take(self.manifest, self.base.items, device=device)
+        self.snapshot = copy.take(self.manifest, self.tensors.items, device=device)
+        assert self.snapshot.delta is not None
+        self.delta = self.snapshot.delta
+        self.full_bytes = sum(bucket.size for bucket in self.manifest.buckets)
+        self.manifest = self.delta.manifest
+        self.sender = transport.Sender(transport.delta_layout(self.manifest))
+        self.sent = dict(self.delta.tensors)
+
+    @property
+    def digest(self) -> int:
+        return self.snapshot.digest
+
+
+def changed(tensors: Mapping[str, Tensor], seed: int, share: float = 0.01) -> dict[str, Tensor]:
+    """The same tensors, in which a share of the elements has another lowest bit."""
+    generator = torch.Generator().manual_seed(seed)
+    new = {name: tensor.clone() for name, tensor in tensors.items()}
+    for tensor in new.values():
+        bits = tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+        bits ^= (torch.rand(bits.shape, generator=generator) < share).to(bits.dtype)
+    return new
 
 
 async def publish(api: Api, tensors: Mapping[str, Tensor]) -> weights_pb2.CommitWeightsResponse:

@@ -17,8 +17,9 @@ import pydantic.dataclasses
 import torch
 from pydantic import Field
 from rollwire.types import LogprobBasis, SleepingWeights, WeightTag
-from rollwire_transport import TensorSpec, tensor_digest
+from rollwire_transport import TensorSpec, packed_nbytes, packed_views, tensor_digest
 
+from rollwire_server.engines import deltas
 from rollwire_server.engines.base import (
     SAMPLING_PARAMETERS,
     CommitStats,
@@ -86,6 +87,7 @@ class _State:
     held: bool = False
     asleep: bool = False
     consistent: bool = True  # False while the weights are discarded
+    generation: int = 0  # of the weights; a delta was prepared for one
 
 
 class SyntheticEngine:
@@ -135,6 +137,7 @@ class SyntheticEngine:
             # It has no distribution to shape: temperature (but 0) and truncation are taken, so that
             # a load test sends what a trainer sends, and change nothing.
             sampling_parameters=SAMPLING_PARAMETERS | {"min_new_tokens"},
+            deltas=True,
         )
 
     def load(self) -> EngineLoad:
@@ -174,11 +177,16 @@ class SyntheticEngine:
     async def stage(self, manifest: Manifest) -> Mapping[str, Tensor]:
         self._awake_state()
         what = f"an update of {self._config.weight_bytes >> 20} MiB cannot be staged"
+        specs = deltas.staged_specs(manifest)
         with allocating(what, "give the server more memory"):
-            return {spec.name: torch.empty(spec.shape) for spec in manifest.tensors}
+            return packed_views(specs, torch.empty(packed_nbytes(specs), dtype=torch.uint8))
 
-    async def prepare_delta(self, *_: object) -> PreparedDelta:
-        raise EngineError("this engine takes no deltas")
+    async def prepare_delta(
+        self, manifest: Manifest, staged: Mapping[str, Tensor], before: Mapping[str, int]
+    ) -> PreparedDelta:
+        state = self._awake_state()
+        serving = {self._spec.name: state.weight}
+        return deltas.prepare(manifest, staged, serving, before, state.generation)
 
     async def commit(
         self, staged: StagedUpdate, weights: WeightTag, max_kv_lag: int | None
@@ -189,8 +197,11 @@ class SyntheticEngine:
         if not state.consistent and not staged.tensors:
             raise EngineError("the weights are discarded: send a full update")
         began = time.perf_counter_ns()
-        if staged.tensors:
+        if staged.delta is not None:
+            deltas.prepared(staged.delta, state.generation).apply()
+        elif staged.tensors:
             state.weight.copy_(staged.tensors[self._spec.name])
+        state.generation += 1
         state.consistent = True
         state.tag = weights
         running = list(state.running.values())
@@ -218,6 +229,7 @@ class SyntheticEngine:
         if weights is SleepingWeights.DISCARD:
             state.consistent = False
             state.weight.zero_()
+            state.generation += 1
             return self._config.weight_bytes
         return 0
 
@@ -226,6 +238,7 @@ class SyntheticEngine:
         state.asleep = False
         if reload_checkpoint:
             state.weight.zero_()  # as it started
+            state.generation += 1
             state.consistent = True
         self._changed.set()
 

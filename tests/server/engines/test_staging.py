@@ -52,7 +52,7 @@ def test_tensors_in_slabs_are_apart(
         f"t{i}": torch.empty(shape, dtype=dtype)
         for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=False))
     }
-    staged = allocate_slabs(targets, slab)
+    staged = allocate_slabs(describe_all(targets), slab)
     assert list(staged) == list(targets)
     for number, (name, tensor) in enumerate(staged.items()):
         assert (tensor.shape, tensor.dtype) == (targets[name].shape, targets[name].dtype)
@@ -65,7 +65,7 @@ def test_tensors_in_slabs_are_apart(
 def test_buckets_have_their_place_in_it() -> None:
     targets = {f"t{i}": torch.empty(size) for i, size in enumerate((100, 3, 0, 1000, 1))}
     manifest = plan(describe_all(targets), bucket_bytes=640)
-    staged = allocate_staging(targets, "host")
+    staged = allocate_staging(describe_all(targets), CPU, "host")
     there = {i: as_bytes(staged[spec.name]) for i, spec in enumerate(manifest.tensors)}
     assert all(in_place_view(bucket, there, CPU) is not None for bucket in manifest.buckets)
 
@@ -73,7 +73,7 @@ def test_buckets_have_their_place_in_it() -> None:
 def test_an_update_that_no_memory_is_left_for_is_named_as_such() -> None:
     targets = {"large": torch.empty(1).expand(1 << 50)}
     with pytest.raises(NoMemoryError, match=f"an update of {1 << 32} MiB cannot be staged"):
-        allocate_staging(targets, "host")
+        allocate_staging(describe_all(targets), CPU, "host")
 
 
 @pytest.mark.parametrize(

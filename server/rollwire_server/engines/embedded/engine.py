@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import queue
 import threading
+import traceback
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from rollwire_transport import on_side_stream
+from rollwire_transport._concurrency import fast_thread_switching
 
 from rollwire_server.engines.base import EngineError, EngineLoad, NoMemoryError
 from rollwire_server.engines.embedded.startup import start_runner
@@ -112,13 +115,19 @@ class EmbeddedEngine:
     async def stage(self, manifest: Manifest) -> Mapping[str, Tensor]:
         return await self._call(lambda runner: runner.weights.stage(manifest))
 
-    async def prepare_delta(self, *_: object) -> PreparedDelta:
-        raise EngineError("this engine takes no deltas")
+    async def prepare_delta(
+        self, manifest: Manifest, staged: Mapping[str, Tensor], before: Mapping[str, int]
+    ) -> PreparedDelta:
+        weights = self._running().weights
+        # Beside the engine's thread, which goes on to sample: weights are only read.
+        return await _in_worker_thread(
+            weights.device, lambda: weights.prepare_delta(manifest, staged, before)
+        )
 
     async def commit(
         self, staged: StagedUpdate, weights: WeightTag, max_kv_lag: int | None
     ) -> CommitStats:
-        return await self._call(lambda runner: runner.commit(staged.tensors, weights, max_kv_lag))
+        return await self._call(lambda runner: runner.commit(staged, weights, max_kv_lag))
 
     async def digests(self) -> dict[str, int]:
         return await self._call(lambda runner: runner.weights.digests())
@@ -216,6 +225,24 @@ class EmbeddedEngine:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:  # the loop is closed, and nobody left to report to
             self._commands.put(None)
+
+
+async def _in_worker_thread(device: torch.device, work: Callable[[], T]) -> T:
+    """Runs work beside the engine's thread, on a stream of its own."""
+    # The worker may hold its work and the result for a moment longer than they are waited for:
+    # memory that the next update may need. So both pass through lists.
+    works, results = [on_side_stream(device, work)], []
+
+    def run() -> None:
+        try:
+            with fast_thread_switching():
+                results.append(works.pop()())
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
+            raise
+
+    await asyncio.to_thread(run)
+    return results.pop()
 
 
 def _resolve(future: asyncio.Future[Any], value: object, error: BaseException | None) -> None:

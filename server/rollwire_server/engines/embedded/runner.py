@@ -30,13 +30,13 @@ from rollwire_server.engines.embedded.weights import ModelWeights
 from rollwire_server.engines.memory import allocating
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from rollwire.types import SleepingWeights
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from rollwire_server.engines.base import SequenceSpec, Step
+    from rollwire_server.engines.base import SequenceSpec, StagedUpdate, Step
     from rollwire_server.engines.embedded.batch import KvCache, StepPlan
     from rollwire_server.engines.embedded.model import PackedModel
     from rollwire_server.engines.embedded.weights import Staging
@@ -119,14 +119,15 @@ class ModelRunner:
     def release(self) -> None:
         self._held = False
 
-    def commit(
-        self, staged: Mapping[str, Tensor], tag: WeightTag, max_kv_lag: int | None
-    ) -> CommitStats:
+    def commit(self, staged: StagedUpdate, tag: WeightTag, max_kv_lag: int | None) -> CommitStats:
         if not self._held:
             raise EngineError("weights are committed only while sampling is held")
         began = time.perf_counter_ns()
         try:
-            self.weights.replace(staged)
+            if staged.delta is None:
+                self.weights.replace(staged.tensors)
+            else:
+                self.weights.apply_delta(staged.delta)
         except TornWeightsError:
             self.scheduler.drop_entries()
             raise

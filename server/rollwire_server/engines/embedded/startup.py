@@ -92,6 +92,7 @@ def _start(
         max_top_logprobs=min(MAX_TOP_LOGPROBS, model.vocab_size),
         routed_experts=runner.routing is not None,
         sampling_parameters=SAMPLING_PARAMETERS | {"min_new_tokens"},
+        deltas=runner.weights.takes_deltas,
     )
     return runner, info
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -9,15 +10,22 @@ import rollwire_transport as transport
 import torch
 from rollwire.types import SleepingWeights
 
-from rollwire_server.engines.base import EngineError, NoMemoryError, TornWeightsError
+from rollwire_server.engines import deltas
+from rollwire_server.engines.base import (
+    EngineError,
+    NoMemoryError,
+    TornWeightsError,
+)
 from rollwire_server.engines.embedded.checkpoint import checkpoint_tensors
 from rollwire_server.engines.memory import allocating, copy_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
     from transformers import PreTrainedModel
+
+    from rollwire_server.engines.base import PreparedDelta
 
 PINNED_BYTES = 1 << 30
 """Pinned memory is allocated in pieces of this size: torch rounds each up to a power of two."""
@@ -48,6 +56,7 @@ class ModelWeights:
         self._serving = self._unaliased(tensors)
         self._backup: list[Tensor] | None = None
         self._freed_shapes: list[torch.Size] = []
+        self._generation = 0  # of the serving memory; a delta was prepared for one
         self.consistent = True  # all of one policy; if not, only a full update cures that
 
     @property
@@ -59,9 +68,41 @@ class ModelWeights:
         specs = [spec for spec in self.specs if spec.alias_of is None]
         return transport.tensor_digests(specs, {s.name: self._target(s.name) for s in specs})
 
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self._hf.device
+        return device
+
+    @property
+    def takes_deltas(self) -> bool:
+        """A delta is of the bytes of tensors, which must lie as they are sent."""
+        return all(tensor.is_contiguous() for tensor in self._serving.values())
+
     def stage(self, manifest: transport.Manifest) -> dict[str, Tensor]:
+        for spec in manifest.tensors:
+            self._target(spec.alias_of or spec.name)
+        return allocate_staging(deltas.staged_specs(manifest), self.device, self._staging)
+
+    def prepare_delta(
+        self, manifest: transport.Manifest, staged: Mapping[str, Tensor], before: Mapping[str, int]
+    ) -> PreparedDelta:
+        """See ``Engine.prepare_delta``; for another thread than that which replaces weights."""
         sent = [spec.name for spec in manifest.tensors if spec.alias_of is None]
-        return allocate_staging({name: self._target(name) for name in sent}, self._staging)
+        with allocating(
+            "a delta cannot be prepared",
+            "publish in full encoding, or leave more device memory free",
+        ):
+            here = {n: d.to(self.device, non_blocking=True) for n, d in staged.items()}
+            serving = {name: self._target(name) for name in sent}
+            return deltas.prepare(manifest, here, serving, before, self._generation)
+
+    def apply_delta(self, delta: PreparedDelta) -> None:
+        """Puts a delta in place; see ``Engine.commit`` for what it raises."""
+        received = deltas.prepared(delta, self._generation)
+        if not self.consistent:
+            raise EngineError("the weights are discarded or torn: send a full update")
+        with self._replacing():
+            received.apply()
 
     def replace(self, staged: Mapping[str, Tensor]) -> None:
         """Copies staged tensors over the serving ones; see ``Engine.commit`` for what it raises."""
@@ -78,12 +119,18 @@ class ModelWeights:
                 f"the weights are discarded or torn, and the update lacks {len(missing)} of "
                 f"{len(self._serving)} tensors: send a full one"
             )
+        with self._replacing():
+            copy_tensors(targets, sources)
+
+    @contextlib.contextmanager
+    def _replacing(self) -> Iterator[None]:
         self.consistent = False
+        self._generation += 1
         try:
             with torch.no_grad():
-                copy_tensors(targets, sources)
-                for device in {target.device for target in targets if target.is_cuda}:
-                    torch.cuda.synchronize(device)
+                yield
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
         except Exception as error:
             raise TornWeightsError(f"copying staged weights into place failed: {error}") from error
         self.consistent = True
@@ -104,6 +151,7 @@ class ModelWeights:
         else:
             self.consistent = False
         self._serving.clear()
+        self._generation += 1
         self._freed_shapes = [tensor.shape for tensor in tensors]
         for tensor in tensors:
             tensor.data = tensor.new_empty(0)
@@ -144,19 +192,20 @@ class ModelWeights:
         return iter({id(t): t for t in self._hf.state_dict(keep_vars=True).values()}.values())
 
 
-def allocate_staging(targets: Mapping[str, Tensor], staging: Staging) -> dict[str, Tensor]:
-    """An uninitialized tensor like each of ``targets``, laid out as in an update's buckets."""
-    needed = sum(target.nbytes for target in targets.values())
+def allocate_staging(
+    specs: Sequence[transport.TensorSpec], device: torch.device, staging: Staging
+) -> dict[str, Tensor]:
+    """Uninitialized tensors for the device of the weights, laid out as in an update's buckets."""
+    needed = transport.packed_nbytes(specs)
 
     def allocate(where: str, max_bytes: float = math.inf, **options: Any) -> dict[str, Tensor]:
         with allocating(
             f"an update of {needed >> 20} MiB cannot be staged {where}",
             "start the server with another --staging, or give it more memory",
         ):
-            return allocate_slabs(targets, max_bytes, **options)
+            return allocate_slabs(specs, max_bytes, **options)
 
-    device = next((target.device for target in targets.values() if target.is_cuda), None)
-    if device is None:
+    if device.type != "cuda":
         return allocate("in host memory")
     if staging != "host":
         try:
@@ -169,19 +218,20 @@ def allocate_staging(targets: Mapping[str, Tensor], staging: Staging) -> dict[st
 
 
 def allocate_slabs(
-    targets: Mapping[str, Tensor], max_bytes: float, **options: Any
+    specs: Sequence[transport.TensorSpec], max_bytes: float, **options: Any
 ) -> dict[str, Tensor]:
     """Tensors in as few allocations of up to ``max_bytes`` as possible, with torch's ``options``; a
     larger tensor has one of its own.
     """
     slabs: list[list[transport.TensorSpec]] = [[]]
     size = 0
-    for name, target in targets.items():
-        if slabs[-1] and size + target.nbytes > max_bytes:
+    for spec in specs:
+        padded = transport.packed_nbytes([spec])
+        if slabs[-1] and size + padded > max_bytes:
             slabs.append([])
             size = 0
-        slabs[-1].append(transport.describe(name, target))
-        size += transport.padded_nbytes(target.nbytes)
+        slabs[-1].append(spec)
+        size += padded
     staged: dict[str, Tensor] = {}
     for slab in slabs:
         memory = torch.empty(transport.packed_nbytes(slab), dtype=torch.uint8, **options)

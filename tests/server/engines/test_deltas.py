@@ -1,0 +1,178 @@
+"""Deltas in the memory of the embedded engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from rollwire.types import SleepingWeights, WeightTag
+from rollwire_server.engines.base import EngineError, StagedUpdate
+from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
+from rollwire_server.engines.embedded.checkpoint import build, checkpoint_tensors
+from rollwire_server.engines.embedded.weights import ModelWeights
+from rollwire_transport import (
+    ManifestError,
+    PublishedCopy,
+    describe_all,
+    packed_nbytes,
+    plan,
+    tensor_digests,
+)
+from support.engines import prompts, running, spec
+from support.publishing import changed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rollwire_server.engines.base import PreparedDelta
+    from rollwire_transport import Snapshot
+    from support.engines import Driver
+    from torch import Tensor
+
+CPU = torch.device("cpu")
+
+
+def sent(model: str = "builtin:tiny") -> dict[str, Tensor]:
+    """The tensors of a built-in model, aliases left out."""
+    tensors = checkpoint_tensors(build(model))
+    return {s.name: tensors[s.name] for s in describe_all(tensors) if s.alias_of is None}
+
+
+def snapshot_of(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Snapshot:
+    manifest = plan(describe_all(old), bucket_bytes=4096)
+    copy = PublishedCopy(CPU)
+    copy.take(manifest, old.items, device=CPU)
+    return copy.take(manifest, new.items, device=CPU)
+
+
+async def prepared(driver: Driver, snapshot: Snapshot) -> tuple[dict[str, Tensor], PreparedDelta]:
+    delta = snapshot.delta
+    assert delta is not None
+    staged = dict(await driver.engine.stage(delta.manifest))
+    assert len(staged) == len(delta.manifest.buckets)
+    for name, tensor in staged.items():
+        part = delta.tensors[name]
+        tensor.copy_(part if isinstance(part, torch.Tensor) else part())
+    before = await driver.engine.digests()
+    return staged, await driver.engine.prepare_delta(delta.manifest, staged, before)
+
+
+async def commit(driver: Driver, staged: Mapping[str, Tensor], delta: PreparedDelta) -> None:
+    tag = WeightTag(1, driver.tag.revision + 1, driver.tag.server_id, 7)
+    await driver.engine.hold()
+    try:
+        await driver.engine.commit(StagedUpdate(staged, delta.digests, delta), tag, None)
+    finally:
+        await driver.engine.release()
+    driver.tag = tag
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["builtin:tiny", "builtin:tiny-moe"])
+async def test_it_changes_what_has_changed_while_sequences_are_sampled(
+    model: str, dtype: str
+) -> None:
+    old = {name: t.to(getattr(torch, dtype)) for name, t in sent(model).items()}
+    config = EmbeddedConfig(model, dtype=dtype, device="cpu", max_running_sequences=4)
+    async with running(EmbeddedEngine(config)) as driver:
+        assert driver.engine.describe().deltas
+        sampled = driver.submit(*(spec(p, 200, seed=1) for p in prompts(3, 9)))
+        for seed in range(3):
+            new = changed(old, seed)
+            snapshot = snapshot_of(old, new)
+            await driver.tokens(len(sampled[0].token_ids) + 3, *sampled)
+            staged, delta = await prepared(driver, snapshot)
+            assert await driver.engine.digests() == tensor_digests(describe_all(old), old)
+            assert delta.digests == snapshot.digests
+            await commit(driver, staged, delta)
+            assert await driver.engine.digests() == snapshot.digests
+            old = new
+        await driver.ended(*sampled)
+        assert sampled[0].revisions == sorted(sampled[0].revisions)
+        assert {0, 1, 2} <= set(sampled[0].revisions)
+
+
+async def test_what_is_staged_is_as_large_as_what_is_sent(driver: Driver) -> None:
+    old = sent()
+    delta = snapshot_of(old, changed(old, 1)).delta
+    assert delta is not None
+    staged = await driver.engine.stage(delta.manifest)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in staged.values()}
+    allocated = sum(storage.nbytes() for storage in storages.values())
+    assert allocated == packed_nbytes(describe_all(staged))
+    assert allocated <= delta.nbytes + 64 * len(delta.manifest.buckets)
+    assert delta.nbytes < sum(t.nbytes for t in old.values()) / 10
+
+
+async def test_memory_that_has_lost_a_bit_is_noticed(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = sent()
+    snapshot = snapshot_of(old, changed(old, 2, share=0.3))
+    before = await driver.engine.digests()
+    serving: list[Tensor] = []
+    target = ModelWeights._target
+    monkeypatch.setattr(
+        ModelWeights, "_target", lambda self, name: serving.append(t := target(self, name)) or t
+    )
+    assert snapshot.delta is not None
+    staged = await driver.engine.stage(snapshot.delta.manifest)
+    for name, tensor in staged.items():
+        part = snapshot.delta.tensors[name]
+        tensor.copy_(part if isinstance(part, torch.Tensor) else part())
+    assert serving
+    for tensor in serving:
+        tensor.view(torch.int32).view(-1)[:20] ^= 1 << 20  # some of these words change
+    delta = await driver.engine.prepare_delta(snapshot.delta.manifest, staged, before)
+    assert delta.digests != snapshot.digests
+
+
+@pytest.mark.parametrize("how", ["commit", "delta", "discard", "reload"])
+async def test_it_is_not_put_over_weights_that_have_changed_since(driver: Driver, how: str) -> None:
+    old = sent()
+    staged, delta = await prepared(driver, snapshot_of(old, changed(old, 3)))
+    if how == "commit":
+        await driver.commit({"model.norm.weight": old["model.norm.weight"] * 2})
+    elif how == "delta":
+        await commit(driver, *await prepared(driver, snapshot_of(old, changed(old, 4))))
+    else:
+        await driver.engine.sleep(SleepingWeights.DISCARD)
+        await driver.engine.wake(reload_checkpoint=how == "reload")
+    holds = await driver.engine.digests()
+    with pytest.raises(EngineError, match="have changed since the delta was prepared"):
+        await commit(driver, staged, delta)
+    assert await driver.engine.digests() == holds
+
+
+async def test_no_delta_is_prepared_of_weights_that_are_not_there(driver: Driver) -> None:
+    old = sent()
+    delta = snapshot_of(old, changed(old, 5)).delta
+    assert delta is not None
+    staged = await driver.engine.stage(delta.manifest)
+    await driver.engine.sleep(SleepingWeights.DISCARD)
+    with pytest.raises(EngineError, match="wake the engine up first"):
+        await driver.engine.prepare_delta(delta.manifest, staged, {})
+    with pytest.raises(EngineError, match="wake the engine up first"):
+        await driver.engine.stage(delta.manifest)
+
+
+async def test_what_is_no_delta_is_refused_and_nothing_has_changed(driver: Driver) -> None:
+    old = sent()
+    delta = snapshot_of(old, changed(old, 6)).delta
+    assert delta is not None
+    staged = await driver.engine.stage(delta.manifest)
+    for tensor in staged.values():
+        tensor.fill_(255)
+    before = await driver.engine.digests()
+    with pytest.raises(ManifestError, match="not the delta of a bucket"):
+        await driver.engine.prepare_delta(delta.manifest, staged, before)
+    assert await driver.engine.digests() == before
+
+
+async def test_an_engine_whose_tensors_do_not_lie_as_they_are_sent_takes_none() -> None:
+    model = build("builtin:tiny").eval().requires_grad_(requires_grad=False)
+    assert ModelWeights(model).takes_deltas
+    layer = model.model.layers[0].self_attn.o_proj
+    layer.weight.data = layer.weight.data.T.contiguous().T
+    assert not ModelWeights(model).takes_deltas
