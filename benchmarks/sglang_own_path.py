@@ -92,7 +92,8 @@ def _measure(sglang: Connection, specs: list[Spec], ranks: int, options: Namespa
             options,
         )
         for way, update in ways.items()
-        for policy in options.policies
+        for policy, _ in options.policies
+        if policy in MODES
         for turn in range(1, options.publishes + 1)
     ]
 
