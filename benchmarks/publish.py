@@ -6,11 +6,13 @@
     python benchmarks/publish.py --trainer cuda:0 --servers cuda:0 …    one GPU for both
 
 Random weights are published again and again while streams decode, over each backend and under each
-KV policy. The floor is a bare broadcast of the same bytes by torch.distributed, in the same run,
-before the servers start; ``--own-path`` adds SGLang's own updates of one engine, after they have
-ended. Decode lost: seconds of undisturbed decoding that the tokens missing in a window take.
-Recomputed: how many tokens' keys and values the server computes again. Where a GPU is shared, NCCL
-goes by sockets, and its kernels take the GPU from decoding.
+KV policy. With ``--delta`` they are published in deltas, after a bit of so many percent of the
+elements was flipped on the device; ``delta.py`` measures these more closely. The floor is a bare
+broadcast of the same bytes by torch.distributed, in the same run, before the servers start;
+``--own-path`` adds SGLang's own updates of one engine, after they have ended. Decode lost: seconds
+of undisturbed decoding that the tokens missing in a window take. Recomputed: how many tokens' keys
+and values the server computes again. Where a GPU is shared, NCCL goes by sockets, and its kernels
+take the GPU from decoding.
 """
 
 from __future__ import annotations
@@ -47,6 +49,9 @@ def main() -> None:
     add_serving(parser)
     parser.add_argument("--backends", nargs="+", default=["gloo"])
     add_kv_policies(parser)
+    parser.add_argument(
+        "--delta", type=float, metavar="PERCENT", help="of elements changed each time"
+    )
     options = parse(parser)
     options.prompts = Prompts(options.prompt, options.vocab)
     with checkpoint(options, options.device) as folder:
@@ -83,12 +88,15 @@ async def measure(
                     running.fleet,
                     backend=backend,
                     max_kv_lag=max_kv_lag,
+                    delta=options.delta is not None,
                     bucket_bytes=options.bucket_mib and options.bucket_mib << 20,
                 )
                 settle = SETTLE_SECONDS["keep" if max_kv_lag is None else "recompute"]
-                results = [
-                    await running.publish(publisher, settle) for _ in range(options.publishes)
-                ]
+                results = []
+                for _ in range(options.publishes):
+                    if options.delta is not None:
+                        await running.change(options.delta / 100)
+                    results.append(await running.publish(publisher, settle))
                 measured = _rows(f"{backend} {policy}", results)
                 for row in measured:
                     print("  ".join(row), flush=True)

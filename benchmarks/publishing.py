@@ -1,4 +1,4 @@
-"""What benchmarks of publishes share: real servers that decode, and publishes measured meanwhile."""
+"""What benchmarks of publishes share: real servers that decode, and publishes to them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from rollwire_client import PublishReport
     from sglang_own_path import Row, Spec
     from torch import Tensor
+
+
+CHANGED_SECONDS = 0.5  # from a change of the weights until decoding is undisturbed
+_FLIPPED_ELEMENTS = 1 << 26  # at a time
 
 
 class Prompts:
@@ -93,6 +97,7 @@ class Decoding:
         self._arrivals = Arrivals()
         self._streams: list[asyncio.Task[None]] = []
         self._options = options
+        self._generator = torch.Generator(options.device).manual_seed(1)
         self._version = 0
 
     @property
@@ -106,12 +111,11 @@ class Decoding:
     async def start(self) -> None:
         """Makes random weights, and waits until all streams decode."""
         options = self._options
-        generator = torch.Generator(options.device).manual_seed(1)
         for spec in await Publisher(self.fleet).schema():
             if spec.alias_of is None:
                 dtype = getattr(torch, spec.dtype)
                 tensor = torch.empty(spec.shape, dtype=dtype, device=options.device)
-                self.tensors[spec.name] = tensor.normal_(0, 0.02, generator=generator)
+                self.tensors[spec.name] = tensor.normal_(0, 0.02, generator=self._generator)
         self._streams = [
             asyncio.create_task(self._decode(options.prompts(number)))
             for number in range(options.streams * len(options.servers))
@@ -120,6 +124,14 @@ class Decoding:
             while not self._arrivals.flowing(len(self._streams)):
                 await asyncio.sleep(0.1)
                 self._check()
+
+    async def change(self, share: float) -> None:
+        """Changes this share of the elements of each tensor, as an optimizer would in place."""
+        for tensor in self.tensors.values():
+            flip_bits(tensor, share, self._generator)
+        if torch.device(self._options.device).type == "cuda":
+            torch.cuda.synchronize(self._options.device)
+        await asyncio.sleep(CHANGED_SECONDS)
 
     async def publish(self, publisher: Publisher, settle: float) -> Measured:
         """Publishes the tensors. Decoding is as it was ``settle`` seconds after the commit."""
@@ -157,6 +169,14 @@ class Decoding:
         for stream in self._streams:
             if stream.done():
                 stream.result()
+
+
+def flip_bits(tensor: Tensor, share: float, generator: torch.Generator) -> None:
+    """Flips the lowest bit of this share of the elements, of two or four bytes, drawn at random."""
+    bits = tensor.view({2: torch.int16, 4: torch.int32}[tensor.itemsize]).flatten()
+    for part in torch.split(bits, _FLIPPED_ELEMENTS):
+        drawn = torch.empty_like(part).random_(0, 10_000, generator=generator)
+        part.bitwise_xor_(drawn.lt_(round(share * 10_000)))
 
 
 @contextlib.asynccontextmanager
