@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 UNITS = {
     "seconds": "{:.3f}",
-    "MB": "{:,.1f}",
+    "MB": "{:,.2f}",
     "changed %": "{:.3f}",
     "find ms": "{:.1f}",
     "staged ms": "{:.1f}",

@@ -99,7 +99,7 @@ class Published:
             sum(size for k, size in zip(kinds, sizes, strict=True) if k == kind)
             for kind in range(len(KINDS))
         ]
-        for parameter, view in zip(parameters.values(), self.flat.split(sizes), strict=True):
+        for parameter, view in zip(parameters.values(), torch.split(self.flat, sizes), strict=True):
             parameter.data = view.view_as(parameter).copy_(parameter.data)
         self._copied = [(parameters[name], source) for name, source in trained.named_parameters()]
 
@@ -116,7 +116,7 @@ class Published:
         words = changed[: len(changed) // 4 * 4].view(-1, 4).any(1)
         return Change(
             _unchanged(changed),
-            tuple(_unchanged(part) for part in changed.split(self.sizes)),
+            tuple(_unchanged(part) for part in torch.split(changed, self.sizes)),
             _unchanged(words),
             delta / self.flat.nbytes,
         )
@@ -244,7 +244,8 @@ def logprobs(model: Any, prompts: Tensor, answers: Tensor) -> Tensor:
     """Of the answers' tokens: [sequences, answer]."""
     token_ids = torch.cat([prompts, answers], 1)
     logits = model(input_ids=token_ids[:, :-1], use_cache=False, logits_to_keep=ANSWER).logits
-    return logits.float().log_softmax(-1).gather(-1, answers[..., None])[..., 0]
+    chosen: Tensor = logits.float().log_softmax(-1).gather(-1, answers[..., None])[..., 0]
+    return chosen
 
 
 def advantages(rewards: Tensor) -> Tensor:

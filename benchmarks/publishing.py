@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 import time
 from dataclasses import dataclass
@@ -217,6 +218,7 @@ def own_updates(folder: Path, specs: list[Spec], options: argparse.Namespace) ->
     from sglang_alone import arguments
     from sglang_own_path import own_path
 
+    gc.collect()
     torch.cuda.empty_cache()  # it takes as much again
     config = SglangConfig(
         model=str(folder),
