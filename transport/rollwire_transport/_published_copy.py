@@ -213,7 +213,7 @@ class _Comparison:
         self._records.append(HostCopy(self._digester.record(index, new)))
         copy = self._view(bucket)
         if self.known:
-            old = self._assembled(bucket, self._old) if copy is None else copy
+            old = _assembled(bucket, self._copies, self._old) if copy is None else copy
             self._in_work.append(self._encoder.encode(old, new, bucket.size))
             if len(self._in_work) == BUCKETS_IN_WORK:
                 self._take_result()
@@ -221,7 +221,7 @@ class _Comparison:
             copy.copy_(new)
         if copy is None:
             for span in bucket.spans:
-                self._piece(span).copy_(_piece(new, span))
+                _copy_of(span, self._copies).copy_(_piece(new, span))
 
     def _take_result(self) -> None:
         bucket = self._manifest.buckets[len(self._deltas)]
@@ -232,7 +232,7 @@ class _Comparison:
         elif (copy := self._view(bucket)) is not None:
             self._deltas.append(copy[: bucket.size])
         else:  # a function: there may be no room for all of these at once
-            self._deltas.append(functools.partial(self._assembled, bucket))
+            self._deltas.append(functools.partial(_whole, bucket, self._copies, self._device))
         self._sizes.append(bucket.size if delta is None else delta.numel())
 
     def digests(self) -> dict[str, int]:
@@ -265,20 +265,25 @@ class _Comparison:
             return None
         return view.as_strided((padded_nbytes(bucket.size),), (1,), view.storage_offset())
 
-    def _assembled(self, bucket: Bucket, room: Tensor | None = None) -> Tensor:
-        """The copy's bytes of a bucket; with their padding, if there is ``room`` for them."""
-        if room is None:
-            assembled = torch.empty(bucket.size, dtype=torch.uint8, device=self._device)
-        else:
-            assembled = room[: padded_nbytes(bucket.size)]
-            for begin, end in _padding(bucket):
-                assembled[begin:end].zero_()
-        for span in bucket.spans:
-            _piece(assembled, span).copy_(self._piece(span), non_blocking=True)
-        return assembled
 
-    def _piece(self, span: Span) -> Tensor:
-        return self._copies[span.tensor][span.tensor_offset :][: span.length]
+def _assembled(bucket: Bucket, copies: Mapping[int, Tensor], room: Tensor) -> Tensor:
+    """A bucket of these copies, with its padding, in ``room``."""
+    assembled = room[: padded_nbytes(bucket.size)]
+    for begin, end in _padding(bucket):
+        assembled[begin:end].zero_()
+    for span in bucket.spans:
+        _piece(assembled, span).copy_(_copy_of(span, copies), non_blocking=True)
+    return assembled
+
+
+def _whole(bucket: Bucket, copies: Mapping[int, Tensor], device: torch.device) -> Tensor:
+    """A bucket of these copies, in memory of its own."""
+    room = torch.empty(padded_nbytes(bucket.size), dtype=torch.uint8, device=device)
+    return _assembled(bucket, copies, room)[: bucket.size]
+
+
+def _copy_of(span: Span, copies: Mapping[int, Tensor]) -> Tensor:
+    return copies[span.tensor][span.tensor_offset :][: span.length]
 
 
 def _piece(bucket: Tensor, span: Span) -> Tensor:
