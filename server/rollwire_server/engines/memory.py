@@ -18,7 +18,7 @@ from rollwire_transport._manifest import nbytes
 from rollwire_server.engines.base import EngineError, NoMemoryError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from rollwire_transport import TensorSpec
     from torch import Tensor
@@ -140,7 +140,10 @@ class StagingMemory:
     """
 
     def __init__(
-        self, memories: Sequence[Tensor], parts: list[dict[str, Any]], part_of: dict[str, int]
+        self,
+        memories: Sequence[Tensor],
+        parts: list[dict[str, Any]],
+        part_of: dict[TensorSpec, int],
     ) -> None:
         self.regions = [_Region(memory) for memory in memories]
         self.pin_error: str | None = None  # why it is not pinned although it should be
@@ -160,8 +163,13 @@ class StagingMemory:
         return any(borrow() is not None for borrow in self._borrowed)
 
     def lend(self, specs: Sequence[TensorSpec]) -> StagedTensors:
-        """Uninitialized tensors of specs that it was allocated for; it must not be in use."""
-        layout = StagingLayout(self._parts, _arrange(specs, self._part_of))
+        """Uninitialized tensors; it must not be in use.
+
+        What it was allocated for has its place. Anything else is placed where there is room; raises
+        NoMemoryError if there is none.
+        """
+        sizes = [region.memory.nbytes for region in self.regions]
+        layout = StagingLayout(self._parts, _arrange(specs, self._part_of, sizes))
         borrowed = [_Borrowed(region) for region in self.regions]
         self._borrowed = [weakref.ref(borrow) for borrow in borrowed]
         staged = StagedTensors(tensor_views(layout, [borrow.tensor() for borrow in borrowed]))
@@ -269,7 +277,7 @@ def _open(part: dict[str, Any], rank: int) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _divide(specs: Sequence[TensorSpec], *, parts: int) -> tuple[dict[str, int], list[int]]:
+def _divide(specs: Sequence[TensorSpec], *, parts: int) -> tuple[dict[TensorSpec, int], list[int]]:
     """Assigns tensors to parts of about the same size; returns the part of each, and the sizes."""
     share = sum(padded_nbytes(nbytes(spec)) for spec in specs) / parts
     part_of = {}
@@ -278,20 +286,23 @@ def _divide(specs: Sequence[TensorSpec], *, parts: int) -> tuple[dict[str, int],
     for spec in specs:
         size = nbytes(spec)
         part = min(int((before + size / 2) / share), parts - 1) if share else 0
-        part_of[spec.name] = part
+        part_of[spec] = part
         sizes[part] += padded_nbytes(size)
         before += padded_nbytes(size)
     return part_of, [max(size, padded_nbytes(1)) for size in sizes]
 
 
-def _arrange(specs: Sequence[TensorSpec], part_of: dict[str, int]) -> list[TensorPlacement]:
+def _arrange(
+    specs: Sequence[TensorSpec], part_of: Mapping[TensorSpec, int], sizes: Sequence[int]
+) -> list[TensorPlacement]:
     """Places tensors one after the other in their parts, as in the buckets of an update."""
     places = []
-    ends: dict[int, int] = {}
+    ends = [0] * len(sizes)
     for spec in specs:
-        part, size = part_of[spec.name], nbytes(spec)
-        places.append(
-            TensorPlacement(spec.name, spec.dtype, spec.shape, part, ends.get(part, 0), size)
-        )
-        ends[part] = ends.get(part, 0) + padded_nbytes(size)
+        size = nbytes(spec)
+        room = (i for i, end in enumerate(ends) if end + padded_nbytes(size) <= sizes[i])
+        if (part := part_of.get(spec, next(room, None))) is None:
+            raise NoMemoryError("these tensors do not fit into the memory of updates")
+        places.append(TensorPlacement(spec.name, spec.dtype, spec.shape, part, ends[part], size))
+        ends[part] += padded_nbytes(size)
     return places

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rollwire_server.engines import memory as engine_memory
+from rollwire_server.engines.base import NoMemoryError
 from rollwire_server.engines.memory import (
     allocate_on_devices,
     allocate_on_host,
@@ -102,6 +103,22 @@ def test_memory_is_lent_again_once_nobody_holds_a_tensor_of_it() -> None:
         del staged
         assert not memory.in_use
     assert len(where) == 1
+
+
+@given(specs, st.integers(1, 3))
+def test_other_tensors_are_lent_too_if_they_fit(specs: list[TensorSpec], devices: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_memory, "export_handle", lambda _: {})
+        memory = allocate_on_devices([CPU] * devices, specs, ranks=1)
+    room = [region.memory.numel() for region in memory.regions]
+    others = [TensorSpec(f"{i}", "uint8", (size - 1,)) for i, size in enumerate(room)]
+    staged = memory.lend(others)
+    for number, tensor in enumerate(staged.values()):
+        tensor.fill_(number)
+    assert all((tensor == number).all() for number, tensor in enumerate(staged.values()))
+    assert devices > 1 or homes(plan(others), staged) != [None], "received in place"
+    with pytest.raises(NoMemoryError, match="do not fit"):
+        memory.lend([*others, TensorSpec("one more", "uint8", (1,))])
 
 
 def test_it_is_the_same_in_another_process() -> None:
