@@ -21,15 +21,17 @@ if TYPE_CHECKING:
 
 
 class Copying(nn.Module):
-    """A model that fuses "good" and "late", and does no more than that."""
+    """A model that fuses "good" and "late", of so many rows each, and does no more than that."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 2) -> None:
         super().__init__()
-        self.fused = nn.Parameter(torch.zeros(4, 2))
+        self.rows = rows
+        self.fused = nn.Parameter(torch.zeros(2 * rows, 2))
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
-            (self.fused.data[2:] if name == "late" else self.fused.data[:2]).copy_(tensor)
+            good, late = self.fused.data.split(self.rows)
+            (late if name == "late" else good).copy_(tensor)
 
 
 class Fragile(Copying):
@@ -70,7 +72,8 @@ class Beside:
 async def weights_of(model: Copying, folder: Path) -> AsyncIterator[SglangWeights]:
     """Those of "good" and "late", which a checkpoint in ``folder`` has as zeros."""
     (folder / "config.json").write_text("{}")
-    save_file({"good": torch.zeros(2, 2), "late": torch.zeros(2, 2)}, folder / "m.safetensors")
+    tensors = {name: torch.zeros(model.rows, 2) for name in ("good", "late")}
+    save_file(tensors, folder / "m.safetensors")
     weights = SglangWeights(Beside(model), FACTS, folder, torch.device("cpu"))  # type: ignore[arg-type]
     await weights.read()
     yield weights

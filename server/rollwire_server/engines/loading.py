@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rollwire_transport import describe
 from rollwire_transport._digest import compile_sums, digest_of_sum
+from rollwire_transport._manifest import nbytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class PlannedCopy:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    is_run: bool  # it copies a run of the tensor's elements to a run of the parameter's
 
     def source(self, tensor: Tensor) -> Tensor:
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
@@ -66,6 +68,26 @@ def grouped_copy(plan: CopyPlan, staged: Mapping[str, Tensor]) -> tuple[list[Ten
     return targets, sources
 
 
+def tensor_in_place(copies: Sequence[PlannedCopy], spec: TensorSpec) -> Tensor | None:
+    """The bytes of a checkpoint's tensor in the model, if they lie there as in the checkpoint: in
+    one piece and in order.
+    """
+    dtype = getattr(torch, spec.dtype)
+    end = 0
+    ordered = sorted(copies, key=lambda copy: copy.offset)
+    for copy in ordered:
+        target, first = copy.target, ordered[0].target
+        follows = target.data_ptr() - first.data_ptr() == end * dtype.itemsize
+        if not (follows and copy.is_run and copy.offset == end and target.dtype == dtype):
+            return None
+        if _memory(target) != _memory(first):
+            return None
+        end += target.numel()
+    if not ordered or end * dtype.itemsize != nbytes(spec):
+        return None
+    return ordered[0].target.as_strided((end,), (1,))
+
+
 class _CopyTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records copies out of ``sources`` instead of making them, and refuses all other writes."""
 
@@ -84,8 +106,9 @@ class _CopyTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if name is None or target.is_meta or source.dtype != self._dtypes[name]:
                 raise UntraceableLoadError("it copies something that is not in the checkpoint")
             read = source.expand(target.shape)
-            copy = PlannedCopy(target, tuple(read.shape), read.stride(), read.storage_offset())
-            self.plan[name].append(copy)
+            is_run = read.is_contiguous() and target.is_contiguous()
+            place = (tuple(read.shape), read.stride(), read.storage_offset())
+            self.plan[name].append(PlannedCopy(target, *place, is_run))
             return target
         if func in PADDING and not args[0].is_meta:
             return args[0]

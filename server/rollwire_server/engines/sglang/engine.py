@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rollwire.types import SleepingWeights, WeightTag
+from rollwire_transport import Encoding
 
 from rollwire_server.engines.base import (
     CommitStats,
@@ -101,6 +102,7 @@ class SglangEngine:
             info.described,
             staging="device" if weights.staged_on_devices else "host",
             staging_bytes=weights.nbytes,
+            deltas=weights.takes_deltas,
         )
         self._sink = sink
         self._run(self._listen(), "listening for its heartbeat")
@@ -268,10 +270,16 @@ class SglangEngine:
     async def stage(self, manifest: Manifest) -> Mapping[str, Tensor]:
         sent = [spec for spec in manifest.tensors if spec.alias_of is None]
         async with self._commands:
-            return await self._awake().stage(sent)
+            weights = self._awake()
+            if manifest.encoding is Encoding.DELTA:
+                return await weights.stage_delta(manifest)
+            return await weights.stage(sent)
 
-    async def prepare_delta(self, *_: object) -> PreparedDelta:
-        raise EngineError("this engine takes no deltas")
+    async def prepare_delta(
+        self, manifest: Manifest, staged: Mapping[str, Tensor], before: Mapping[str, int]
+    ) -> PreparedDelta:
+        async with self._commands:
+            return await self._awake().prepare_delta(manifest, staged, before)
 
     async def commit(
         self, staged: StagedUpdate, weights: WeightTag, max_kv_lag: int | None

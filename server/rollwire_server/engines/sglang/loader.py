@@ -13,12 +13,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rollwire_transport import (
+    ManifestError,
+    PublishedCopy,
+    ReceivedDelta,
+    TensorSpec,
+    describe_all,
+    plan,
+)
 
 from rollwire_server.engines.loading import (
     UntraceableLoadError,
     digests_of,
     fingerprinter,
     grouped_copy,
+    tensor_in_place,
     trace_load,
 )
 from rollwire_server.engines.memory import (
@@ -30,16 +39,17 @@ from rollwire_server.engines.memory import (
     tensor_views,
 )
 from rollwire_server.engines.sglang.processes import append
-from rollwire_server.engines.sglang.weights import read_tensors
+from rollwire_server.engines.sglang.weights import manifest_from_json, read_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor, nn
 
     from rollwire_server.engines.loading import CopyPlan
 
 WARM_UP_COPIES = 8
+BESIDE_STEPS = ("prepare",)  # commands that change nothing, on a stream of their own
 CPU = torch.device("cpu")
 
 
@@ -51,11 +61,13 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     loader.touched = False
     answer: dict[str, Any] = {"rank": _rank(), "error": None}
     try:
-        _synchronize()  # running steps still read the weights
+        if command["do"] not in BESIDE_STEPS:
+            _synchronize()  # running steps still read the weights
         with torch.no_grad():
             answer |= loader.execute(command) or {}
     except Exception as error:  # the server decides what follows from it
         answer["error"] = f"{type(error).__name__}: {error}"
+        answer["no_memory"] = isinstance(error, MemoryError | torch.OutOfMemoryError)
     answer["touched"] = loader.touched
     with contextlib.suppress(OSError):  # the server no longer waits for the answer
         append(command["answers"], f"{json.dumps(answer)}\n")
@@ -67,7 +79,11 @@ class WeightLoader:
     def __init__(self, model: nn.Module) -> None:
         self.touched = False  # whether the command under way has begun to change weights
         self._model = model
+        self._device = next((parameter.device for parameter in model.parameters()), CPU)
+        self._stream = _side_stream(self._device)
         self._plan: CopyPlan | None = None
+        self._in_place: dict[str, Tensor] = {}  # the tensors of updates, where they serve
+        self._prepared: tuple[int, ReceivedDelta] | None = None
         self._parts: list[dict[str, Any]] = []
         self._memories: list[Tensor] = []
         self._pinned: list[PinnedMemory] = []
@@ -86,8 +102,13 @@ class WeightLoader:
                 self._close()
             case "apply":  # the tensors that are open
                 return self._apply()
+            case "prepare":  # a delta in staging memory
+                return self._prepare(command)
+            case "apply_delta":  # the one that was prepared last
+                return self._apply_delta(command["number"])
             case "reload":  # the tensors of a checkpoint folder
-                self._change(read_tensors(Path(command["folder"])))
+                tensors = read_tensors(Path(command["folder"]))
+                self._change(lambda: self._load(tensors))
             case "compare":  # the memory with the weights that were applied last
                 now, then = digests_of(self._fingerprint()), digests_of(self._committed)
                 return {"changed": sorted(n for n in now if now[n] != then.get(n))}
@@ -96,32 +117,48 @@ class WeightLoader:
         return None
 
     def _trace(self, tensors: list[tuple[str, str, list[int]]]) -> dict[str, Any]:
+        """Answers why there is no plan, and which tensor is the first that deltas cannot reach."""
+        first = tensors[0][0] if tensors else None
         try:
             self._plan = trace_load(self._model, tensors)
         except UntraceableLoadError as error:
-            return {"untraceable": f"each commit loads tensor by tensor: {error}"}
-        # The first grouped copy of a process is slow. It runs here, not in the first commit.
+            why = f"each commit loads tensor by tensor: {error}"
+            return {"untraceable": why, "not_in_place": first}
+        not_in_place = None
+        for name, dtype, shape in tensors:
+            spec = TensorSpec(name, dtype, tuple(shape))
+            if (tensor := tensor_in_place(self._plan[name], spec)) is not None:
+                self._in_place[name] = tensor
+            else:
+                not_in_place = not_in_place or name
+        # The first grouped copy of a process is slow, and so is its first delta, for which kernels
+        # are compiled. They run here, not in the first commit or beside decoding.
         targets = [copy.target for copies in self._plan.values() for copy in copies]
         small = sorted(targets, key=lambda target: target.numel())[:WARM_UP_COPIES]
         copy_tensors([torch.empty_like(target) for target in small], small)
-        return {"untraceable": None}
+        if not_in_place is None:
+            _take_some_delta(self._device)
+        return {"untraceable": None, "not_in_place": not_in_place}
 
     def _open(self, parts: list[dict[str, Any]], places: list[list[Any]]) -> dict[str, Any]:
-        layout = StagingLayout(parts, [TensorPlacement(*place) for place in places])
-        if layout.parts != self._parts:
-            self._close()
-            self._memories = open_parts(layout.parts, _rank())
-            self._parts = layout.parts
-            device = next((parameter.device for parameter in self._model.parameters()), CPU)
-            self._pinned = [PinnedMemory(memory, device) for memory in self._memories]
-        self._opened = tensor_views(layout, self._memories)
+        self._opened = self._staged(parts, places)
         if self._plan is not None:
             self._copies = grouped_copy(self._plan, self._opened)
         return {"pin_error": next((pinned.error for pinned in self._pinned if pinned.error), None)}
 
+    def _staged(self, parts: list[dict[str, Any]], places: list[list[Any]]) -> dict[str, Tensor]:
+        """Tensors in staging memory, which is opened unless it is open."""
+        if parts != self._parts:
+            self._close()
+            self._memories = open_parts(parts, _rank())
+            self._parts = parts
+            self._pinned = [PinnedMemory(memory, self._device) for memory in self._memories]
+        layout = StagingLayout(parts, [TensorPlacement(*place) for place in places])
+        return tensor_views(layout, self._memories)
+
     def _close(self) -> None:
         memories, pinned = self._memories, self._pinned
-        self._opened, self._copies = {}, ([], [])
+        self._opened, self._copies, self._prepared = {}, ([], []), None
         self._pinned, self._memories, self._parts = [], [], []
         for memory in pinned:
             memory.release()
@@ -130,22 +167,66 @@ class WeightLoader:
     def _apply(self) -> dict[str, Any]:
         if not self._opened:  # the old weights would serve under the new version
             raise RuntimeError("no staged memory is open here")
-        began = time.perf_counter()
         if self._plan is None:
-            self._change(self._opened.items())
-            return {"copied_ms": _ms(began), "fingerprint_ms": 0.0}
-        self.touched = True
-        copy_tensors(*self._copies)
-        _synchronize()
-        copied = time.perf_counter()
-        self._committed = self._fingerprint()
-        return {"copied_ms": round((copied - began) * 1e3, 1), "fingerprint_ms": _ms(copied)}
+            return self._change(lambda: self._load(self._opened.items()))
+        return self._change(lambda: copy_tensors(*self._copies))
 
-    def _change(self, tensors: Any) -> None:
-        self.touched = True
+    def _prepare(self, command: dict[str, Any]) -> dict[str, Any]:
+        began = time.perf_counter()
+        self._prepared = None  # its memory comes first
+        staged = self._staged(*command["staged"])
+        manifest = manifest_from_json(command["manifest"])
+        with torch.cuda.stream(self._stream):  # of a None it makes nothing
+            deltas = {n: t.to(self._device, non_blocking=True) for n, t in staged.items()}
+            try:
+                delta = ReceivedDelta(manifest, deltas, self._in_place)
+                digests = delta.digests(command["before"])
+            except ManifestError as error:
+                return {"problems": error.problems}
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._prepared = command["number"], delta
+        return {"problems": [], "digests": digests, "prepared_ms": _ms(began)}
+
+    def _apply_delta(self, number: int) -> dict[str, Any]:
+        if self._prepared is None or self._prepared[0] != number:
+            raise RuntimeError("the weights have changed since the delta was prepared")
+        return self._change(self._prepared[1].apply)
+
+    def _load(self, tensors: Any) -> None:
         self._model.load_weights(tensors)  # type: ignore[operator]  # as SGLang's models have it
-        _synchronize()
+
+    def _change(self, change: Callable[[], None]) -> dict[str, Any]:
+        began = time.perf_counter()
+        self.touched = True
+        try:
+            change()
+            _synchronize()
+        finally:
+            self._prepared = None  # it was made for the weights as they were
+        changed = time.perf_counter()
         self._committed = self._fingerprint()
+        return {"copied_ms": round((changed - began) * 1e3, 1), "fingerprint_ms": _ms(changed)}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    if device.type != "cuda":
+        return None
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _take_some_delta(device: torch.device) -> None:
+    tensors = {"all": torch.zeros(4096, dtype=torch.int16, device=device)}
+    manifest = plan(describe_all(tensors))
+    copy = PublishedCopy(device)
+    before = copy.take(manifest, tensors.items, device=device)
+    tensors["all"][7] = 1
+    after = copy.take(manifest, tensors.items, device=device)
+    if (sent := after.delta) is not None:
+        deltas = {n: t if isinstance(t, torch.Tensor) else t() for n, t in sent.tensors.items()}
+        delta = ReceivedDelta(sent.manifest, deltas, {"all": torch.zeros_like(tensors["all"])})
+        delta.digests(before.digests)
+        delta.apply()
 
 
 def _ms(since: float) -> float:

@@ -10,18 +10,35 @@ import asyncio
 import contextlib
 import json
 import logging
-from typing import TYPE_CHECKING, Any
+from dataclasses import astuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from rollwire_transport import TensorSpec, describe, sum_digests, tensor_digest
+from rollwire_transport import (
+    Bucket,
+    Manifest,
+    ManifestError,
+    Span,
+    TensorSpec,
+    delta_layout,
+    describe,
+    sum_digests,
+    tensor_digest,
+)
 from rollwire_transport._manifest import nbytes
 
-from rollwire_server.engines.base import ChangedWeightsError, EngineError, TornWeightsError
+from rollwire_server.engines.base import (
+    ChangedWeightsError,
+    EngineError,
+    NoMemoryError,
+    PreparedDelta,
+    TornWeightsError,
+)
 from rollwire_server.engines.memory import StagedTensors, allocate_on_devices, allocate_on_host
 from rollwire_server.engines.sglang.processes import MemoryFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -34,12 +51,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Commands, by what can go wrong and how long they may take.
-CHANGING = ("apply", "reload")
+CHANGING = ("apply", "apply_delta", "reload")
 READING = ("trace", "reload")
 READING_SECONDS = 600.0  # a large checkpoint takes minutes
 SLOWEST_BYTES_A_SECOND = 1 << 29  # of the other commands, which pin, copy, load or compare
 
 INPUT, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class _Prepared(NamedTuple):
+    """A delta that SGLang's process has read. It refers to the staged memory."""
+
+    number: int
+    staged: Mapping[str, Tensor]
 
 
 class SglangWeights:
@@ -59,6 +83,8 @@ class SglangWeights:
         self.specs: list[TensorSpec] = []
         self.nbytes = 0  # of a full update
         self.intact = True  # all of one policy; if not, only a full update helps
+        self.takes_deltas = False
+        self._prepared = 0  # deltas, so far
 
     @property
     def staged_on_devices(self) -> bool:
@@ -72,6 +98,12 @@ class SglangWeights:
         for answer in await self._command("trace", tensors=tensors):
             if answer["untraceable"] is not None:
                 logger.warning(answer["untraceable"])
+            if self.info.ranks > 1:
+                logger.info("deltas are not accepted: SGLang's processes share the weights")
+            elif (name := answer["not_in_place"]) is not None:
+                logger.info("deltas are not accepted: SGLang does not hold %s as it is sent", name)
+            else:
+                self.takes_deltas = True
         return sum_digests(self._digests.values())
 
     async def allocate_staging(self, devices: Sequence[torch.device] = ()) -> StagingMemory:
@@ -94,16 +126,24 @@ class SglangWeights:
         return memory
 
     async def stage(self, specs: Sequence[TensorSpec]) -> StagedTensors:
+        staged = (await self._unused_memory()).lend(specs)
+        await self._open(staged.layout)
+        return staged
+
+    async def stage_delta(self, manifest: Manifest) -> StagedTensors:
+        """Room for the deltas of its buckets, in the memory of full updates."""
+        if not self.intact:
+            raise EngineError("the weights are discarded or torn: send a full update, not a delta")
+        return (await self._unused_memory()).lend(delta_layout(manifest).tensors)
+
+    async def _unused_memory(self) -> StagingMemory:
         if self._memory is not None and self._memory.in_use:
             logger.warning(
                 "a transfer that failed may still write to the memory of updates, so new memory "
                 "is allocated; work on the devices waits meanwhile"
             )
             await self.release_staging()
-        memory = self._memory or await self.allocate_staging(self._on_devices)
-        staged = memory.lend(specs)
-        await self._open(staged.layout)
-        return staged
+        return self._memory or await self.allocate_staging(self._on_devices)
 
     def _allocate(self) -> StagingMemory:
         if self._on_devices:
@@ -129,6 +169,24 @@ class SglangWeights:
         if self._on_devices:
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
+    async def prepare_delta(
+        self, manifest: Manifest, staged: Mapping[str, Tensor], before: Mapping[str, int]
+    ) -> PreparedDelta:
+        """Has SGLang's process read a staged delta; see ``Engine.prepare_delta``."""
+        layout = self._layout_of(staged)
+        self._prepared += 1
+        (answer,) = await self._command(
+            "prepare",
+            number=self._prepared,
+            staged=layout,
+            manifest=manifest_to_json(manifest),
+            before=before,
+        )
+        if answer["problems"]:
+            raise ManifestError(answer["problems"])
+        logger.info("a delta was prepared in %.1f ms", answer["prepared_ms"])
+        return PreparedDelta(answer["digests"], _Prepared(self._prepared, staged))
+
     async def apply(self, update: StagedUpdate) -> None:
         """Puts an update in place; see ``Engine.commit`` for what it raises."""
         staged = update.tensors
@@ -137,19 +195,29 @@ class SglangWeights:
                 f"the weights are discarded or torn, and the update lacks {len(missing)} of "
                 f"{len(self._digests)} tensors: send a full one"
             )
-        if not staged:
+        if update.delta is not None:
+            if not isinstance(prepared := update.delta.changes, _Prepared):
+                raise EngineError("this delta was not prepared by this engine")
+            answers = await self._replace("apply_delta", number=prepared.number)
+        elif staged:
+            await self._open(self._layout_of(staged))
+            answers = await self._replace("apply")
+        else:
             return
-        if not isinstance(staged, StagedTensors):
-            raise EngineError("these tensors were not staged by this engine")
-        for device in self._on_devices:  # received buckets may still be on their way there
-            torch.cuda.synchronize(device)
-        await self._open(staged.layout)
-        for rank, answer in enumerate(await self._replace("apply")):
+        for rank, answer in enumerate(answers):
             logger.info(
                 "process %d put weights in place in %.1f ms, and began their fingerprint in %.1f",
                 *(rank, answer["copied_ms"], answer["fingerprint_ms"]),
             )
         self._digests = {**self._digests, **update.digests}
+
+    def _layout_of(self, staged: Mapping[str, Tensor]) -> StagingLayout:
+        """Where tensors lie that ``stage`` returned and that are filled."""
+        if not isinstance(staged, StagedTensors):
+            raise EngineError("these tensors were not staged by this engine")
+        for device in self._on_devices:  # received buckets may still be on their way there
+            torch.cuda.synchronize(device)
+        return staged.layout
 
     async def reload(self) -> None:
         await self._replace("reload", folder=str(self._folder))
@@ -212,7 +280,22 @@ class SglangWeights:
         touched = len(answers) < ranks or any(answer["touched"] for answer in answers)
         if do in CHANGING and touched:
             raise TornWeightsError(f"putting weights in place failed: {why}")
-        raise EngineError(f"SGLang's processes could not execute: {why}")
+        no_memory = any(answer.get("no_memory") for answer in answers)
+        kind = NoMemoryError if no_memory else EngineError
+        raise kind(f"SGLang's processes could not execute: {why}")
+
+
+def manifest_to_json(manifest: Manifest) -> list[Any]:
+    """The tensors and buckets of a manifest."""
+    return [[astuple(spec) for spec in manifest.tensors], [astuple(b) for b in manifest.buckets]]
+
+
+def manifest_from_json(value: list[Any]) -> Manifest:
+    tensors, buckets = value
+    return Manifest(
+        tuple(TensorSpec(name, dtype, tuple(shape), of) for name, dtype, shape, of in tensors),
+        tuple(Bucket(size, tuple(Span(*s) for s in spans), n) for size, spans, n in buckets),
+    )
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,323 @@
+"""Deltas in the SGLang engine: read and put in place where a model fuses what it loads."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from rollwire_server.engines.base import EngineError, NoMemoryError, StagedUpdate, TornWeightsError
+from rollwire_server.engines.loading import tensor_in_place, trace_load
+from rollwire_server.engines.sglang import loader
+from rollwire_transport import (
+    ManifestError,
+    PublishedCopy,
+    ReceivedDelta,
+    TensorSpec,
+    describe_all,
+    plan,
+    tensor_digests,
+)
+from support.engines import staged_update
+from support.sglang_weights import Copying, Fragile, weights_of
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable, Mapping
+    from pathlib import Path
+
+    from rollwire_server.engines.base import PreparedDelta
+    from rollwire_server.engines.sglang.weights import SglangWeights
+    from rollwire_transport import Delta
+    from torch import Tensor
+
+CPU = torch.device("cpu")
+ROWS = 512
+
+
+class Trainer:
+    """Publishes the tensors of ``Copying``, which are zeros at first."""
+
+    def __init__(self) -> None:
+        self.copy = PublishedCopy(CPU)
+        self.tensors = {name: torch.zeros(ROWS, 2) for name in ("good", "late")}
+        self.digests: Mapping[str, int] = {}
+        self.delta()
+
+    def delta(self, **values: float) -> Delta:
+        """What changes when one element of each of these tensors does."""
+        for name, value in values.items():
+            self.tensors[name][1, 0] = value
+        manifest = plan(describe_all(self.tensors), bucket_bytes=1536)
+        snapshot = self.copy.take(manifest, self.tensors.items, device=CPU)
+        self.digests = snapshot.digests
+        return snapshot.delta  # type: ignore[return-value]  # None the first time
+
+
+@pytest.fixture
+def trainer() -> Trainer:
+    return Trainer()
+
+
+@pytest.fixture
+def model() -> Copying:
+    return Copying(ROWS)
+
+
+@pytest.fixture
+async def weights(model: Copying, tmp_path: Path) -> AsyncIterator[SglangWeights]:
+    async with weights_of(model, tmp_path) as weights:
+        await weights.allocate_staging()
+        yield weights
+
+
+async def prepared(weights: SglangWeights, delta: Delta) -> PreparedDelta:
+    staged = await weights.stage_delta(delta.manifest)
+    for name, tensor in delta.tensors.items():
+        staged[name].copy_(tensor if isinstance(tensor, torch.Tensor) else tensor())
+    return await weights.prepare_delta(delta.manifest, staged, weights._digests)
+
+
+async def commit(weights: SglangWeights, delta: PreparedDelta) -> None:
+    await weights.apply(StagedUpdate({}, delta.digests, delta))
+
+
+async def send_full(weights: SglangWeights, tensors: Mapping[str, Tensor]) -> None:
+    staged = await weights.stage(weights.specs)
+    for name, tensor in tensors.items():
+        staged[name].copy_(tensor)
+    await weights.apply(staged_update(staged))
+
+
+async def test_a_delta_changes_what_it_says_and_nothing_before_its_commit(
+    weights: SglangWeights, model: Copying, trainer: Trainer
+) -> None:
+    assert weights.takes_deltas
+    for value in (1.0, 2.5):
+        before = model.fused.clone()
+        delta = await prepared(weights, trainer.delta(late=value))
+        assert delta.digests == trainer.digests
+        assert model.fused.equal(before)
+        await commit(weights, delta)
+        assert model.fused.nonzero().tolist() == [[ROWS + 1, 0]]
+        assert model.fused[ROWS + 1, 0] == value
+        assert await weights.digests() == trainer.digests
+        model.fused.data[0, 0] = 1  # what is compared is the memory after the commit
+        with pytest.raises(EngineError, match="have changed: fused"):
+            await weights.digests()
+        model.fused.data[0, 0] = 0
+
+
+async def test_it_waits_in_the_memory_of_full_updates(
+    weights: SglangWeights, model: Copying, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    obeyed: list[str] = []
+    execute = weights._bridge.update
+
+    async def noted(command: str, seconds: float) -> None:
+        obeyed.append(json.loads(command)["do"])
+        await execute(command, seconds)
+
+    monkeypatch.setattr(weights._bridge, "update", noted)
+    memory = loader._loaders[model]._memories[0]
+    for value in (1.0, 2.0):
+        await send_full(weights, trainer.tensors)
+        await commit(weights, await prepared(weights, trainer.delta(good=value)))
+        assert model.fused[1, 0] == value
+    assert obeyed == ["apply", "prepare", "apply_delta"] * 2
+    assert loader._loaders[model]._memories[0] is memory
+
+
+async def test_on_another_base_it_leads_to_another_digest(
+    weights: SglangWeights, model: Copying, trainer: Trainer
+) -> None:
+    delta = trainer.delta(good=1.0)
+    model.fused.data[1, 0] = 7.0
+    assert (await prepared(weights, delta)).digests != trainer.digests
+
+
+@pytest.mark.parametrize("by", ["full update", "delta", "checkpoint", "closed memory"])
+async def test_once_the_weights_have_changed_it_is_refused(
+    weights: SglangWeights, model: Copying, trainer: Trainer, by: str
+) -> None:
+    first = await prepared(weights, trainer.delta(good=1.0))
+    match by:
+        case "full update":
+            await send_full(weights, trainer.tensors)
+        case "delta":
+            await commit(weights, await prepared(weights, trainer.delta(good=3.0)))
+        case "checkpoint":
+            await weights.reload()
+        case "closed memory":
+            await weights.release_staging()
+    before, digests = model.fused.clone(), await weights.digests()
+    with pytest.raises(EngineError, match="have changed since the delta was prepared") as caught:
+        await commit(weights, first)
+    assert not isinstance(caught.value, TornWeightsError)
+    assert weights.intact
+    assert model.fused.equal(before)
+    assert await weights.digests() == digests
+
+
+async def test_it_does_not_mend_what_is_torn_or_discarded(
+    weights: SglangWeights, trainer: Trainer
+) -> None:
+    delta = await prepared(weights, trainer.delta(good=1.0))
+    weights.intact = False
+    with pytest.raises(EngineError, match="send a full one"):
+        await commit(weights, delta)
+    del delta
+    with pytest.raises(EngineError, match="send a full update"):
+        await prepared(weights, trainer.delta(good=2.0))
+    await send_full(weights, trainer.tensors)
+    await commit(weights, await prepared(weights, trainer.delta(good=3.0)))
+    assert await weights.digests() == trainer.digests
+
+
+async def test_one_that_fails_half_way_leaves_torn_weights(
+    weights: SglangWeights, model: Copying, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delta = await prepared(weights, trainer.delta(good=1.0))
+
+    def fails(_: ReceivedDelta) -> None:
+        raise RuntimeError("an illegal access")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ReceivedDelta, "apply", fails)
+        with pytest.raises(TornWeightsError, match="an illegal access"):
+            await commit(weights, delta)
+    assert not weights.intact
+    await send_full(weights, trainer.tensors)
+    assert weights.intact
+
+
+async def test_what_is_no_delta_is_refused(weights: SglangWeights, trainer: Trainer) -> None:
+    delta = trainer.delta(good=1.0)
+    staged = await weights.stage_delta(delta.manifest)
+    for tensor in staged.values():
+        tensor.fill_(7)
+    with pytest.raises(ManifestError, match="not the delta of a bucket"):
+        await weights.prepare_delta(delta.manifest, staged, weights._digests)
+
+
+async def test_without_memory_for_it_the_weights_serve_on(
+    weights: SglangWeights, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> dict[str, int]:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ReceivedDelta, "digests", fails)
+        with pytest.raises(NoMemoryError, match="tried to allocate"):
+            await prepared(weights, trainer.delta(good=1.0))
+    assert weights.intact
+
+
+class Fusing(nn.Module):
+    """Loads "qkv" in three copies, "experts.0" and "experts.1" into one parameter, "embed" into the
+    beginning of a padded one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.zeros(80, 3, dtype=torch.bfloat16))
+        self.experts = nn.Parameter(torch.zeros(2, 99, dtype=torch.bfloat16))
+        self.embed = nn.Parameter(torch.zeros(80, 3, dtype=torch.bfloat16))
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            if name == "qkv":
+                for begin, size in ((0, 40), (60, 20), (40, 20)):
+                    self.qkv.data.narrow(0, begin, size).copy_(tensor.narrow(0, begin, size))
+            elif name == "embed":
+                self.embed.data[:70].copy_(tensor)
+                self.embed.data[70:].fill_(0)
+            else:
+                self.experts.data[int(name[-1])].copy_(tensor)
+
+
+FUSED = {"qkv": (80, 3), "embed": (70, 3), "experts.0": (99,), "experts.1": (99,)}
+
+
+def test_deltas_reach_what_lies_fused_in_one_piece() -> None:
+    model, seed = Fusing(), torch.Generator().manual_seed(1)
+    tensors = {n: torch.randn(s, generator=seed).bfloat16() for n, s in FUSED.items()}
+    specs = describe_all(tensors)
+    copies = trace_load(model, [(s.name, s.dtype, s.shape) for s in specs])
+    in_place = {spec.name: tensor_in_place(copies[spec.name], spec) for spec in specs}
+    copy = PublishedCopy(CPU)
+    copy.take(plan(specs), tensors.items, device=CPU)
+    model.load_weights(tensors.items())
+    before = tensor_digests(specs, tensors)
+    for tensor in tensors.values():
+        tensor.view(-1)[1::30] += 1
+    snapshot = copy.take(plan(specs, bucket_bytes=320), tensors.items, device=CPU)
+    assert snapshot.delta is not None
+    deltas = dict(snapshot.delta.tensors)
+    received = ReceivedDelta(snapshot.delta.manifest, deltas, in_place)  # type: ignore[arg-type]
+    assert received.digests(before) == snapshot.digests
+    with torch.no_grad():
+        received.apply()
+    other = Fusing()
+    other.load_weights(tensors.items())
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+class TestOutOfReach:
+    """Tensors that a model does not hold as they are sent: deltas cannot reach them."""
+
+    class Elsewhere(nn.Module):
+        """Loads one tensor in the way of its name."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = nn.Parameter(torch.zeros(4, 4))
+            self.other = nn.Parameter(torch.zeros(4, 4))
+            self.wider = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
+
+        def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+            for name, tensor in tensors:
+                match name:
+                    case "rows of a shard":
+                        self.kept.data[:2].copy_(tensor[2:])
+                    case "columns of a shard":
+                        self.kept.data[:, :2].copy_(tensor[:, 2:])
+                    case "transposed":
+                        self.kept.data.copy_(tensor.t())
+                    case "in the rows of another":
+                        self.wider.data.view(torch.float32)[:, :4].copy_(tensor)
+                    case "twice":
+                        self.kept.data.copy_(tensor)
+                        self.other.data.copy_(tensor)
+                    case "in two places":
+                        self.kept.data[:2].copy_(tensor[:2])
+                        self.other.data[2:].copy_(tensor[2:])
+                    case "in another order":
+                        self.kept.data[2:].copy_(tensor[:2])
+                        self.kept.data[:2].copy_(tensor[2:])
+                    case "in another dtype":
+                        self.wider.data.copy_(tensor)
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "rows of a shard",
+            "columns of a shard",
+            "transposed",
+            "in the rows of another",
+            "twice",
+            "in two places",
+            "in another order",
+            "in another dtype",
+            "not at all",
+        ],
+    )
+    def test_it_is_told(self, name: str) -> None:
+        spec = TensorSpec(name, "float32", (4, 4))
+        copies = trace_load(self.Elsewhere(), [(spec.name, spec.dtype, spec.shape)])
+        assert tensor_in_place(copies[name], spec) is None
+
+    @pytest.mark.parametrize("model", [Fragile(ROWS)])
+    async def test_without_a_plan_there_are_no_deltas(self, weights: SglangWeights) -> None:
+        assert not weights.takes_deltas
