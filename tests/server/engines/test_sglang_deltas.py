@@ -321,3 +321,28 @@ class TestOutOfReach:
     @pytest.mark.parametrize("model", [Fragile(ROWS)])
     async def test_without_a_plan_there_are_no_deltas(self, weights: SglangWeights) -> None:
         assert not weights.takes_deltas
+
+
+class Deriving(Copying):
+    """Keeps a sum of its parameter, by the version of that, as some of SGLang's layers do."""
+
+    def __init__(self) -> None:
+        super().__init__(ROWS)
+        self.kept: tuple[int, float] = (-1, 0.0)
+
+    def total(self) -> float:
+        if self.kept[0] != self.fused._version:
+            self.kept = (self.fused._version, self.fused.sum().item())
+        return self.kept[1]
+
+
+@pytest.mark.parametrize("model", [Deriving()])
+async def test_what_is_derived_from_weights_by_their_version_follows_them(
+    weights: SglangWeights, model: Deriving, trainer: Trainer
+) -> None:
+    assert model.total() == 0
+    await commit(weights, await prepared(weights, trainer.delta(good=1.0)))
+    assert model.total() == 1
+    trainer.tensors["late"][0, 0] = 2
+    await send_full(weights, trainer.tensors)
+    assert model.total() == 3

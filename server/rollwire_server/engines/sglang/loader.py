@@ -21,6 +21,7 @@ from rollwire_transport import (
     describe_all,
     plan,
 )
+from torch.autograd.graph import increment_version
 
 from rollwire_server.engines.loading import (
     UntraceableLoadError,
@@ -89,6 +90,7 @@ class WeightLoader:
         self._pinned: list[PinnedMemory] = []
         self._opened: dict[str, Tensor] = {}
         self._copies: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._versioned = [*model.parameters(), *model.buffers()]
         self._fingerprint = fingerprinter(model)
         self._committed = self._fingerprint()
 
@@ -205,6 +207,8 @@ class WeightLoader:
         finally:
             self._prepared = None  # it was made for the weights as they were
         changed = time.perf_counter()
+        # SGLang keeps some of what it derives from weights, by their version.
+        increment_version(self._versioned)
         self._committed = self._fingerprint()
         return {"copied_ms": round((changed - began) * 1e3, 1), "fingerprint_ms": _ms(changed)}
 
