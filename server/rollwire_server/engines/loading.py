@@ -88,6 +88,26 @@ def tensor_in_place(copies: Sequence[PlannedCopy], spec: TensorSpec) -> Tensor |
     return ordered[0].target.as_strided((end,), (1,))
 
 
+def gather(copies: Sequence[PlannedCopy], spec: TensorSpec) -> Tensor:
+    """A checkpoint's tensor as it is read back from where it was copied to."""
+    tensor = copies[0].target.new_empty(spec.shape, dtype=getattr(torch, spec.dtype))
+    for copy in copies:
+        copy.source(tensor).copy_(copy.target, non_blocking=True)
+    return tensor
+
+
+def can_gather(copies: Sequence[PlannedCopy], spec: TensorSpec) -> bool:
+    """Whether its copies hold all of a checkpoint's tensor, in a dtype that has its values."""
+    dtype = getattr(torch, spec.dtype)
+    copied = torch.zeros(spec.shape, dtype=torch.bool)
+    for copy in copies:
+        repeats = any(s == 0 and n > 1 for s, n in zip(copy.stride, copy.size, strict=True))
+        if repeats or torch.promote_types(dtype, copy.target.dtype) != copy.target.dtype:
+            return False
+        copy.source(copied).fill_(value=True)
+    return bool(copies) and bool(copied.all())
+
+
 class _CopyTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records copies out of ``sources`` instead of making them, and refuses all other writes."""
 

@@ -10,17 +10,19 @@ import torch
 from rollwire_server.engines.base import EngineError, NoMemoryError, StagedUpdate, TornWeightsError
 from rollwire_server.engines.loading import tensor_in_place, trace_load
 from rollwire_server.engines.sglang import loader
+from rollwire_server.engines.sglang.weights import SglangWeights
 from rollwire_transport import (
     ManifestError,
     PublishedCopy,
     ReceivedDelta,
-    TensorSpec,
     describe_all,
     plan,
     tensor_digests,
 )
+from safetensors.torch import save_file
 from support.engines import staged_update
-from support.sglang_weights import Copying, Fragile, weights_of
+from support.sglang_weights import FACTS, Beside, Copying, Fragile, weights_of
+from support.tensors import random_tensor
 from torch import nn
 
 if TYPE_CHECKING:
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rollwire_server.engines.base import PreparedDelta
-    from rollwire_server.engines.sglang.weights import SglangWeights
     from rollwire_transport import Delta
     from torch import Tensor
 
@@ -264,63 +265,124 @@ def test_deltas_reach_what_lies_fused_in_one_piece() -> None:
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
-class TestOutOfReach:
-    """Tensors that a model does not hold as they are sent: deltas cannot reach them."""
+class Elsewhere(nn.Module):
+    """Loads "rows", and another tensor in the way of its name."""
 
-    class Elsewhere(nn.Module):
-        """Loads one tensor in the way of its name."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.zeros(64, 64))
+        self.kept = nn.Parameter(torch.zeros(64, 64))
+        self.other = nn.Parameter(torch.zeros(64, 64))
+        self.wider = nn.Parameter(torch.zeros(64, 64, dtype=torch.float64))
+        self.narrower = nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16))
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.kept = nn.Parameter(torch.zeros(4, 4))
-            self.other = nn.Parameter(torch.zeros(4, 4))
-            self.wider = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            match name:
+                case "rows":
+                    self.rows.data.copy_(tensor)
+                case "transposed":
+                    self.kept.data.copy_(tensor.t())
+                case "with padded rows":
+                    self.wider.data.view(torch.float32)[:, :64].copy_(tensor)
+                case "twice":
+                    self.kept.data.copy_(tensor)
+                    self.other.data.copy_(tensor)
+                case "in two places":
+                    self.kept.data[:20].copy_(tensor[:20])
+                    self.other.data[20:].copy_(tensor[20:])
+                case "in another order":
+                    self.kept.data[32:].copy_(tensor[:32])
+                    self.kept.data[:32].copy_(tensor[32:])
+                case "in a wider dtype":
+                    self.wider.data.copy_(tensor)
+                case "in a narrower dtype":
+                    self.narrower.data.copy_(tensor)
+                case "rows of a shard":
+                    self.kept.data[:32].copy_(tensor[32:])
+                case "columns of a shard":
+                    self.kept.data[:, :32].copy_(tensor[:, 32:])
+                case "one for all":
+                    self.kept.data.copy_(tensor[0, 0])
 
-        def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-            for name, tensor in tensors:
-                match name:
-                    case "rows of a shard":
-                        self.kept.data[:2].copy_(tensor[2:])
-                    case "columns of a shard":
-                        self.kept.data[:, :2].copy_(tensor[:, 2:])
-                    case "transposed":
-                        self.kept.data.copy_(tensor.t())
-                    case "in the rows of another":
-                        self.wider.data.view(torch.float32)[:, :4].copy_(tensor)
-                    case "twice":
-                        self.kept.data.copy_(tensor)
-                        self.other.data.copy_(tensor)
-                    case "in two places":
-                        self.kept.data[:2].copy_(tensor[:2])
-                        self.other.data[2:].copy_(tensor[2:])
-                    case "in another order":
-                        self.kept.data[2:].copy_(tensor[:2])
-                        self.kept.data[:2].copy_(tensor[2:])
-                    case "in another dtype":
-                        self.wider.data.copy_(tensor)
 
-    @pytest.mark.parametrize(
-        "name",
-        [
-            "rows of a shard",
-            "columns of a shard",
-            "transposed",
-            "in the rows of another",
-            "twice",
-            "in two places",
-            "in another order",
-            "in another dtype",
-            "not at all",
-        ],
-    )
-    def test_it_is_told(self, name: str) -> None:
-        spec = TensorSpec(name, "float32", (4, 4))
-        copies = trace_load(self.Elsewhere(), [(spec.name, spec.dtype, spec.shape)])
-        assert tensor_in_place(copies[name], spec) is None
+def checkpoint_of(*names: str) -> dict[str, Tensor]:
+    return {name: random_tensor(torch.float32, (64, 64), i) for i, name in enumerate(names)}
 
-    @pytest.mark.parametrize("model", [Fragile(ROWS)])
-    async def test_without_a_plan_there_are_no_deltas(self, weights: SglangWeights) -> None:
-        assert not weights.takes_deltas
+
+def serving(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> SglangWeights:
+    """Weights that a model has loaded from a checkpoint."""
+    (folder / "config.json").write_text("{}")
+    save_file(dict(tensors), folder / "m.safetensors")
+    model.load_weights(tensors.items())  # type: ignore[operator]
+    return SglangWeights(Beside(model), FACTS, folder, CPU)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "transposed",
+        "with padded rows",
+        "twice",
+        "in two places",
+        "in another order",
+        "in a wider dtype",
+    ],
+)
+async def test_a_tensor_that_lies_otherwise_is_read_back_for_a_delta(
+    name: str, tmp_path: Path
+) -> None:
+    tensors = checkpoint_of("rows", name)
+    for tensor in tensors.values():
+        tensor.nan_to_num_()
+    model, expected = Elsewhere(), Elsewhere()
+    weights = serving(model, tensors, tmp_path)
+    await weights.read()
+    assert weights.takes_deltas
+    copy = PublishedCopy(CPU)
+    manifest = plan(describe_all(tensors))
+    copy.take(manifest, tensors.items, device=CPU)
+    for _ in range(2):
+        for tensor in tensors.values():
+            tensor.view(-1)[5::50] += 1
+        snapshot = copy.take(manifest, tensors.items, device=CPU)
+        assert snapshot.delta is not None
+        delta = await prepared(weights, snapshot.delta)
+        assert delta.digests == snapshot.digests
+        await commit(weights, delta)
+        expected.load_weights(tensors.items())
+        assert all(map(torch.equal, model.parameters(), expected.parameters()))
+        del delta
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "in a narrower dtype",
+        "rows of a shard",
+        "columns of a shard",
+        "one for all",
+        "not at all",
+        "too large to be read back",
+    ],
+)
+async def test_deltas_are_not_taken_where_they_cannot_reach_a_tensor(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = checkpoint_of("rows", name)
+    if name == "too large to be read back":
+        monkeypatch.setattr(loader, "GATHERED_BYTES", 64 * 64 * 4 - 1)
+        tensors = checkpoint_of("rows", "transposed")
+    weights = serving(Elsewhere(), tensors, tmp_path)
+    with caplog.at_level("INFO"):
+        await weights.read()
+    assert not weights.takes_deltas
+    assert f"does not hold {[*tensors][-1]} as it is sent" in caplog.text
+
+
+@pytest.mark.parametrize("model", [Fragile(ROWS)])
+async def test_without_a_plan_there_are_no_deltas(weights: SglangWeights) -> None:
+    assert not weights.takes_deltas
 
 
 class Deriving(Copying):

@@ -10,7 +10,7 @@ import contextlib
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from rollwire_transport import (
@@ -21,12 +21,15 @@ from rollwire_transport import (
     describe_all,
     plan,
 )
+from rollwire_transport._manifest import nbytes
 from torch.autograd.graph import increment_version
 
 from rollwire_server.engines.loading import (
     UntraceableLoadError,
+    can_gather,
     digests_of,
     fingerprinter,
+    gather,
     grouped_copy,
     tensor_in_place,
     trace_load,
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
 
 WARM_UP_COPIES = 8
 BESIDE_STEPS = ("prepare",)  # commands that change nothing, on a stream of their own
+GATHERED_BYTES = 256 << 20  # most that a delta takes of tensors that do not lie in one piece
 CPU = torch.device("cpu")
 
 
@@ -74,6 +78,16 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         append(command["answers"], f"{json.dumps(answer)}\n")
 
 
+class _ReadyDelta(NamedTuple):
+    number: int
+    delta: ReceivedDelta
+    copies: tuple[list[Tensor], list[Tensor]]  # of the tensors that were gathered for it
+
+    def apply(self) -> None:
+        self.delta.apply()
+        copy_tensors(*self.copies)
+
+
 class WeightLoader:
     """Loads weights into the model of one process."""
 
@@ -84,7 +98,7 @@ class WeightLoader:
         self._stream = _side_stream(self._device)
         self._plan: CopyPlan | None = None
         self._in_place: dict[str, Tensor] = {}  # the tensors of updates, where they serve
-        self._prepared: tuple[int, ReceivedDelta] | None = None
+        self._prepared: _ReadyDelta | None = None
         self._parts: list[dict[str, Any]] = []
         self._memories: list[Tensor] = []
         self._pinned: list[PinnedMemory] = []
@@ -125,22 +139,24 @@ class WeightLoader:
             self._plan = trace_load(self._model, tensors)
         except UntraceableLoadError as error:
             why = f"each commit loads tensor by tensor: {error}"
-            return {"untraceable": why, "not_in_place": first}
-        not_in_place = None
+            return {"untraceable": why, "out_of_reach": first}
+        out_of_reach, room = None, GATHERED_BYTES
         for name, dtype, shape in tensors:
             spec = TensorSpec(name, dtype, tuple(shape))
             if (tensor := tensor_in_place(self._plan[name], spec)) is not None:
                 self._in_place[name] = tensor
-            else:
-                not_in_place = not_in_place or name
+                continue
+            room -= nbytes(spec)
+            if room < 0 or not can_gather(self._plan[name], spec):
+                out_of_reach = out_of_reach or name
         # The first grouped copy of a process is slow, and so is its first delta, for which kernels
         # are compiled. They run here, not in the first commit or beside decoding.
         targets = [copy.target for copies in self._plan.values() for copy in copies]
         small = sorted(targets, key=lambda target: target.numel())[:WARM_UP_COPIES]
         copy_tensors([torch.empty_like(target) for target in small], small)
-        if not_in_place is None:
+        if out_of_reach is None:
             _take_some_delta(self._device)
-        return {"untraceable": None, "not_in_place": not_in_place}
+        return {"untraceable": None, "out_of_reach": out_of_reach}
 
     def _open(self, parts: list[dict[str, Any]], places: list[list[Any]]) -> dict[str, Any]:
         self._opened = self._staged(parts, places)
@@ -178,22 +194,28 @@ class WeightLoader:
         self._prepared = None  # its memory comes first
         staged = self._staged(*command["staged"])
         manifest = manifest_from_json(command["manifest"])
-        with torch.cuda.stream(self._stream):  # of a None it makes nothing
+        plan = self._plan or {}
+        with torch.cuda.stream(self._stream):  # None: nothing happens
             deltas = {n: t.to(self._device, non_blocking=True) for n, t in staged.items()}
+            gathered = {
+                spec.name: gather(plan[spec.name], spec)
+                for spec in manifest.tensors
+                if spec.alias_of is None and spec.name not in self._in_place
+            }
             try:
-                delta = ReceivedDelta(manifest, deltas, self._in_place)
+                delta = ReceivedDelta(manifest, deltas, {**self._in_place, **gathered})
                 digests = delta.digests(command["before"])
             except ManifestError as error:
                 return {"problems": error.problems}
         if self._stream is not None:
             self._stream.synchronize()
-        self._prepared = command["number"], delta
+        self._prepared = _ReadyDelta(command["number"], delta, grouped_copy(plan, gathered))
         return {"problems": [], "digests": digests, "prepared_ms": _ms(began)}
 
     def _apply_delta(self, number: int) -> dict[str, Any]:
-        if self._prepared is None or self._prepared[0] != number:
+        if self._prepared is None or self._prepared.number != number:
             raise RuntimeError("the weights have changed since the delta was prepared")
-        return self._change(self._prepared[1].apply)
+        return self._change(self._prepared.apply)
 
     def _load(self, tensors: Any) -> None:
         self._model.load_weights(tensors)  # type: ignore[operator]  # as SGLang's models have it

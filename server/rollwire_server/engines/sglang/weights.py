@@ -100,7 +100,7 @@ class SglangWeights:
                 logger.warning(answer["untraceable"])
             if self.info.ranks > 1:
                 logger.info("deltas are not accepted: SGLang's processes share the weights")
-            elif (name := answer["not_in_place"]) is not None:
+            elif (name := answer["out_of_reach"]) is not None:
                 logger.info("deltas are not accepted: SGLang does not hold %s as it is sent", name)
             else:
                 self.takes_deltas = True
