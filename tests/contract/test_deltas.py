@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -26,6 +25,7 @@ from support.publishing import (
     random_weights,
     status,
 )
+from support.servers import resident_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -362,8 +362,3 @@ async def test_many_deltas_leave_no_memory(
         sizes.append(resident_bytes(server.process.pid))
     assert max(sizes) - sizes[PUBLISHES // 3] <= GROWTH_BYTES
     await holds(api, base)
-
-
-def resident_bytes(pid: int) -> int:
-    fields = Path(f"/proc/{pid}/status").read_text().partition("VmRSS:")[2]
-    return int(fields.split()[0]) << 10

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+import torch
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,8 @@ from rollwire_transport import describe_all, plan
 from support.calls import Api, connected, generate, reason_of, request
 from support.examples import examples
 from support.fuzzing import changed, messages
-from support.publishing import Update, publish, random_weights, status
+from support.publishing import DeltaUpdate, Update, publish, random_weights, status
+from support.publishing import changed as modified
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -160,6 +162,16 @@ async def sensible(api: Api, name: str) -> Message:
     return made.get(name) or GetMessageClass(METHODS[name].input_type)()
 
 
+async def sensible_delta(api: Api) -> Message:
+    """An announcement that a server takes which serves the checkpoint of the synthetic engine."""
+    base = {name: torch.zeros_like(t) for name, t in (await random_weights(api, 1)).items()}
+    delta = DeltaUpdate(api, modified(base, 1), base=base, bucket_bytes=1024)
+    announcement = await sensible(api, "UpdateWeights")
+    assert isinstance(announcement, weights_pb2.UpdateWeightsRequest)
+    announcement.manifest.CopyFrom(conversion.manifest_to_proto(delta.manifest))
+    return announcement
+
+
 async def under_way(api: Api, *, staged: bool) -> Update:
     """An update of the publisher of ``sensible``."""
     change = Update(api, await random_weights(api, 1), publisher="me", term=1 << 50)
@@ -188,7 +200,12 @@ async def test_any_value_of_any_field_gets_an_answer(start_server: StartServer, 
         right = await sensible(api, name)
         if samples:
             assert await call(server.address, METHODS[name], [right]) is grpc.StatusCode.OK
-        for told, message in changed(right):
+        sent = list(changed(right))
+        if name == "UpdateWeights":
+            delta = await sensible_delta(api)
+            assert await call(server.address, METHODS[name], [delta]) is grpc.StatusCode.CANCELLED
+            sent += changed(delta)
+        for told, message in sent:
             if samples:  # else it would pick the last one up
                 generation = getattr(message, "start", message)
                 if "request_id" not in told:
