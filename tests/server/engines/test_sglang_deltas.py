@@ -26,7 +26,7 @@ from support.tensors import random_tensor
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping
     from pathlib import Path
 
     from rollwire_server.engines.base import PreparedDelta
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CPU = torch.device("cpu")
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 ROWS = 512
 
 
@@ -61,9 +66,15 @@ def trainer() -> Trainer:
     return Trainer()
 
 
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    """Where the model is."""
+    return str(request.param)
+
+
 @pytest.fixture
-def model() -> Copying:
-    return Copying(ROWS)
+def model(device: str) -> Copying:
+    return Copying(ROWS).to(device)
 
 
 @pytest.fixture
@@ -73,10 +84,14 @@ async def weights(model: Copying, tmp_path: Path) -> AsyncIterator[SglangWeights
         yield weights
 
 
+def whole(tensor: Tensor | Callable[[], Tensor]) -> Tensor:
+    return tensor if isinstance(tensor, torch.Tensor) else tensor()
+
+
 async def prepared(weights: SglangWeights, delta: Delta) -> PreparedDelta:
     staged = await weights.stage_delta(delta.manifest)
     for name, tensor in delta.tensors.items():
-        staged[name].copy_(tensor if isinstance(tensor, torch.Tensor) else tensor())
+        staged[name].copy_(whole(tensor))
     return await weights.prepare_delta(delta.manifest, staged, weights._digests)
 
 
@@ -241,8 +256,8 @@ class Fusing(nn.Module):
 FUSED = {"qkv": (80, 3), "embed": (70, 3), "experts.0": (99,), "experts.1": (99,)}
 
 
-def test_deltas_reach_what_lies_fused_in_one_piece() -> None:
-    model, seed = Fusing(), torch.Generator().manual_seed(1)
+def test_deltas_reach_what_lies_fused_in_one_piece(device: str) -> None:
+    model, seed = Fusing().to(device), torch.Generator().manual_seed(1)
     tensors = {n: torch.randn(s, generator=seed).bfloat16() for n, s in FUSED.items()}
     specs = describe_all(tensors)
     copies = trace_load(model, [(s.name, s.dtype, s.shape) for s in specs])
@@ -255,12 +270,12 @@ def test_deltas_reach_what_lies_fused_in_one_piece() -> None:
         tensor.view(-1)[1::30] += 1
     snapshot = copy.take(plan(specs, bucket_bytes=320), tensors.items, device=CPU)
     assert snapshot.delta is not None
-    deltas = dict(snapshot.delta.tensors)
+    deltas = {name: whole(tensor).to(device) for name, tensor in snapshot.delta.tensors.items()}
     received = ReceivedDelta(snapshot.delta.manifest, deltas, in_place)  # type: ignore[arg-type]
     assert received.digests(before) == snapshot.digests
     with torch.no_grad():
         received.apply()
-    other = Fusing()
+    other = Fusing().to(device)
     other.load_weights(tensors.items())
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
@@ -330,12 +345,12 @@ def serving(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> Sg
     ],
 )
 async def test_a_tensor_that_lies_otherwise_is_read_back_for_a_delta(
-    name: str, tmp_path: Path
+    name: str, device: str, tmp_path: Path
 ) -> None:
     tensors = checkpoint_of("rows", name)
     for tensor in tensors.values():
         tensor.nan_to_num_()
-    model, expected = Elsewhere(), Elsewhere()
+    model, expected = Elsewhere().to(device), Elsewhere().to(device)
     weights = serving(model, tensors, tmp_path)
     await weights.read()
     assert weights.takes_deltas

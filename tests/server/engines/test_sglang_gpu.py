@@ -18,19 +18,21 @@ from rollwire_server.engines.memory import (
     open_parts,
 )
 from rollwire_transport import TensorSpec, describe, tensor_digest
-from support.calls import Generation, connected, generate, request
+from support.calls import Generation, connected, generate
+from support.calls import request as asked
 from support.contract import flags
 from support.executed import children, lines
-from support.publishing import TERMS, Update, next_version, publish, status
+from support.publishing import TERMS, DeltaUpdate, Update, next_version, publish, status
 from support.reference import changed, logprobs, with_tensors
 from support.servers import servers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from support.calls import Api
     from support.servers import ServerProcess
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 pytestmark = [
@@ -117,7 +119,7 @@ async def test_a_policy_that_was_staged_samples(server: ServerProcess) -> None:
     async with connected(server.address) as api:
         for seed in (1, 2):
             tensors = changed(base, by=0.1, seed=seed)
-            generation = Generation(api, request(prompt, 3000, seed=seed, request_id="crosses"))
+            generation = Generation(api, asked(prompt, 3000, seed=seed, request_id="crosses"))
             await generation.some(5)
             answer = await publish(api, tensors)
             await generation.crosses(100)
@@ -132,18 +134,78 @@ async def test_a_policy_that_was_staged_samples(server: ServerProcess) -> None:
         await api.idle()
 
 
+def partly_changed(tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """One element in fifty is another one."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.where(torch.rand(tensor.shape, generator=generator) < 0.02, -tensor, tensor)
+        for name, tensor in tensors.items()
+    }
+
+
+async def delta(api: Api, base: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> DeltaUpdate:
+    return DeltaUpdate(api, tensors, await next_version(api), term=next(TERMS), base=base)
+
+
+async def test_deltas_are_taken_on_one_device_alone(
+    server: ServerProcess, request: pytest.FixtureRequest
+) -> None:
+    devices, _ = request.node.callspec.params["server"]
+    async with connected(server.address) as api:
+        assert (await api.info()).accepts_deltas == (devices == 1)
+    assert ("deltas are not accepted" in server.log.read_text()) == (devices > 1)
+
+
+async def test_a_policy_that_came_as_a_delta_samples(server: ServerProcess) -> None:
+    """As after a full publish of it, and sequences go on."""
+    prompt = tuple(range(40, 60))
+    async with connected(server.address) as api:
+        if not (await api.info()).accepts_deltas:
+            pytest.skip("this server takes no deltas")
+        base = changed(policy(), by=0.1)
+        await publish(api, base)
+        for seed in (1, 2):
+            tensors = partly_changed(base, seed)
+            update = await delta(api, base, tensors)
+            assert 0 < update.delta.nbytes < update.full_bytes / 5
+            generation = Generation(api, asked(prompt, 3000, seed=seed, request_id="crosses"))
+            await generation.some(5)
+            answer = await update.publish()
+            await generation.crosses(100)
+            await api.abort("crosses")
+            output = await generation.all()
+            new = [i for i, r in enumerate(output.revisions) if r == answer.weights.revision]
+            assert 0 < len(new) < len(output.tokens)
+            assert (await status(api, verify=True)).intact
+            after = await generate(api, asked(prompt, 100, temperature=0.0))
+            own = logprobs(with_tensors(policy(), tensors), prompt, after.tokens)
+            assert after.logprobs == pytest.approx(own.tolist(), abs=NEAR)
+            whole = await publish(api, tensors)
+            assert whole.weights.digest == answer.weights.digest
+            again = await generate(api, asked(prompt, 100, temperature=0.0))
+            assert again.tokens == after.tokens
+            assert again.logprobs == pytest.approx(after.logprobs, abs=1e-5)
+            base = tensors
+        await api.idle()
+
+
 async def test_updates_that_are_committed_or_discarded_leave_memory_level(
     server: ServerProcess,
 ) -> None:
     tensors = changed(policy(), by=0.1)
     async with connected(server.address) as api:
         await publish(api, tensors)
+        takes_deltas = (await api.info()).accepts_deltas
         before = free_bytes()
-        for _ in range(3):
+        for seed in range(3):
             dropped = Update(api, tensors, await next_version(api), term=next(TERMS))
             await dropped.stage()
             await dropped.discard()
             await publish(api, tensors)
+            if takes_deltas:
+                new = partly_changed(tensors, seed)
+                await (await delta(api, tensors, new)).publish()
+                tensors = new
         assert free_bytes() > before - (64 << 20)
         assert (await status(api, verify=True)).intact
 
@@ -222,13 +284,13 @@ async def test_sleep_frees_device_memory_and_waking_brings_the_policy_back(
         server = start(*on_gpu(tmp_path, *more))
         async with connected(server.address) as api:
             await publish(api, changed(policy(), by=0.1))
-            before = await generate(api, request((4, 5), 30, seed=1))
-            running = Generation(api, request((1,), 3000))
+            before = await generate(api, asked((4, 5), 30, seed=1))
+            running = Generation(api, asked((1,), 3000))
             await running.some(2)
             assert await sleep(api, kept) > 0
             assert (await running.all()).reason == "INTERRUPTED"
             await api.rollouts.WakeUp(rollout_pb2.WakeUpRequest(), timeout=60)
-            after = await generate(api, request((4, 5), 30, seed=1))
+            after = await generate(api, asked((4, 5), 30, seed=1))
             assert after.tokens == before.tokens
             assert after.logprobs == pytest.approx(before.logprobs, abs=1e-5)
             assert (await status(api, verify=True)).intact
