@@ -6,66 +6,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from rollwire.types import SleepingWeights, WeightTag
-from rollwire_server.engines.base import EngineError, StagedUpdate
+from rollwire.types import SleepingWeights
+from rollwire_server.engines.base import EngineError
 from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
-from rollwire_server.engines.embedded.checkpoint import build, checkpoint_tensors
+from rollwire_server.engines.embedded.checkpoint import build
 from rollwire_server.engines.embedded.weights import ModelWeights
-from rollwire_transport import (
-    ManifestError,
-    PublishedCopy,
-    describe_all,
-    packed_nbytes,
-    plan,
-    tensor_digests,
-)
+from rollwire_transport import ManifestError, describe_all, packed_nbytes, tensor_digests
+from support.deltas import commit, own_tensors, prepare, snapshot_of, stage
 from support.engines import prompts, running, spec
 from support.publishing import changed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from rollwire_server.engines.base import PreparedDelta
-    from rollwire_transport import Snapshot
     from support.engines import Driver
     from torch import Tensor
-
-CPU = torch.device("cpu")
-
-
-def sent(model: str = "builtin:tiny") -> dict[str, Tensor]:
-    """The tensors of a built-in model, aliases left out."""
-    tensors = checkpoint_tensors(build(model))
-    return {s.name: tensors[s.name] for s in describe_all(tensors) if s.alias_of is None}
-
-
-def snapshot_of(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Snapshot:
-    manifest = plan(describe_all(old), bucket_bytes=4096)
-    copy = PublishedCopy(CPU)
-    copy.take(manifest, old.items, device=CPU)
-    return copy.take(manifest, new.items, device=CPU)
-
-
-async def prepared(driver: Driver, snapshot: Snapshot) -> tuple[dict[str, Tensor], PreparedDelta]:
-    delta = snapshot.delta
-    assert delta is not None
-    staged = dict(await driver.engine.stage(delta.manifest))
-    assert len(staged) == len(delta.manifest.buckets)
-    for name, tensor in staged.items():
-        part = delta.tensors[name]
-        tensor.copy_(part if isinstance(part, torch.Tensor) else part())
-    before = await driver.engine.digests()
-    return staged, await driver.engine.prepare_delta(delta.manifest, staged, before)
-
-
-async def commit(driver: Driver, staged: Mapping[str, Tensor], delta: PreparedDelta) -> None:
-    tag = WeightTag(1, driver.tag.revision + 1, driver.tag.server_id, 7)
-    await driver.engine.hold()
-    try:
-        await driver.engine.commit(StagedUpdate(staged, delta.digests, delta), tag, None)
-    finally:
-        await driver.engine.release()
-    driver.tag = tag
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -73,7 +26,7 @@ async def commit(driver: Driver, staged: Mapping[str, Tensor], delta: PreparedDe
 async def test_it_changes_what_has_changed_while_sequences_are_sampled(
     model: str, dtype: str
 ) -> None:
-    old = {name: t.to(getattr(torch, dtype)) for name, t in sent(model).items()}
+    old = {name: t.to(getattr(torch, dtype)) for name, t in own_tensors(model).items()}
     config = EmbeddedConfig(model, dtype=dtype, device="cpu", max_running_sequences=4)
     async with running(EmbeddedEngine(config)) as driver:
         assert driver.engine.describe().deltas
@@ -82,7 +35,7 @@ async def test_it_changes_what_has_changed_while_sequences_are_sampled(
             new = changed(old, seed)
             snapshot = snapshot_of(old, new)
             await driver.tokens(len(sampled[0].token_ids) + 3, *sampled)
-            staged, delta = await prepared(driver, snapshot)
+            staged, delta = await prepare(driver, snapshot)
             assert await driver.engine.digests() == tensor_digests(describe_all(old), old)
             assert delta.digests == snapshot.digests
             await commit(driver, staged, delta)
@@ -94,7 +47,7 @@ async def test_it_changes_what_has_changed_while_sequences_are_sampled(
 
 
 async def test_what_is_staged_is_as_large_as_what_is_sent(driver: Driver) -> None:
-    old = sent()
+    old = own_tensors()
     delta = snapshot_of(old, changed(old, 1)).delta
     assert delta is not None
     staged = await driver.engine.stage(delta.manifest)
@@ -108,7 +61,7 @@ async def test_what_is_staged_is_as_large_as_what_is_sent(driver: Driver) -> Non
 async def test_memory_that_has_lost_a_bit_is_noticed(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = sent()
+    old = own_tensors()
     snapshot = snapshot_of(old, changed(old, 2, share=0.3))
     before = await driver.engine.digests()
     serving: list[Tensor] = []
@@ -117,10 +70,7 @@ async def test_memory_that_has_lost_a_bit_is_noticed(
         ModelWeights, "_target", lambda self, name: serving.append(t := target(self, name)) or t
     )
     assert snapshot.delta is not None
-    staged = await driver.engine.stage(snapshot.delta.manifest)
-    for name, tensor in staged.items():
-        part = snapshot.delta.tensors[name]
-        tensor.copy_(part if isinstance(part, torch.Tensor) else part())
+    staged = await stage(driver, snapshot.delta)
     assert serving
     for tensor in serving:
         tensor.view(torch.int32).view(-1)[:20] ^= 1 << 20  # some of these words change
@@ -130,12 +80,12 @@ async def test_memory_that_has_lost_a_bit_is_noticed(
 
 @pytest.mark.parametrize("how", ["commit", "delta", "discard", "reload"])
 async def test_it_is_not_put_over_weights_that_have_changed_since(driver: Driver, how: str) -> None:
-    old = sent()
-    staged, delta = await prepared(driver, snapshot_of(old, changed(old, 3)))
+    old = own_tensors()
+    staged, delta = await prepare(driver, snapshot_of(old, changed(old, 3)))
     if how == "commit":
         await driver.commit({"model.norm.weight": old["model.norm.weight"] * 2})
     elif how == "delta":
-        await commit(driver, *await prepared(driver, snapshot_of(old, changed(old, 4))))
+        await commit(driver, *await prepare(driver, snapshot_of(old, changed(old, 4))))
     else:
         await driver.engine.sleep(SleepingWeights.DISCARD)
         await driver.engine.wake(reload_checkpoint=how == "reload")
@@ -146,7 +96,7 @@ async def test_it_is_not_put_over_weights_that_have_changed_since(driver: Driver
 
 
 async def test_no_delta_is_prepared_of_weights_that_are_not_there(driver: Driver) -> None:
-    old = sent()
+    old = own_tensors()
     delta = snapshot_of(old, changed(old, 5)).delta
     assert delta is not None
     staged = await driver.engine.stage(delta.manifest)
@@ -158,7 +108,7 @@ async def test_no_delta_is_prepared_of_weights_that_are_not_there(driver: Driver
 
 
 async def test_what_is_no_delta_is_refused_and_nothing_has_changed(driver: Driver) -> None:
-    old = sent()
+    old = own_tensors()
     delta = snapshot_of(old, changed(old, 6)).delta
     assert delta is not None
     staged = await driver.engine.stage(delta.manifest)

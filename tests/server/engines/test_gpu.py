@@ -12,7 +12,9 @@ from rollwire.types import SleepingWeights
 from rollwire_server.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from rollwire_transport import Manifest, tensor_digest
 from support import reference
+from support.deltas import commit, own_tensors, prepare, snapshot_of
 from support.engines import prompts, running, spec
+from support.publishing import changed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -88,6 +90,36 @@ async def test_updates_wait_where_they_were_asked_to(
             for spec in schema
             if spec.alias_of is None
         }
+
+
+@pytest.mark.parametrize("staging", ["device", "host"])
+@pytest.mark.parametrize(("model", "dtype"), [("tiny", "float32"), ("tiny-moe", "bfloat16")])
+async def test_deltas_are_put_in_place_while_sequences_are_sampled(
+    model: str, dtype: str, staging: Staging
+) -> None:
+    own = own_tensors(f"builtin:{model}")
+    old = {name: tensor.to(getattr(torch, dtype)) for name, tensor in own.items()}
+    started = replace(config(f"builtin:{model}", dtype), staging=staging)
+    async with running(EmbeddedEngine(started)) as driver:
+        assert driver.engine.describe().deltas
+        sampled = driver.submit(*(spec(p, 1000, seed=1) for p in prompts(3, 9)))
+        held = []
+        for seed in range(8):
+            new = changed(old, seed, (0.01, 0.2, 1.0)[seed % 3])
+            snapshot = snapshot_of(old, new)
+            await driver.tokens(len(sampled[0].token_ids) + 3, *sampled)
+            staged, delta = await prepare(driver, snapshot)
+            on_host = staging == "host"
+            assert {t.device.type for t in staged.values()} == {"cpu" if on_host else "cuda"}
+            assert delta.digests == snapshot.digests
+            await commit(driver, staged, delta)
+            assert await driver.engine.digests() == snapshot.digests
+            old = new
+            del staged, delta
+            held.append(torch.cuda.memory_allocated())
+        await driver.ended(*sampled)
+        assert set(range(8)) <= set(sampled[0].revisions)
+        assert max(held[3:]) - min(held[3:]) < 1 << 20
 
 
 @pytest.mark.parametrize("max_kv_lag", [None, 0])
