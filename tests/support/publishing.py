@@ -179,9 +179,9 @@ class Update:
             timeout=SECONDS,
         )
 
-    async def publish(self, kv_policy: int = 0) -> weights_pb2.CommitWeightsResponse:
+    async def publish(self, max_kv_lag: int | None = None) -> weights_pb2.CommitWeightsResponse:
         await self.stage()
-        return await self.commit(kv_policy)
+        return await self.commit(max_kv_lag=max_kv_lag)
 
     async def discard(self) -> weights_pb2.DiscardUpdateResponse:
         return await self.api.weights.DiscardUpdate(
@@ -224,9 +224,12 @@ def changed(tensors: Mapping[str, Tensor], seed: int, share: float = 0.01) -> di
     return new
 
 
-async def publish(api: Api, tensors: Mapping[str, Tensor]) -> weights_pb2.CommitWeightsResponse:
+async def publish(
+    api: Api, tensors: Mapping[str, Tensor], max_kv_lag: int | None = None
+) -> weights_pb2.CommitWeightsResponse:
     """A full update of a publisher that takes over from all before, above every version."""
-    return await Update(api, tensors, await next_version(api), term=next(TERMS)).publish()
+    change = Update(api, tensors, await next_version(api), term=next(TERMS))
+    return await change.publish(max_kv_lag)
 
 
 async def status(api: Api, *, verify: bool = False) -> weights_pb2.GetWeightStatusResponse:

@@ -205,6 +205,8 @@ def compose_config(policy: Path, servers: Sequence[str], *more: str) -> Any:
                 f"{rollout}.checkpoint_engine.backend=rollwire",
                 f"+{rollout}.checkpoint_engine.engine_kwargs.rollwire.servers=[{listed}]",
                 f"+{rollout}.checkpoint_engine.engine_kwargs.rollwire.max_unchanged=0",
+                # Log-probabilities are compared with those of a forward pass of one policy.
+                f"+{rollout}.checkpoint_engine.engine_kwargs.rollwire.kv_policy=recompute",
                 *more,
             ],
         )

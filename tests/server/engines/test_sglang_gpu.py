@@ -121,7 +121,7 @@ async def test_a_policy_that_was_staged_samples(server: ServerProcess) -> None:
             tensors = changed(base, by=0.1, seed=seed)
             generation = Generation(api, asked(prompt, 3000, seed=seed, request_id="crosses"))
             await generation.some(5)
-            answer = await publish(api, tensors)
+            answer = await publish(api, tensors, max_kv_lag=0)
             await generation.crosses(100)
             await api.abort("crosses")
             output = await generation.all()
