@@ -10,7 +10,8 @@ import torch
 from rollwire_server.engines.base import EngineError, NoMemoryError, StagedUpdate, TornWeightsError
 from rollwire_server.engines.loading import tensor_in_place, trace_load
 from rollwire_server.engines.sglang import loader
-from rollwire_server.engines.sglang.weights import SglangWeights
+from rollwire_server.engines.sglang import weights as weights_module
+from rollwire_server.engines.sglang.weights import BESIDE_DELTA, SglangWeights
 from rollwire_transport import (
     ManifestError,
     PublishedCopy,
@@ -228,6 +229,21 @@ async def test_without_memory_for_it_the_weights_serve_on(
         with pytest.raises(NoMemoryError, match="tried to allocate"):
             await prepared(weights, trainer.delta(good=1.0))
     assert weights.intact
+
+
+async def test_one_that_leaves_too_little_memory_for_steps_is_refused_before_it_is_sent(
+    weights: SglangWeights, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = BESIDE_DELTA
+    monkeypatch.setattr(weights_module, "free_memory", lambda _: free)
+    monkeypatch.setattr(weights, "_device", torch.device("cuda"))
+    delta = trainer.delta(good=1.0)
+    with pytest.raises(NoMemoryError, match="publish in full"):
+        await weights.stage_delta(delta.manifest)
+    free += 5 * delta.nbytes
+    await weights.stage_delta(delta.manifest)
+    free = BESIDE_DELTA  # what SGLang's process has taken, it takes for the next one
+    await weights.stage_delta(delta.manifest)
 
 
 class Fusing(nn.Module):

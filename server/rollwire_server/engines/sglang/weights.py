@@ -22,9 +22,11 @@ from rollwire_transport import (
     TensorSpec,
     delta_layout,
     describe,
+    free_memory,
     sum_digests,
     tensor_digest,
 )
+from rollwire_transport._delta import full_size
 from rollwire_transport._manifest import nbytes
 
 from rollwire_server.engines.base import (
@@ -56,6 +58,11 @@ READING = ("trace", "reload")
 READING_SECONDS = 600.0  # a large checkpoint takes minutes
 SLOWEST_BYTES_A_SECOND = 1 << 29  # of the other commands, which pin, copy, load or compare
 
+DELTA_FACTOR = 4
+"""A delta takes up to so many times its size as it is read: positions, and bits in one piece."""
+BESIDE_DELTA = 1 << 30
+"""Device memory that is left to SGLang's steps."""
+
 INPUT, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -85,6 +92,7 @@ class SglangWeights:
         self.intact = True  # all of one policy; if not, only a full update helps
         self.takes_deltas = False
         self._prepared = 0  # deltas, so far
+        self._kept_for_deltas = 0  # device memory that SGLang's process has taken for the largest
 
     @property
     def staged_on_devices(self) -> bool:
@@ -134,7 +142,24 @@ class SglangWeights:
         """Room for the deltas of its buckets, in the memory of full updates."""
         if not self.intact:
             raise EngineError("the weights are discarded or torn: send a full update, not a delta")
+        self._check_room(manifest)
         return (await self._unused_memory()).lend(delta_layout(manifest).tensors)
+
+    def _check_room(self, manifest: Manifest) -> None:
+        """Raises NoMemoryError where a delta could take what SGLang's steps need."""
+        if self._device.type != "cuda":
+            return
+        size = sum(bucket.size for bucket in manifest.buckets)
+        changes = sum(bucket.size for bucket in manifest.buckets if bucket.size < full_size(bucket))
+        needed = changes * DELTA_FACTOR + (0 if self.staged_on_devices else size)
+        free = free_memory(self._device) + self._kept_for_deltas
+        if needed + BESIDE_DELTA > free:
+            raise NoMemoryError(
+                f"a delta of {size >> 20} MiB needs {needed >> 20} MiB of the device, of which "
+                f"SGLang leaves {free >> 20} MiB free: publish in full, or let it leave more with "
+                "--engine-arg mem-fraction-static=…"
+            )
+        self._kept_for_deltas = max(self._kept_for_deltas, needed)
 
     async def _unused_memory(self) -> StagingMemory:
         if self._memory is not None and self._memory.in_use:
