@@ -75,6 +75,7 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
         self.kv_retention: tuple[int, int | None] | None = None  # policy and lag of the last commit
         self.protocol = transport.PROTOCOL
         # Faults.
+        self.no_room_for_deltas = False
         self.breaks_deltas = False  # it holds other bits than it says
         self.hangs_in = ""  # the method that never answers
         self.checks_for = 0.0  # seconds between its first report and the next
@@ -215,6 +216,10 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
         code = grpc.StatusCode.FAILED_PRECONDITION
         if not self.accepts_deltas:
             await refuse(context, code, "UNSUPPORTED_ENCODING", "as scripted")
+        if self.no_room_for_deltas:
+            await refuse(
+                context, grpc.StatusCode.RESOURCE_EXHAUSTED, "STAGING_FAILED", "as scripted"
+            )
         if (
             not self.digests.keys() >= set(sent)
             or transport.sum_digests(self.digests[name] for name in sent) != manifest.base_digest

@@ -93,14 +93,17 @@ async def test_where_no_server_takes_deltas_nothing_is_copied() -> None:
             await handle.committed
 
 
-@pytest.mark.parametrize("reason", ["BASE_MISMATCH", "UNSUPPORTED_ENCODING"])
+@pytest.mark.parametrize("reason", ["BASE_MISMATCH", "UNSUPPORTED_ENCODING", "STAGING_FAILED"])
 async def test_one_that_refuses_a_delta_gets_the_whole_policy_at_once(reason: str) -> None:
     async with publishing(3, accept_deltas=True) as (servers, _, publisher):
         await steps(publisher, 1)
-        if reason == "BASE_MISMATCH":
-            servers[0].digests = {}
-        else:
-            servers[0].accepts_deltas = False
+        match reason:
+            case "BASE_MISMATCH":
+                servers[0].digests = {}
+            case "UNSUPPORTED_ENCODING":
+                servers[0].accepts_deltas = False
+            case "STAGING_FAILED":
+                servers[0].no_room_for_deltas = True
         report = await steps(publisher, 2)
         assert report.failed == ()
         assert [told.encoding for told in report.servers] == ["full", "delta", "delta"]
@@ -134,7 +137,7 @@ async def test_one_that_holds_other_bits_than_it_says_gets_the_whole_policy() ->
 async def test_one_that_missed_a_publish_gets_the_whole_policy_in_the_next() -> None:
     async with publishing(2, accept_deltas=True) as (servers, _, publisher):
         await steps(publisher, 1)
-        servers[0].refuse_update = ("STAGING_FAILED", {})
+        servers[0].refuse_update = ("ENGINE_FAILED", {})
         await publisher.publish_and_wait(2, learned(2), require="any")
         servers[0].refuse_update = None
         report = await steps(publisher, 3)

@@ -47,7 +47,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_REFUSALS_OF_DELTAS = {Reason.BASE_MISMATCH.name, Reason.UNSUPPORTED_ENCODING.name}
+_REFUSALS_OF_DELTAS = {
+    Reason.BASE_MISMATCH.name,
+    Reason.UNSUPPORTED_ENCODING.name,
+    Reason.STAGING_FAILED.name,  # there may be room for an update that waits elsewhere
+}
 _CHECK_SECONDS = 0.25  # between two checks for changes while tensors are sent
 
 
