@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -66,6 +67,7 @@ class Gathered:
         self._rank = rank
         self._alive: list[weakref.ref[torch.UntypedStorage]] = []
         self.names: list[str] = []
+        self.dtypes: set[str] = set()
         self.most = 0
         self.shards: dict[int, str] = {}  # names of DTensors by identity
 
@@ -75,7 +77,7 @@ class Gathered:
         gather = DTensor.full_tensor
 
         def full_tensor(tensor: DTensor) -> Tensor:
-            self.before(self.shards[id(tensor)])
+            self.before(self.shards.get(id(tensor), "a cast"))
             whole = gather(tensor)
             self.after(whole)
             return whole
@@ -102,6 +104,7 @@ class Gathered:
                 raise ZeroDivisionError("as scripted")
 
     def after(self, tensor: Tensor) -> None:
+        self.dtypes.add(str(tensor.dtype))
         self._alive.append(weakref.ref(tensor.untyped_storage()))
         self.most = max(self.most, self._count())
 
@@ -186,10 +189,12 @@ async def work(setup: Setup, rank: int) -> dict[str, Any]:
                     report = await handle.committed
                     told["digest"] = report.digest
                     told["failed"] = [server.address for server in report.failed]
+                    told["casts"] = [dataclasses.astuple(cast) for cast in report.casts]
         except RollwireError as error:
             told["error"] = f"{type(error).__name__}: {error}"
             told["cause"] = repr(error.__cause__)
-    return {**told, "names": gathered.names, "most": gathered.most}
+    dtypes = sorted(gathered.dtypes)
+    return {**told, "names": gathered.names, "dtypes": dtypes, "most": gathered.most}
 
 
 async def publish(

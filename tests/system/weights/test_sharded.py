@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import rollwire_transport as transport
+import torch
 from rollwire_client import Fleet, Publisher, ServerInfo
 from support import sharded_trainer
 from support.calls import connected
@@ -64,11 +65,14 @@ def run(folder: Path, doing: Setup) -> list[dict[str, Any] | int]:
     return [code or json.loads(path.read_text()) for code, path in zip(codes, told, strict=True)]
 
 
-def digest(doing: Setup) -> int:
-    """Of the unsharded weights of the last version."""
+def digest(doing: Setup, dtype: torch.dtype | None = None) -> int:
+    """Of the unsharded weights of the last version, in this dtype."""
+    tensors = {
+        name: tensor.to(dtype) for name, tensor in weights(doing.shapes, doing.versions[-1]).items()
+    }
     return transport.sum_digests(
         transport.tensor_digest(transport.describe(name, tensor), tensor)
-        for name, tensor in weights(doing.shapes, doing.versions[-1]).items()
+        for name, tensor in tensors.items()
     )
 
 
@@ -95,6 +99,21 @@ async def test_shards_are_gathered_one_tensor_at_a_time(
         # Every tensor is gathered once a publish, not again for the manifest or the digest.
         assert sorted(told["names"]) == sorted([name for name, _, _ in doing.shapes] * 2)
     assert leader["names"] == other["names"]
+
+
+async def test_master_weights_are_cast_shard_by_shard_and_gathered_once(
+    tmp_path: Path, start_server: StartServer
+) -> None:
+    server = start_server("--dtype", "bfloat16")
+    doing = await setup(tmp_path, [server], "fsdp")
+    doing.shapes = [(name, "float32", shape) for name, _, shape in doing.shapes]
+    leader, other = run(tmp_path, doing)
+    assert leader["casts"] == [["float32", "bfloat16", len(doing.shapes)]]
+    assert await served(server) == (1, digest(doing, torch.bfloat16))
+    for told in (leader, other):
+        assert "error" not in told
+        assert told["dtypes"] == ["torch.bfloat16"]
+        assert (len(told["names"]), told["most"]) == (len(doing.shapes), 1)
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "pipeline"])
