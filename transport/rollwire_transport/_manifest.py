@@ -85,6 +85,8 @@ _NAMES = (
     *("complex32", "complex64", "complex128"),
 )
 DTYPES: dict[str, torch.dtype] = {n: getattr(torch, n) for n in _NAMES if hasattr(torch, n)}
+_PLAIN = {Tensor, torch.nn.Parameter}  # of whose attributes none is looked up in vain
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ITEMSIZES: dict[str, int] = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 
@@ -96,11 +98,10 @@ def describe(name: str, tensor: Tensor, alias_of: str | None = None) -> TensorSp
     """
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name}: a {type(tensor).__name__} is not a torch tensor")  # noqa: TRY004
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in DTYPES or tensor.layout is not torch.strided:
-        raise ValueError(
-            f"{name}: a {tensor.layout} tensor of {dtype} cannot be sent; make it dense"
-        )
+    dtype = _DTYPE_NAMES.get(tensor.dtype)
+    if dtype is None or tensor.layout is not torch.strided:
+        kind = f"{tensor.layout} tensor of {str(tensor.dtype).removeprefix('torch.')}"
+        raise ValueError(f"{name}: a {kind} cannot be sent; make it dense")
     return TensorSpec(name, dtype, tuple(tensor.shape), alias_of)
 
 
@@ -127,12 +128,13 @@ def describe_all(
 
 def _identity(tensor: Tensor) -> Any:
     """A key that is equal for two live tensors that view the same memory in the same way."""
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    plain = type(tensor) in _PLAIN or not hasattr(tensor, "to_local")
+    local = tensor if plain else tensor.to_local()
     pointer = local.untyped_storage().data_ptr()
     if pointer == 0:  # meta and empty tensors have no address
         return id(tensor)
-    layout = (local.storage_offset(), local.dtype, tuple(local.shape), local.stride())
-    return (local.device, pointer, tuple(tensor.shape), *layout)
+    layout = (local.storage_offset(), local.dtype, local.shape, local.stride())
+    return (local.device, pointer, tensor.shape, *layout)
 
 
 def nbytes(spec: TensorSpec) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -53,7 +54,7 @@ def match_schema(
         tensors = snapshot
     check_tensors(snapshot)
     try:
-        described = transport.describe_all(snapshot)
+        described = tuple(transport.describe_all(snapshot))
     except ValueError as error:
         raise SchemaMismatchError(f"nothing was sent: {error}") from error
     selected = _select(described, names, partial=partial, cast=cast)
@@ -106,8 +107,9 @@ class _Selected:
 _Owners = dict[str, tuple[TensorSpec, "Match"]]
 
 
+@functools.lru_cache(maxsize=1)  # it runs on the event loop, and publishes are alike
 def _select(
-    described: Sequence[TensorSpec], names: ServerNames, *, partial: bool, cast: bool
+    described: tuple[TensorSpec, ...], names: ServerNames, *, partial: bool, cast: bool
 ) -> _Selected:
     owners = _find_owners(described, names, partial=partial, cast=cast)
     selected = _Selected()
