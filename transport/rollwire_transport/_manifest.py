@@ -128,8 +128,9 @@ def describe_all(
 
 def _identity(tensor: Tensor) -> Any:
     """A key that is equal for two live tensors that view the same memory in the same way."""
-    plain = type(tensor) in _PLAIN or not hasattr(tensor, "to_local")
-    local = tensor if plain else tensor.to_local()
+    local = tensor
+    if type(tensor) not in _PLAIN and hasattr(tensor, "to_local"):
+        local = tensor.to_local()
     pointer = local.untyped_storage().data_ptr()
     if pointer == 0:  # meta and empty tensors have no address
         return id(tensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -68,18 +68,17 @@ def close_source(items: object) -> None:
         logger.exception("the source raised when it was closed")
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
+class _Item(NamedTuple):
     """What a source gives at once: a tensor of the manifest, or a part of one.
 
     Attributes:
         spec: Its own name and shape, and the dtype in which it is sent.
-        index: Of the manifest's tensor.
+        tensor: Index of the manifest's tensor.
         begin, end: Its bytes in that tensor.
     """
 
     spec: TensorSpec
-    index: int
+    tensor: int
     begin: int
     end: int
 
@@ -131,7 +130,7 @@ class SourceReader:
             begin, end = span.tensor_offset, span.tensor_offset + span.length
             while begin < end:
                 item = self._item
-                if item is None or item.index != span.tensor or item.end <= begin:
+                if item is None or item.tensor != span.tensor or item.end <= begin:
                     item = self._advance(span.tensor, begin)
                 if self._tensor is None:
                     self._tensor = self._read_tensor(item)
@@ -168,7 +167,7 @@ class SourceReader:
         self._on_request(name)
         while (came := self._take(name)) is not None:
             item = self._find(came)
-            if item.index == index and item.begin <= offset < item.end:
+            if item.tensor == index and item.begin <= offset < item.end:
                 self._item = item
                 return item
             self._hold(item)
@@ -200,13 +199,14 @@ class SourceReader:
         item = self._find_part(name) if index is None else _whole(self._specs[index], index)
         if item is None:
             raise ManifestError([f"the source gave {name}, which is not in the manifest"])
-        came = {item.spec.name, self._specs[item.index].name} & self._seen
-        if came or (index is not None and index in self._given_bytes):
+        others_came = item.tensor in self._given_bytes
+        if index is None:
+            others_came = self._specs[item.tensor].name in self._seen
+            given = self._given_bytes.get(item.tensor, 0)
+            self._given_bytes[item.tensor] = given + item.end - item.begin
+        if others_came or item.spec.name in self._seen:
             raise ManifestError([f"the source gave {name} twice"])
         self._seen.add(item.spec.name)
-        if index is None:
-            given = self._given_bytes.get(item.index, 0)
-            self._given_bytes[item.index] = given + item.end - item.begin
         return item
 
     def _find_part(self, name: str) -> _Item | None:
@@ -224,9 +224,9 @@ class SourceReader:
 
     def _hold(self, item: _Item) -> None:
         index, offset = self._first
-        if item.begin < item.end and (item.index, item.end) > (index, offset):
+        if item.begin < item.end and (item.tensor, item.end) > (index, offset):
             copy = self._copy_whole(item, self._read_tensor(item), "cpu")
-            self._held[item.index, item.begin] = item, copy
+            self._held[item.tensor, item.begin] = item, copy
         self._given = None
 
     def _ended_before(self, name: str) -> ManifestError:
@@ -252,7 +252,7 @@ class SourceReader:
             # It is dropped before the device has read it; its memory is kept until then.
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
         if cast_from is not None and self._casts is not None:
-            self._casts.record(self._specs[item.index].name, cast_from)
+            self._casts.record(self._specs[item.tensor].name, cast_from)
         return tensor.detach().resolve_conj().resolve_neg()
 
     def _check_stop(self) -> None:
@@ -262,7 +262,7 @@ class SourceReader:
     def _unexpected(self, item: _Item, given: str) -> ManifestError:
         wanted = _summary(item.spec)
         return ManifestError(
-            [f"tensor {item.index} is {wanted} in the manifest, the source gave {given}"]
+            [f"tensor {item.tensor} is {wanted} in the manifest, the source gave {given}"]
         )
 
     def _can_cast(self, found: TensorSpec, spec: TensorSpec) -> bool:
@@ -298,7 +298,7 @@ class SourceReader:
         if self._casts is None:
             target.copy_(source)
         else:
-            self._casts.copy(self._specs[item.index].name, source, target)
+            self._casts.copy(self._specs[item.tensor].name, source, target)
 
 
 def _whole(spec: TensorSpec, index: int) -> _Item:
