@@ -15,6 +15,7 @@ from rollwire.types import ServerState, SleepingWeights, UpdatePhase
 from rollwire_server.counters import UpdateOutcome
 from rollwire_server.engines.base import EngineError, NoMemoryError, TornWeightsError
 from rollwire_server.errors import ServiceError
+from rollwire_server.weights.transport_group import JoinRequest, JoinStep
 from rollwire_server.weights.update import PublisherId, UpdateAnnouncement
 from structlog.testing import capture_logs
 from support.engine_room import joined, updating
@@ -212,6 +213,30 @@ async def test_a_delta_that_is_discarded_while_it_is_prepared(
         await falling_asleep
         assert not preparing.held
         assert room.counters.updates[UpdateOutcome.DISCARDED] == 1
+
+
+async def test_a_new_group_has_nothing_for_a_server_that_prepares_what_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when another server has died: this one is left out, and staged."""
+    async with updating() as room, asyncio.timeout(60):
+        trainer = Trainer(room, monkeypatch)
+        preparing = Preparing(room, monkeypatch)
+        snapshot = trainer.step()
+        reports = trainer.announce(snapshot)
+        await anext(reports)
+        assert snapshot.delta is not None
+        await trainer.send(dict(snapshot.delta.tensors), snapshot.delta.manifest)  # type: ignore[arg-type]
+        await preparing.begun.wait()
+        step = JoinRequest(JoinStep.PREPARE, "next", "gloo", rank=1, world_size=2, host="127.0.0.1")
+        joining = asyncio.create_task(room.updates.join(PUBLISHER, "u", step, 5))
+        await anext(reports)
+        assert not joining.done()
+        preparing.may_end.set()
+        assert await joining == (b"", 1)
+        assert (await staged(reports)).digest == snapshot.digest
+        await room.updates.commit(PUBLISHER, "u", snapshot.digest, None)
+        assert await room.updates.verify()
 
 
 @pytest.mark.parametrize(
