@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from support import forked
+from support import forked, worker
 from support.servers import ServerProcess, StartServer, servers
 
 if TYPE_CHECKING:
@@ -69,9 +70,18 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """The processes that test (``-n``), and all servers, are forks of the same one."""
+    if sys.version_info >= (3, 14):  # from there on, it knows its own by a key
+        return
+    for spec in specs:
+        if spec.popen and not spec.python:
+            spec.python = shlex.join([sys.executable, worker.__file__, forked.share()])
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Servers of all processes (``-n``) are forks of the same one."""
-    if sys.version_info < (3, 14):  # from there on, it knows its own by a key
+    if sys.version_info < (3, 14):
         node.workerinput["forked"] = forked.share()
 
 

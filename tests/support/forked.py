@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from multiprocessing.connection import Connection
     from pathlib import Path
 
 _NETWORK = 0x40000000  # CLONE_NEWNET
@@ -50,6 +51,30 @@ def adopt(address: str) -> None:
     own._forkserver_address = address
     own._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # the other one keeps it alive
     own.ensure_running = lambda: None
+
+
+def interpret(code: str, standard: list[Connection]) -> int:
+    """Has a fork execute what ``python -c`` would, with these as its standard input, output and
+    error; returns its exit code.
+    """
+    process = _context.Process(target=_interpret, args=(code, standard))
+    process.start()
+    for connection in standard:
+        connection.close()
+    for descriptor in (0, 1):  # else who writes or reads there would not notice the fork's end
+        os.close(descriptor)
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def _interpret(code: str, standard: list[Connection]) -> None:
+    for descriptor, connection in enumerate(standard):
+        os.dup2(connection.fileno(), descriptor)
+        connection.close()
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.argv = ["-c"]
+    exec(code, {"__name__": "__main__"})  # noqa: S102 - as an interpreter does
 
 
 class ServerCommand:
