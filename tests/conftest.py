@@ -29,7 +29,7 @@ settings.register_profile(
     "repeatable", settings.get_profile("untimed"), derandomize=True, database=None
 )
 settings.register_profile("random", settings.get_profile("untimed"))
-settings.register_profile("fast", settings.get_profile("repeatable"), max_examples=20)
+settings.register_profile("fast", settings.get_profile("repeatable"), max_examples=10)
 settings.load_profile("repeatable")
 
 # Several processes test side by side: more threads of torch would only slow each other down.

@@ -46,8 +46,18 @@ GIVEN: dict[str, Callable[[Mapping[str, Tensor]], Mapping[str, Tensor] | TensorS
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [{}, {"foreach": False}, {"fused": True}], ids=str)
-@pytest.mark.parametrize("give", GIVEN.values(), ids=GIVEN)
+@pytest.mark.parametrize(
+    ("give", "options"),
+    [
+        # Each way to give tensors, and each kind of optimizer, is tried fast; the rest is slow.
+        pytest.param(
+            give, options, id=f"{name}-{options}",
+            marks=[pytest.mark.slow] if options and number else [],
+        )
+        for number, (name, give) in enumerate(GIVEN.items())
+        for options in ({}, {"foreach": False}, {"fused": True})
+    ],
+)  # fmt: skip
 async def test_an_optimizer_s_step_before_the_release_ends_the_publish(
     give: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor] | TensorSource],
     options: dict[str, bool],

@@ -24,6 +24,7 @@ from rollwire_client import (
 )
 from rollwire_client._detokenizer import TextBuilder
 from rollwire_client.testing import FakeServer
+from support.examples import examples
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def expected(
     return len(ids), decode(ids), None
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     decode=st.sampled_from([of_bytes, of_words]),
     stop=st.lists(st.sampled_from(STOPS), max_size=3, unique=True),
@@ -102,7 +103,7 @@ def test_a_stop_string_ends_it_wherever_tokens_begin(
     assert (taken, shown, builder.text, builder.stop_string) == (kept, text, text, which)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     chunks=st.lists(
         st.lists(st.tuples(st.text("ab\ufffd한", max_size=3), st.integers(0, 2)), min_size=1),
@@ -130,7 +131,7 @@ def test_what_was_shown_is_part_of_the_text_whatever_the_tokenizer_does(chunks: 
     assert builder.text == shown
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(ids=st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=200), data=st.data())
 def test_it_goes_on_from_tokens_that_came_before(ids: list[int], data: st.DataObject) -> None:
     split = data.draw(st.integers(0, len(ids)))
@@ -172,7 +173,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return made
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_real_tokenizers(tokenizer: Tokenizer, data: st.DataObject) -> None:
     def decode(ids: list[int]) -> str:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollwire_client import Fleet, RoutingReplay, Sampling, Timeouts
 from rollwire_client.testing import FakeServer
+from support.examples import examples
 
 if TYPE_CHECKING:
     from rollwire_client import Conversation, Session
@@ -47,7 +48,7 @@ STEPS = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(steps=st.lists(st.tuples(st.integers(0, 9), STEPS), max_size=12))
 def test_each_fork_has_what_it_began_with_and_what_was_added(steps: list) -> None:
     async def run() -> None:

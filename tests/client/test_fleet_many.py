@@ -20,6 +20,7 @@ from rollwire_client import (
     Timeouts,
 )
 from rollwire_client.testing import FakeServer
+from support.examples import examples
 
 CLOSE = Timeouts(close=0.2)
 
@@ -29,7 +30,7 @@ def run_lengths(prompt: tuple[int, ...], output: tuple[int, ...]) -> int:
     return 7 if len(output) == prompt[0] % 5 else 100 + len(output)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=examples(25))
 @given(prompts=st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=3), max_size=6),
        n=st.integers(1, 4), seed=st.none() | st.integers(0, (1 << 64) - 1))  # fmt: skip
 def test_trajectories_stand_where_their_prompts_do(

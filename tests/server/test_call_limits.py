@@ -240,7 +240,7 @@ async def test_a_call_counts_until_its_error_is_sent(
             assert await first == "INTERNAL"
 
 
-@pytest.mark.parametrize("port", ["listen", "health_listen"])
+@pytest.mark.parametrize("port", ["listen", pytest.param("health_listen", marks=pytest.mark.slow)])
 async def test_calls_that_are_given_up_at_once_take_nothing(
     start_server: StartServer, port: str
 ) -> None:

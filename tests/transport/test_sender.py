@@ -22,6 +22,7 @@ from rollwire_transport import (
     describe_all,
     plan,
 )
+from support.examples import examples
 from support.memory_link import MemoryLink
 from support.tensors import content, random_tensor, room_for
 from support.transfers import receive, send, some_weights
@@ -120,7 +121,7 @@ def test_a_source_that_gives_something_else_sends_none_of_it(
     assert link.aborted
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=examples(50))
 @given(order=st.permutations(range(6)), first_bucket=st.integers(0, 4), data=st.data())
 def test_any_order_is_taken_and_memory_that_is_used_again_is_copied_in_time(
     order: list[int], first_bucket: int, data: st.DataObject

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
-from support.programs import ROLLWIRE, SECONDS, rollwire
+from support.programs import ROLLWIRE, SECONDS, rollwire, rollwire_here
 
 if TYPE_CHECKING:
     from support.servers import ServerProcess, StartServer
@@ -31,9 +31,9 @@ def test_generate_writes_token_ids(both: list[ServerProcess]) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_generate_writes_json(both: list[ServerProcess]) -> None:
-    plain = rollwire(*generate(both[0], "--max-new-tokens", "12"))
-    done = rollwire(*generate(both[0], "--max-new-tokens", "12", "--json"))
+def test_generate_writes_json(both: list[ServerProcess], capfd: pytest.CaptureFixture[str]) -> None:
+    plain = rollwire_here(capfd, *generate(both[0], "--max-new-tokens", "12"))
+    done = rollwire_here(capfd, *generate(both[0], "--max-new-tokens", "12", "--json"))
     assert (done.returncode, done.stderr) == (0, "")
     chunks = [json.loads(line) for line in done.stdout.splitlines()]
     tokens = [token for chunk in chunks for token in chunk["token_ids"]]
@@ -128,7 +128,7 @@ def test_generate_as_json_says_nothing_of_what_it_waits_for(start_server: StartS
     assert done.stderr.count("\n") == 1
 
 
-def test_ctrl_c_ends_cleanly(both: list[ServerProcess]) -> None:
+def test_ctrl_c_ends_cleanly(both: list[ServerProcess], capfd: pytest.CaptureFixture[str]) -> None:
     with subprocess.Popen(
         [*ROLLWIRE, *generate(both[0], "--max-new-tokens", "4000", "--ignore-eos")],
         stdout=subprocess.PIPE,
@@ -140,12 +140,14 @@ def test_ctrl_c_ends_cleanly(both: list[ServerProcess]) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(SECONDS) == 130
         assert b"Traceback" not in process.stderr.read()
-    done = rollwire("info", both[0].address, "--json")
+    done = rollwire_here(capfd, "info", both[0].address, "--json")
     assert json.loads(done.stdout)[0]["running_sequences"] == 0
 
 
-def test_info_shows_each_server(both: list[ServerProcess]) -> None:
-    done = rollwire("info", both[0].address, both[1].address, "127.0.0.1:9")
+def test_info_shows_each_server(
+    both: list[ServerProcess], capfd: pytest.CaptureFixture[str]
+) -> None:
+    done = rollwire_here(capfd, "info", both[0].address, both[1].address, "127.0.0.1:9")
     assert done.returncode == 1
     assert done.stderr.startswith("rollwire: 127.0.0.1:9: cannot be reached: ")
     assert "Connection refused" in done.stderr
@@ -156,8 +158,8 @@ def test_info_shows_each_server(both: list[ServerProcess]) -> None:
         assert "builtin:tiny" in line
 
 
-def test_info_as_json(both: list[ServerProcess]) -> None:
-    done = rollwire("info", both[0].address, "--json")
+def test_info_as_json(both: list[ServerProcess], capfd: pytest.CaptureFixture[str]) -> None:
+    done = rollwire_here(capfd, "info", both[0].address, "--json")
     (told,) = json.loads(done.stdout)
     assert told["server_id"] == both[0].server_id
     assert told["state"] == "serving"
@@ -165,9 +167,9 @@ def test_info_as_json(both: list[ServerProcess]) -> None:
 
 @pytest.mark.parametrize("wrong", [("--top-p", "7"), ("--min-p", "3")])
 def test_what_the_server_refuses_is_one_line(
-    both: list[ServerProcess], wrong: tuple[str, str]
+    both: list[ServerProcess], wrong: tuple[str, str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    done = rollwire(*generate(both[0], *wrong))
+    done = rollwire_here(capfd, *generate(both[0], *wrong))
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.startswith(f"rollwire: {both[0].address}: ")

@@ -16,7 +16,7 @@ import torch
 from rollwire_client._cli.app import run
 from rollwire_client.sync import SyncFleet, SyncPublisher
 from safetensors.torch import save_file
-from support.programs import ROLLWIRE, SECONDS, rollwire
+from support.programs import ROLLWIRE, SECONDS, rollwire, rollwire_here
 from support.servers import ServerProcess, servers
 from support.synthetic import PROMPT, sampling, start_synthetic
 
@@ -130,8 +130,10 @@ def test_publish_shows_a_bar_on_a_terminal(two: list[ServerProcess], checkpoint:
     assert "an update without a version, digest" in shown
 
 
-def test_top_off_a_terminal_looks_once(two: list[ServerProcess]) -> None:
-    done = rollwire("top", two[0].address, two[1].address, NOBODY, "--interval", "0.2")
+def test_top_off_a_terminal_looks_once(
+    two: list[ServerProcess], capfd: pytest.CaptureFixture[str]
+) -> None:
+    done = rollwire_here(capfd, "top", two[0].address, two[1].address, NOBODY, "--interval", "0.2")
     assert done.returncode == 1
     header, *rows = done.stdout.splitlines()
     assert header.split()[:4] == ["server", "state", "version", "lag"]
@@ -146,12 +148,12 @@ def test_top_off_a_terminal_looks_once(two: list[ServerProcess]) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_top_as_json_has_rates(two: list[ServerProcess]) -> None:
+def test_top_as_json_has_rates(two: list[ServerProcess], capfd: pytest.CaptureFixture[str]) -> None:
     with SyncFleet([two[0].address]) as fleet:
         streams = [fleet.stream(PROMPT, sampling(seed, 4000)) for seed in range(4)]
         for stream in streams:
             next(stream)
-        done = rollwire("top", two[0].address, "--json", "--interval", "1")
+        done = rollwire_here(capfd, "top", two[0].address, "--json", "--interval", "1")
     assert (done.returncode, done.stderr) == (0, "")
     (told,) = json.loads(done.stdout)
     assert told["running_sequences"] == 4
