@@ -97,6 +97,14 @@ def arrived_by_name(
     arrived(specs, source, want, words)
 
 
+@pytest.fixture(scope="module")
+def transformers() -> None:
+    """Imported, which takes a while."""
+    import transformers.core_model_loading
+    import transformers.modeling_utils  # noqa: F401
+
+
+@pytest.mark.usefixtures("transformers")
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_model_and_its_checkpoint_fit_each_other(kind: str) -> None:
     model, checkpoint = names_of(kind)

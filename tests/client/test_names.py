@@ -10,6 +10,7 @@ import torch
 from client.publishing import holds, publishing
 from client.scripted_weights import policy
 from rollwire_client import SchemaMismatchError, TensorsChangedError
+from rollwire_transport import describe_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -78,3 +79,49 @@ async def test_an_adapter_is_refused_in_a_wrapped_model_too() -> None:
         with pytest.raises(SchemaMismatchError, match="Merge the adapter first"):
             await publisher.publish(1, tensors)
         assert servers[0].update is None
+
+
+PACKED = {
+    "layer.mlp.experts.gate_up_proj": torch.arange(48.0).view(2, 6, 4),
+    "layer.mlp.experts.down_proj": torch.arange(24.0).view(2, 4, 3),
+}
+SINGLE = {
+    f"layer.mlp.experts.{i}.{name}_proj.weight": matrix
+    for i in range(2)
+    for name, matrix in zip(
+        ("gate", "up", "down"),
+        (*PACKED["layer.mlp.experts.gate_up_proj"][i].chunk(2),
+         PACKED["layer.mlp.experts.down_proj"][i]),
+        strict=True,
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["mapping", "callable", "partial", "partial callable"])
+@pytest.mark.parametrize(("here", "there"), [(PACKED, SINGLE), (SINGLE, PACKED)])
+async def test_experts_are_taken_packed_and_single(
+    here: dict[str, Tensor], there: dict[str, Tensor], way: str
+) -> None:
+    tensors = {f"module.{name}": tensor for name, tensor in here.items()}
+    source: Any = tensors.items if way.endswith("callable") else tensors
+    async with publishing(1) as (servers, _, publisher):
+        servers[0].schema = tuple(describe_all(there))
+        for version in (1, 2):  # a callable's second publish is laid out as the first came
+            report = await publisher.publish_and_wait(
+                version, source, partial=way.startswith("partial")
+            )
+            assert report.casts == ()
+            assert servers[0].committed.keys() == there.keys()
+            assert all(torch.equal(servers[0].committed[n], t) for n, t in there.items())
+
+
+async def test_an_expert_that_a_callable_lacks_is_named() -> None:
+    name = "layer.mlp.experts.1.up_proj.weight"
+    some = {other: tensor for other, tensor in SINGLE.items() if other != name}
+    async with publishing(1) as (servers, _, publisher):
+        servers[0].schema = tuple(describe_all(PACKED))
+        with pytest.raises(SchemaMismatchError, match=rf"ended without {re.escape(name)}"):
+            await publisher.publish_and_wait(1, some.items)
+        with pytest.raises(SchemaMismatchError, match=f"{re.escape(name)} is missing"):
+            await publisher.publish_and_wait(1, some.items, partial=True)
+        assert servers[0].commits == []

@@ -311,3 +311,50 @@ def test_the_number_of_buckets_is_what_the_size_says() -> None:
     link = MemoryLink()
     send(manifest, tensors, link)
     assert len(link.messages) == sum(math.ceil(t.nbytes / 64) for t in tensors.values())
+
+
+@given(
+    words=st.integers(1, 9),
+    first=st.integers(0, 100),
+    order=st.randoms(use_true_random=False),
+    called=st.booleans(),
+)
+def test_the_matrices_of_packed_experts_may_come_in_its_place(
+    words: int, first: int, order: Any, *, called: bool
+) -> None:
+    tensors = {
+        "embedding": random_tensor(torch.bfloat16, (5, 7), 1),
+        "mlp.experts.gate_up_proj": random_tensor(torch.bfloat16, (3, 10, 7), 2),
+        "mlp.experts.down_proj": random_tensor(torch.bfloat16, (3, 7, 5), 3),
+        "norm": random_tensor(torch.bfloat16, (7,), 4),
+    }
+    manifest = plan(describe_all(tensors), bucket_bytes=64 * words)
+    whole = MemoryLink()
+    send(manifest, tensors, whole)
+    gate_up, down = (tensors[f"mlp.experts.{name}"] for name in ("gate_up_proj", "down_proj"))
+    parts = {"embedding": tensors["embedding"], "norm": tensors["norm"]}
+    for i in range(3):
+        matrices = (*gate_up[i].chunk(2), down[i])
+        for name, matrix in zip(("gate_proj", "up_proj", "down_proj"), matrices, strict=True):
+            parts[f"mlp.experts.{i}.{name}.weight"] = matrix
+    items: list[tuple[str, Any]] = [*parts.items()]
+    if called:
+        items = [(name, lambda tensor=tensor: tensor) for name, tensor in items]
+    order.shuffle(items)
+    first = min(first, len(manifest.buckets))
+    link = MemoryLink()
+    Sender(manifest).send(link, lambda: items, first_bucket=first, bucket_timeout=1)
+    rest = list(whole.messages)[first:]
+    assert len(link.messages) == len(rest)
+    for bucket, (_, got), (_, want) in zip(
+        manifest.buckets[first:], link.messages, rest, strict=True
+    ):
+        for span in bucket.spans:  # what lies between them is arbitrary
+            piece = slice(span.bucket_offset, span.bucket_offset + span.length)
+            assert content(got[piece]) == content(want[piece])
+    lacking = [item for item in items if item[0] != "mlp.experts.1.up_proj.weight"]
+    with pytest.raises(ManifestError, match=r"gate_up_proj\): the source ended before it"):
+        Sender(manifest).send(MemoryLink(), lambda: lacking, bucket_timeout=1)
+    again = [*items, ("mlp.experts.gate_up_proj", gate_up)]
+    with pytest.raises(ManifestError, match=r"gave mlp\.experts\.gate_up_proj twice"):
+        Sender(manifest).send(MemoryLink(), lambda: again, bucket_timeout=1)

@@ -43,13 +43,18 @@ def model(kind: str, seed: int) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config).eval()
 
 
-@pytest.mark.parametrize("kind", ["mixtral", pytest.param("qwen2_moe", marks=pytest.mark.slow)])
-async def test_servers_sample_what_the_published_model_does(
-    start_server: StartServer, tmp_path: Path, kind: str
-) -> None:
+@pytest.fixture
+def addresses(start_server: StartServer, tmp_path: Path, kind: str) -> list[str]:
+    """Two servers of a model's checkpoint."""
     model(kind, 0).save_pretrained(tmp_path / "checkpoint")
     flags = ("--model", str(tmp_path / "checkpoint"), "--dtype", "float32")
-    addresses = [start_server(*flags).address for _ in range(2)]
+    return [start_server(*flags).address for _ in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["mixtral", pytest.param("qwen2_moe", marks=pytest.mark.slow)])
+async def test_servers_sample_what_the_published_model_does(
+    addresses: list[str], kind: str
+) -> None:
     async with open_fleet(addresses) as fleet:
         trainer = publisher(fleet)
         schema = {spec.name: spec for spec in await trainer.schema()}
@@ -61,7 +66,7 @@ async def test_servers_sample_what_the_published_model_does(
                 trained = trained.double()
                 tensors = trained.named_parameters
             elif version == 3:
-                tensors = transformers_checkpoint(trained)
+                tensors = checkpoint_of(trained)
                 assert tensors.keys() == schema.keys()
             report = await trainer.publish_and_wait(version, tensors)
             double = (DtypeCast("float64", "float32", len(schema)),)
@@ -74,7 +79,7 @@ async def test_servers_sample_what_the_published_model_does(
                 assert got.segments[0].weights.version == version
 
 
-def transformers_checkpoint(trained: PreTrainedModel) -> dict[str, Tensor]:
+def checkpoint_of(trained: PreTrainedModel) -> dict[str, Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(trained, trained.state_dict())
