@@ -9,6 +9,7 @@ import pytest
 from rollwire.types import WeightTag
 from rollwire_server.engines.base import EndReason, RoutedExperts
 from rollwire_server.engines.sglang.sequences import (
+    BESIDE_TOKENS,
     SHARED_TOKENS,
     SchedulerOutput,
     SequenceTable,
@@ -219,6 +220,26 @@ def test_only_those_with_the_oldest_keys_are_sent_again() -> None:
     later = replace(TAG, revision=4)
     step, _ = sequences.process([chunk(again.rid, 9), chunk(b.rid, 9), chunk(fresh.rid, 9)], later)
     assert step.oldest_kv_revisions == [4, 3, 4]
+
+
+@pytest.mark.parametrize(("max_kv_lag", "together"), [(0, 5), (1, 2)])
+def test_long_ones_are_sent_again_in_turns_while_others_keep_their_keys(
+    max_kv_lag: int, together: int
+) -> None:
+    sequences = SequenceTable(BESIDE_TOKENS)
+    for i in range(4):
+        sequences.add(spec((i,) * (BESIDE_TOKENS // 3), 20))
+    first = send_all(sequences, revision=2)
+    sequences.process([chunk(request.rid, 5) for request in first], replace(TAG, revision=2))
+    sequences.requeue(4, max_kv_lag)
+    sequences.add(spec((9,), 20))
+    again = send_all(sequences, revision=4)
+    assert len(again) == together
+    sequences.process([chunk(again[0].rid, 6)], replace(TAG, revision=4))
+    assert len(send_all(sequences, revision=4)) == (0 if together == 5 else 1)
+    sequences.remove([again[1].spec.key])
+    left = [request.spec.prompt[0] for request in send_all(sequences, revision=4)]
+    assert left == ([] if together == 5 else [3, 9])
 
 
 def test_one_that_is_refused_ends_with_why() -> None:

@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 SHARED_TOKENS = 64
 """The samples of a group share a prompt of at least this length; a shorter one is soon computed."""
 
+BESIDE_TOKENS = 4096
+"""SGLang decodes nothing while it has a prompt to compute. Of the sequences that are computed again
+beside the others it gets this many tokens at a time, so that others decode in between.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerRequest:
@@ -65,6 +70,7 @@ class SglangSequence:
     rid: str | None = None  # None while it waits to be sent
     revision: int = 0  # under which it was sent: the oldest of its keys and values
     started: bool = False  # whether it has a token since it was last sent
+    beside: bool = False  # whether it is computed again beside others that keep their keys
     prompt_reported: bool = False
     # From which input token on which weights computed, since it was last sent.
     forward_passes: list[tuple[int, WeightTag]] = field(default_factory=list)
@@ -122,6 +128,9 @@ class SequenceTable:
         ready = (s for s in self._unsent.values() if s.prompt_hash not in computing)
         if (sequence := next(ready, None)) is None:
             return None
+        beside = sum(s.length for s in self._sent.values() if s.beside and not s.started)
+        if sequence.beside and beside and beside + sequence.length > BESIDE_TOKENS:
+            return None  # nor a later one, which would take its place
         spec = sequence.spec
         sequence.rid = f"{next(self._numbers):016x}"
         sequence.revision, sequence.started, sequence.forward_passes = revision, False, []
@@ -154,6 +163,8 @@ class SequenceTable:
             [s.revision for s in started], [s.length for s in started], revision, max_kv_lag
         )
         again = [started[i] for i in chosen]
+        for sequence in again:
+            sequence.beside = max_kv_lag != 0
         tokens = sum(s.length for s in again)
         recalled = [*again, *(s for s in self._sent.values() if not s.started)]
         waiting = sorted([*recalled, *self._unsent.values()], key=lambda s: s.spec.key)
