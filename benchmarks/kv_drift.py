@@ -53,23 +53,28 @@ class Policies:
         self._noise = options.noise
         self._checkpoints = _in_order(options.checkpoints) if options.checkpoints else None
         self._first = {name: t.cpu().clone() for name, t in self.model.named_parameters()}
+        self._number = 0  # that the model is now
         self.count = len(self._checkpoints) if self._checkpoints else options.publishes
 
     def load(self, number: int) -> None:
         """Makes the model policy ``number``, from 1 on; 0 is what it was at the start."""
+        if number < self._number or self._checkpoints is not None:
+            self.model.load_state_dict(self._first, strict=False)
+            self._number = 0
         if self._checkpoints is not None and number:
-            read = type(self.model).from_pretrained(
-                self._checkpoints[number - 1], dtype=self.model.dtype
-            )
+            folder = self._checkpoints[number - 1]
+            read = type(self.model).from_pretrained(folder, dtype=self.model.dtype)
             self.model.load_state_dict(read.state_dict())
-            return
-        for place, (name, tensor) in enumerate(self.model.named_parameters()):
-            tensor.copy_(self._first[name])
-            spread = self._noise * tensor.float().std()
-            for step in range(1, number + 1):
-                generator = torch.Generator(tensor.device).manual_seed(step << 16 | place)
-                drawn = torch.empty_like(tensor, dtype=torch.float32).normal_(generator=generator)
-                tensor.copy_(tensor.float() + drawn * spread)
+        elif self._checkpoints is None:
+            for step in range(self._number + 1, number + 1):
+                self._add_noise(step)
+        self._number = number
+
+    def _add_noise(self, step: int) -> None:
+        for place, tensor in enumerate(self.model.parameters()):
+            generator = torch.Generator(tensor.device).manual_seed(step << 16 | place)
+            drawn = torch.empty_like(tensor, dtype=torch.float32).normal_(generator=generator)
+            tensor.copy_(tensor.float() + drawn * (self._noise * tensor.float().std()))
 
     @torch.inference_mode()
     def logprobs(self, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
