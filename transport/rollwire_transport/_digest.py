@@ -61,6 +61,7 @@ logger = logging.getLogger(__name__)
 _MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 _STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+_STEPS_BACK = [(shift, pow(factor, -1, 1 << 64)) for shift, factor in reversed(_STEPS)]
 
 # Words that are mixed at a time: on a CPU few enough that they and two scratch rows stay in the L2
 # cache, elsewhere enough that a launch takes far longer than its start.
@@ -79,8 +80,8 @@ def mix(value: int) -> int:
 
 
 def _unmix(value: int) -> int:
-    for shift, factor in reversed(_STEPS):
-        value = value * pow(factor, -1, 1 << 64) & _MASK
+    for shift, inverse in _STEPS_BACK:
+        value = value * inverse & _MASK
         value ^= value >> shift ^ value >> 2 * shift
     return value
 
@@ -161,6 +162,7 @@ def sum_of_digest(spec: TensorSpec, digest: int) -> int:
     return (_unmix(digest) - _salt(spec)) & _MASK
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def _salt(spec: TensorSpec) -> int:
     name, dtype = spec.name.encode(), spec.dtype.encode()
     text = struct.pack(
