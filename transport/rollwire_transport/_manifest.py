@@ -149,5 +149,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor's memory as a one-dimensional view of uint8."""
     if not tensor.is_contiguous():
         raise ValueError("not contiguous")
+    if tensor.dtype is torch.uint8 and tensor.dim() == 1:
+        return tensor.detach()
     # Not view(-1): a tensor of one element is contiguous whatever its strides, which stay.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

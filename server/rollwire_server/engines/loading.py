@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rollwire_transport import describe
 from rollwire_transport._digest import compile_sums, digest_of_sum
-from rollwire_transport._manifest import nbytes
+from rollwire_transport._manifest import as_bytes, nbytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def tensor_in_place(copies: Sequence[PlannedCopy], spec: TensorSpec) -> Tensor |
         end += target.numel()
     if not ordered or end * dtype.itemsize != nbytes(spec):
         return None
-    return ordered[0].target.as_strided((end,), (1,))
+    return as_bytes(ordered[0].target.as_strided((end,), (1,)))
 
 
 def gather(copies: Sequence[PlannedCopy], spec: TensorSpec) -> Tensor:
