@@ -74,7 +74,7 @@ class Policies:
         for place, tensor in enumerate(self.model.parameters()):
             generator = torch.Generator(tensor.device).manual_seed(step << 16 | place)
             drawn = torch.empty_like(tensor, dtype=torch.float32).normal_(generator=generator)
-            tensor.copy_(tensor.float() + drawn * (self._noise * tensor.float().std()))
+            tensor.copy_(tensor.float() + drawn * (self._noise * tensor.float().std(correction=0)))
 
     @torch.inference_mode()
     def logprobs(self, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
