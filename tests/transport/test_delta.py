@@ -121,7 +121,9 @@ def test_a_delta_is_what_changed_or_there_is_none(
     words = new.view(torch.int16)
     where = sorted({position % words.numel() for position in positions})
     words[where] ^= 1
-    delta, count = DeltaEncoder(new.numel(), CPU).encode(old, new, new.numel()).result()
+    encoder = DeltaEncoder([new.numel()], CPU)
+    encoder.encode(old, new)
+    ((delta, count),) = encoder.results()
     assert count == len(where)
     assert old.tolist() == new.tolist()
     if delta is None:

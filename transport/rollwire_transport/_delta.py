@@ -19,14 +19,11 @@ in full (``delta_layout``).
 from __future__ import annotations
 
 import functools
-from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rollwire_transport._bucket_digest import HostCopy
 from rollwire_transport._digest import triton_kernels
 from rollwire_transport._errors import ManifestError
 from rollwire_transport._layout import padded_nbytes, plan
@@ -39,8 +36,6 @@ if TYPE_CHECKING:
     from rollwire_transport._manifest import Bucket, Manifest
 
 HEAD_BYTES = 16
-BUCKETS_IN_WORK = 3
-"""A device has two to work on while the delta of the one before them is taken."""
 
 _SKIP = 255
 _WORDS = 4  # of 16 bits in one of 64
@@ -60,75 +55,89 @@ def delta_layout(manifest: Manifest) -> Manifest:
 
 
 class DeltaEncoder:
-    """Encodes the buckets of an update, of up to ``largest`` bytes, in their order."""
+    """Encodes the buckets of an update in their order. On a GPU it waits for nothing.
 
-    def __init__(self, largest: int, device: torch.device) -> None:
-        self._triton = None
-        if (kernels := delta_kernels(device.type)) is not None:
-            self._triton = kernels.BucketEncoder(largest, _most_changes(largest), device)
-            self._outs = deque(
-                torch.empty(padded_nbytes(largest), dtype=torch.uint8, device=device)
-                for _ in range(BUCKETS_IN_WORK)
-            )
+    All deltas together take a sixth of the update at most: what finds no room is sent in full.
 
-    def encode(self, old: Tensor, new: Tensor, bucket_bytes: int) -> PendingDelta:
-        """Begins to find the delta that makes ``new`` of ``old``, and makes ``old`` equal to it.
+    Args:
+        bucket_bytes: The size of each.
+        device: Where they lie.
+    """
 
-        Both are a bucket with its padding: uint8, contiguous, a multiple of 64 long. The result
-        must be taken before ``BUCKETS_IN_WORK`` others have begun.
-        """
-        if self._triton is None:
-            return PendingDelta(*_encode(old, new), bucket_bytes)
-        self._outs.rotate()
-        self._triton.encode(old, new, _most_changes(bucket_bytes), self._outs[0])
-        return PendingDelta(
-            HostCopy(self._outs[0][:HEAD_BYTES].view(torch.int64)), self._outs[0], bucket_bytes
+    def __init__(self, bucket_bytes: Sequence[int], device: torch.device) -> None:
+        self._sizes = iter(bucket_bytes)
+        room = padded_nbytes(sum(bucket_bytes) // 6 + len(bucket_bytes) * HEAD_BYTES)
+        memory = torch.empty(room, dtype=torch.uint8, device=device)
+        largest = max(bucket_bytes)
+        kernels = delta_kernels(device.type)
+        self._encoder = (
+            BucketEncoder(memory)
+            if kernels is None
+            else kernels.GpuBucketEncoder(memory, len(bucket_bytes), largest, _most(largest))
         )
 
+    def encode(self, old: Tensor, new: Tensor) -> None:
+        """Finds the delta that makes ``new`` of ``old``, and makes ``old`` equal to it.
 
-@dataclass(frozen=True, slots=True)
-class PendingDelta:
-    """A delta that a device may still compute."""
-
-    _head: HostCopy
-    _delta: Tensor  # and what follows it
-    _bucket_bytes: int
-
-    def result(self) -> tuple[Tensor | None, int]:
-        """The delta, None if it would not be smaller than the bucket; and how many words of 16 bits
-        have changed.
+        Both are the next bucket with its padding: uint8, contiguous, a multiple of 64 long.
         """
-        gap_bytes, count = self._head.read()
-        size = HEAD_BYTES + 2 * count + gap_bytes
-        if count > _most_changes(self._bucket_bytes) or size >= self._bucket_bytes:
-            return None, count
-        return self._delta[:size].clone(), count
+        size = next(self._sizes)
+        self._encoder.encode(old, new, _most(size), size)
+
+    def results(self) -> list[tuple[Tensor | None, int]]:
+        """The delta of each bucket that was encoded, None if it is sent in full; and how many words
+        of 16 bits have changed.
+        """
+        return self._encoder.results()
 
 
-def _most_changes(bucket_bytes: int) -> int:
+def _most(bucket_bytes: int) -> int:
+    """How many words of such a bucket may change: a third."""
     return bucket_bytes // 6
 
 
-def _encode(old: Tensor, new: Tensor) -> tuple[HostCopy, Tensor]:
-    # Most words of 64 bits are unchanged, so that the rest works on few.
-    touched = (old.view(torch.int64) != new.view(torch.int64)).nonzero().squeeze(1)
-    old_words, new_words = (data.view(torch.int16).view(-1, _WORDS) for data in (old, new))
-    rows, columns = (old_words[touched] != new_words[touched]).nonzero(as_tuple=True)
-    positions = touched[rows] * _WORDS + columns
-    count = positions.numel()
-    gaps = positions.diff(prepend=positions.new_full((1,), -1)) - 1
-    skips = gaps // _SKIP
-    ends = skips.cumsum(0) + torch.arange(count, device=skips.device)  # where each one's gap is
-    gap_bytes = int(ends[-1]) + 1 if count else 0
-    begin = HEAD_BYTES + 2 * count
-    bits = new_words.view(-1)[positions]
-    delta = torch.full((begin + gap_bytes,), _SKIP, dtype=torch.uint8, device=new.device)
-    head = torch.tensor([gap_bytes, count])
-    delta[:HEAD_BYTES].view(torch.int64).copy_(head)
-    delta[HEAD_BYTES:begin].view(torch.int16).copy_(bits)
-    delta[begin:][ends] = (gaps - skips * _SKIP).to(torch.uint8)
-    old_words.view(-1).index_copy_(0, positions, bits)
-    return HostCopy(head), delta
+class BucketEncoder:
+    """Encodes buckets into one memory, one after the other."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        self._begin = 0
+        self._results: list[tuple[Tensor | None, int]] = []
+
+    def encode(self, old: Tensor, new: Tensor, most: int, bucket_bytes: int) -> None:
+        """Makes ``old`` equal to ``new``. There is no delta if more than ``most`` words changed."""
+        # Most words of 64 bits are unchanged, so that the rest works on few.
+        touched = (old.view(torch.int64) != new.view(torch.int64)).nonzero().squeeze(1)
+        old_words, new_words = (data.view(torch.int16).view(-1, _WORDS) for data in (old, new))
+        rows, columns = (old_words[touched] != new_words[touched]).nonzero(as_tuple=True)
+        positions = touched[rows] * _WORDS + columns
+        bits = new_words.view(-1)[positions]
+        old_words.view(-1).index_copy_(0, positions, bits)
+        delta = None
+        if positions.numel() <= most:
+            delta = self._write(positions, bits, bucket_bytes)
+        self._results.append((delta, positions.numel()))
+
+    def _write(self, positions: Tensor, bits: Tensor, bucket_bytes: int) -> Tensor | None:
+        count = positions.numel()
+        gaps = positions.diff(prepend=positions.new_full((1,), -1)) - 1
+        skips = gaps // _SKIP
+        ends = skips.cumsum(0) + torch.arange(count, device=skips.device)  # of each one's gap
+        gap_bytes = int(ends[-1]) + 1 if count else 0
+        first_gap = HEAD_BYTES + 2 * count
+        size = first_gap + gap_bytes
+        if size >= bucket_bytes or self._begin + size > self._memory.numel():
+            return None
+        delta = self._memory[self._begin :][:size]
+        self._begin += -(-size // HEAD_BYTES) * HEAD_BYTES
+        delta[:HEAD_BYTES].view(torch.int64).copy_(torch.tensor([gap_bytes, count]))
+        delta[HEAD_BYTES:first_gap].view(torch.int16).copy_(bits)
+        delta[first_gap:].fill_(_SKIP)[ends] = (gaps - skips * _SKIP).to(torch.uint8)
+        return delta
+
+    def results(self) -> list[tuple[Tensor | None, int]]:
+        """See ``DeltaEncoder``."""
+        return self._results
 
 
 class DecodedDelta(NamedTuple):
@@ -181,7 +190,7 @@ def delta_kernels(device_type: str) -> ModuleType | None:
     from rollwire_transport import _delta_triton
 
     room = torch.zeros(128, dtype=torch.uint8, device=device_type)
-    _delta_triton.BucketEncoder(64, 32, room.device).encode(room[:64], room[:64], 32, room[64:])
+    _delta_triton.GpuBucketEncoder(room, 1, 64, 32).encode(room[:64], room[64:], 32, 64)
     for count in (0, 1):  # gaps at a multiple of 16, and elsewhere
         _delta_triton.decode(room, len(room) - HEAD_BYTES - 2 * count, count)
     one = torch.zeros(1, dtype=torch.int32, device=device_type)

@@ -25,17 +25,19 @@ _CHUNK = 1024  # changed 16-bit words that a program encodes, sums or writes
 _GAPS = 4096  # that a program decodes
 
 
-class BucketEncoder:
-    """Encodes buckets of up to ``largest`` bytes on one device, one after the other.
+class GpuBucketEncoder:
+    """Encodes so many buckets into one memory, one after the other. It waits for nothing: where the
+    next delta begins is known to the device only.
 
-    ``most`` is how many words of such a bucket may change. It takes about twice its memory.
+    Buckets have up to ``largest`` bytes, and up to ``most`` of their words may change. Beside
+    ``memory`` it takes about twice the memory of such a bucket.
     """
 
-    def __init__(self, largest: int, most: int, device: torch.device) -> None:
+    def __init__(self, memory: Tensor, buckets: int, largest: int, most: int) -> None:
         words = -(-largest // (8 * _BLOCK)) * _BLOCK
 
         def room(count: int, dtype: torch.dtype) -> Tensor:
-            return torch.empty(count, dtype=dtype, device=device)
+            return torch.empty(count, dtype=dtype, device=memory.device)
 
         # The 64-bit words that differ, at the begin of each block's room: which ones, and the new
         # bits, of which those that changed are set in the third.
@@ -44,19 +46,19 @@ class BucketEncoder:
         self._counts = room(2 * (words // _BLOCK), torch.int32)
         self._positions = room(most, torch.int32)
         self._gap_bytes = room(-(-most // _CHUNK), torch.int32)
+        self._memory = memory
+        self._begin = torch.zeros(1, dtype=torch.int64, device=memory.device)  # of the next delta
+        self._results = torch.zeros(buckets, 3, dtype=torch.int64, device=memory.device)
+        self._done = 0
 
-    def encode(self, old: Tensor, new: Tensor, most: int, out: Tensor) -> None:
-        """Writes a delta to ``out``, as far as there is room, and makes ``old`` equal to ``new``.
-
-        All are uint8. The first 16 bytes of ``out`` tell how long the delta is, and how many words
-        have changed; if these are more than ``most``, the rest is of no use. Waits for nothing.
-        """
+    def encode(self, old: Tensor, new: Tensor, most: int, bucket_bytes: int) -> None:
+        """See ``BucketEncoder``."""
         words = new.numel() // 8
         blocks = -(-words // _BLOCK)
         counts = self._counts[: 2 * blocks].view(2, blocks)
         chunks = -(-most // _CHUNK)
         gap_bytes = self._gap_bytes[:chunks]
-        head = out.view(torch.int64)
+        memory, room = self._memory, self._memory.numel()
         with _on(new.device):
             _compare[(blocks,)](
                 old.view(torch.int64), new.view(torch.int64), words,
@@ -65,15 +67,26 @@ class BucketEncoder:
             ends = counts[1].cumsum(0, dtype=torch.int32)
             _list[(blocks,)](
                 new.view(torch.int16), self._lanes, self._differences, counts, ends,
-                self._positions, most, out.view(torch.int16), out.numel(), _BLOCK, _TILE,
+                self._positions, most, self._begin, memory, room, _BLOCK, _TILE,
             )  # fmt: skip
             _measure_gaps[(chunks,)](self._positions, ends, blocks, most, gap_bytes, _CHUNK)
             gap_ends = gap_bytes.cumsum(0, dtype=torch.int32)
             _write_gaps[(chunks,)](
-                self._positions, ends, blocks, most, gap_bytes, gap_ends, chunks, head, out,
-                out.numel(),
-                _CHUNK,
+                self._positions, ends, blocks, most, gap_bytes, gap_ends,
+                self._begin, memory, room, _CHUNK,
             )  # fmt: skip
+            _finish[(1,)](
+                ends, blocks, most, gap_ends, chunks, self._begin, memory, room, bucket_bytes,
+                self._results[self._done],
+            )  # fmt: skip
+        self._done += 1
+
+    def results(self) -> list[tuple[Tensor | None, int]]:
+        """Waits for the device."""
+        return [
+            (self._memory[begin : begin + size] if size else None, count)
+            for begin, size, count in self._results[: self._done].tolist()
+        ]
 
 
 def decode(delta: Tensor, gap_bytes: int, count: int) -> tuple[Tensor, Tensor]:
@@ -175,13 +188,15 @@ def _compare(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["most", "room"])  # type: ignore[untyped-decorator]
 def _list(  # type: ignore[no-untyped-def]
-    new, lanes_in, differences, counts, ends, positions, most, out, room,
+    new, lanes_in, differences, counts, ends, positions, most, begin, memory, room,
     block: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64)
     differing = tl.load(counts + number)
     done = tl.load(ends + number)
     done -= tl.load(counts + tl.num_programs(0) + number)
+    out = (memory + tl.load(begin) + 16).to(tl.pointer_type(tl.int16))
+    room = room - tl.load(begin) - 16
     lanes = tl.arange(0, 4 * tile)
     for start in range(0, differing, tile):
         at = start + lanes // 4
@@ -193,7 +208,7 @@ def _list(  # type: ignore[no-untyped-def]
         rank = done + tl.cumsum(changed.to(tl.int32), 0) - 1
         tl.store(positions + rank, position, mask=changed & (rank < most))
         bits = tl.load(new + position, mask=changed, other=0)
-        tl.store(out + 8 + rank, bits, mask=changed & (18 + 2 * rank <= room))
+        tl.store(out + rank, bits, mask=changed & (2 * rank + 2 <= room))
         done += tl.sum(changed.to(tl.int32), 0)
 
 
@@ -216,25 +231,43 @@ def _measure_gaps(positions, ends, blocks, most, gap_bytes, chunk: tl.constexpr)
     tl.store(gap_bytes + tl.program_id(0), taken)
 
 
-@triton.jit(do_not_specialize=["blocks", "most", "chunks", "room"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["blocks", "most", "room"])  # type: ignore[untyped-decorator]
 def _write_gaps(  # type: ignore[no-untyped-def]
-    positions, ends, blocks, most, gap_bytes, gap_ends, chunks, head, out, room,
-    chunk: tl.constexpr,
-):  # fmt: skip
+    positions, ends, blocks, most, gap_bytes, gap_ends, begin, memory, room, chunk: tl.constexpr
+):
     number = tl.program_id(0)
     count = tl.load(ends + blocks - 1)
-    if number == 0:
-        tl.store(head, tl.load(gap_ends + chunks - 1).to(tl.int64))
-        tl.store(head + 1, count.to(tl.int64))
     if (count <= most) & (number * chunk < count):
         some, gap = _gaps_of(positions, count, chunk)
         skips = gap // 255
-        begin = 16 + 2 * count + tl.load(gap_ends + number) - tl.load(gap_bytes + number)
-        at = begin + tl.cumsum(tl.where(some, skips + 1, 0), 0) - 1
+        out = memory + tl.load(begin)
+        room = room - tl.load(begin)
+        first = 16 + 2 * count + tl.load(gap_ends + number) - tl.load(gap_bytes + number)
+        at = first + tl.cumsum(tl.where(some, skips + 1, 0), 0) - 1
         tl.store(out + at, (gap - skips * 255).to(tl.uint8), mask=some & (at < room))
         for skip in range(tl.max(skips, 0)):
             before = at - 1 - skip
             tl.store(out + before, 255, mask=some & (skip < skips) & (before < room))
+
+
+@triton.jit(do_not_specialize=["blocks", "most", "chunks", "room", "bucket_bytes"])
+def _finish(  # type: ignore[no-untyped-def]
+    ends, blocks, most, gap_ends, chunks, begin, memory, room, bucket_bytes, result
+):
+    count = tl.load(ends + blocks - 1).to(tl.int64)
+    gap_bytes = tl.load(gap_ends + chunks - 1).to(tl.int64)
+    size = 16 + 2 * count + gap_bytes
+    first = tl.load(begin)
+    if (count > most) | (size >= bucket_bytes) | (first + size > room):
+        size = size * 0
+    else:
+        head = (memory + first).to(tl.pointer_type(tl.int64))
+        tl.store(head, gap_bytes)
+        tl.store(head + 1, count)
+    tl.store(begin, first + (size + 15) // 16 * 16)
+    tl.store(result, first)
+    tl.store(result + 1, size)
+    tl.store(result + 2, count)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

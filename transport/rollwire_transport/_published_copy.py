@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from rollwire_transport._bucket_digest import HEADER_WORDS, BucketDigester, HostCopy, UpdateDigest
 from rollwire_transport._cast import Casts
-from rollwire_transport._delta import BUCKETS_IN_WORK, DeltaEncoder, PendingDelta
+from rollwire_transport._delta import DeltaEncoder
 from rollwire_transport._digest import sum_digests
 from rollwire_transport._layout import (
     ALIGNMENT,
@@ -195,14 +194,10 @@ class _Comparison:
         largest = max((padded_nbytes(bucket.size) for bucket in manifest.buckets), default=0)
         self._new = torch.zeros(largest, dtype=torch.uint8, device=device)
         self._old = torch.empty_like(self._new)
-        self._in_work: deque[PendingDelta] = deque()
-        if known:
-            self._encoder = DeltaEncoder(largest, device)
+        if known and manifest.buckets:
+            self._encoder = DeltaEncoder([bucket.size for bucket in manifest.buckets], device)
         self._digester = BucketDigester(manifest.buckets, 0, device)
         self._records: list[HostCopy] = []
-        self._deltas: list[Tensor | Callable[[], Tensor]] = []
-        self._sizes: list[int] = []
-        self._changed = 0
 
     def take(self, index: int, pack: Callable[[Tensor], None]) -> None:
         bucket = self._manifest.buckets[index]
@@ -214,26 +209,12 @@ class _Comparison:
         copy = self._view(bucket)
         if self.known:
             old = _assembled(bucket, self._copies, self._old) if copy is None else copy
-            self._in_work.append(self._encoder.encode(old, new, bucket.size))
-            if len(self._in_work) == BUCKETS_IN_WORK:
-                self._take_result()
+            self._encoder.encode(old, new)
         elif copy is not None:
             copy.copy_(new)
         if copy is None:
             for span in bucket.spans:
                 _copy_of(span, self._copies).copy_(_piece(new, span))
-
-    def _take_result(self) -> None:
-        bucket = self._manifest.buckets[len(self._deltas)]
-        delta, changed = self._in_work.popleft().result()
-        self._changed += changed
-        if delta is not None:
-            self._deltas.append(delta)
-        elif (copy := self._view(bucket)) is not None:
-            self._deltas.append(copy[: bucket.size])
-        else:  # a function: there may be no room for all of these at once
-            self._deltas.append(functools.partial(_whole, bucket, self._copies, self._device))
-        self._sizes.append(bucket.size if delta is None else delta.numel())
 
     def digests(self) -> dict[str, int]:
         digest = UpdateDigest(self._manifest)
@@ -242,21 +223,27 @@ class _Comparison:
         return digest.tensors()
 
     def delta(self, base_digest: int) -> Delta:
-        while self._in_work:
-            self._take_result()
-        buckets = zip(self._manifest.buckets, self._sizes, strict=True)
+        buckets, tensors, changed = [], {}, 0
+        results = zip(self._manifest.buckets, self._encoder.results(), strict=True)
+        for index, (bucket, (delta, words)) in enumerate(results):
+            tensors[str(index)] = self._whole(bucket) if delta is None else delta
+            buckets.append(bucket if delta is None else replace(bucket, size=delta.numel()))
+            changed += words
         manifest = replace(
             self._manifest,
-            buckets=tuple(replace(bucket, size=size) for bucket, size in buckets),
+            buckets=tuple(buckets),
             encoding=Encoding.DELTA,
             base_digest=base_digest,
         )
-        return Delta(
-            manifest,
-            {str(index): tensor for index, tensor in enumerate(self._deltas)},
-            self._changed,
-            sum(map(_words, self._manifest.buckets)),
-        )
+        return Delta(manifest, tensors, changed, sum(map(_words, self._manifest.buckets)))
+
+    def _whole(self, bucket: Bucket) -> Tensor | Callable[[], Tensor]:
+        """The new bytes of a bucket. A function, if they have to be assembled: there may be no room
+        for all of these at once.
+        """
+        if (copy := self._view(bucket)) is not None:
+            return copy[: bucket.size]
+        return functools.partial(_assembled_anew, bucket, self._copies, self._device)
 
     def _view(self, bucket: Bucket) -> Tensor | None:
         """The copy's bytes of a bucket with their padding, if they lie as in the bucket."""
@@ -276,7 +263,7 @@ def _assembled(bucket: Bucket, copies: Mapping[int, Tensor], room: Tensor) -> Te
     return assembled
 
 
-def _whole(bucket: Bucket, copies: Mapping[int, Tensor], device: torch.device) -> Tensor:
+def _assembled_anew(bucket: Bucket, copies: Mapping[int, Tensor], device: torch.device) -> Tensor:
     """A bucket of these copies, in memory of its own."""
     room = torch.empty(padded_nbytes(bucket.size), dtype=torch.uint8, device=device)
     return _assembled(bucket, copies, room)[: bucket.size]
