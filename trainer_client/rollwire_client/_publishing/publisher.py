@@ -188,12 +188,13 @@ class Publisher:
 
         Args:
             version: The trainer's step; None: the update has no version.
-            tensors: The policy by name, as in a checkpoint. The tensors must not change until
-                ``handle.released``: an in-place change ends the publish, if torch counts it (it
-                does not count writes through ``tensor.data``, by CUDA graphs, or to tensors of
-                ``inference_mode``). Or a callable that returns a fresh iterator of (name, tensor),
-                so that a sharded trainer can gather one tensor at a time. Instead of a tensor the
-                iterator may yield a function, which is called if the tensor is needed. It runs in a
+            tensors: The policy by name, as in a checkpoint or in transformers' model of it. The
+                tensors must not change until ``handle.released``: an in-place change ends the
+                publish, if torch counts it (it does not count writes through ``tensor.data``, by
+                CUDA graphs, or to tensors of ``inference_mode``). Or a callable that returns a
+                fresh iterator of (name, tensor), so that a sharded trainer can gather one tensor at
+                a time. Instead of a tensor the iterator may yield a function, which is called if
+                the tensor is needed. It runs in a
                 worker thread, with deltas once, else once for each transport group: to its end, or
                 it is closed there.
                 What it does to the tensors after the last one is not taken for a change, such as
