@@ -273,6 +273,7 @@ class TestServers:
         base, prompt = build("builtin:tiny"), tuple(range(40, 60))
         tensors = changed(base, by=0.1)
         async with connected(server.address) as api:
+            assert not (await api.info()).accepts_deltas
             await publish(api, tensors)
             output = await generate(api, request(prompt, 20, seed=5))
             own = logprobs(with_tensors(base, tensors), prompt, output.tokens)
