@@ -23,6 +23,7 @@ from rollwire_server.engines.base import (
     SequenceSpec,
     Step,
 )
+from rollwire_server.engines.deltas import staged_specs
 from rollwire_server.engines.sglang.bridge import Bridge
 from rollwire_server.engines.sglang.sequences import SequenceTable
 from rollwire_server.engines.sglang.weights import SglangWeights, check_folder
@@ -268,12 +269,11 @@ class SglangEngine:
         return list(self._started().specs)
 
     async def stage(self, manifest: Manifest) -> Mapping[str, Tensor]:
-        sent = [spec for spec in manifest.tensors if spec.alias_of is None]
         async with self._commands:
             weights = self._awake()
             if manifest.encoding is Encoding.DELTA:
                 return await weights.stage_delta(manifest)
-            return await weights.stage(sent)
+            return await weights.stage(staged_specs(manifest))
 
     async def prepare_delta(
         self, manifest: Manifest, staged: Mapping[str, Tensor], before: Mapping[str, int]

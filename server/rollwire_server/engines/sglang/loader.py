@@ -214,7 +214,9 @@ class WeightLoader:
 
     def _apply_delta(self, number: int) -> dict[str, Any]:
         if self._prepared is None or self._prepared.number != number:
-            raise RuntimeError("the weights have changed since the delta was prepared")
+            raise RuntimeError(
+                "the weights have changed since the delta was prepared: publish in full encoding"
+            )
         return self._change(self._prepared.apply)
 
     def _load(self, tensors: Any) -> None:

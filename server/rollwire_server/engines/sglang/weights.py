@@ -20,7 +20,6 @@ from rollwire_transport import (
     ManifestError,
     Span,
     TensorSpec,
-    delta_layout,
     describe,
     free_memory,
     sum_digests,
@@ -36,6 +35,7 @@ from rollwire_server.engines.base import (
     PreparedDelta,
     TornWeightsError,
 )
+from rollwire_server.engines.deltas import staged_specs
 from rollwire_server.engines.memory import StagedTensors, allocate_on_devices, allocate_on_host
 from rollwire_server.engines.sglang.processes import MemoryFile
 
@@ -143,7 +143,7 @@ class SglangWeights:
         if not self.intact:
             raise EngineError("the weights are discarded or torn: send a full update, not a delta")
         self._check_room(manifest)
-        return (await self._unused_memory()).lend(delta_layout(manifest).tensors)
+        return (await self._unused_memory()).lend(staged_specs(manifest))
 
     def _check_room(self, manifest: Manifest) -> None:
         """Raises NoMemoryError where a delta could take what SGLang's steps need."""
