@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from google.protobuf.duration_pb2 import Duration
 
 from rollwire.types import (
+    CommittedUpdate,
     Finish,
     FinishReason,
     KvPolicy,
@@ -78,6 +79,24 @@ def weight_tag_from_proto(message: common_pb2.WeightTag) -> WeightTag:
         revision=message.revision,
         server_id=message.server_id,
         digest=message.digest,
+    )
+
+
+def committed_update_to_proto(update: CommittedUpdate) -> rollout_pb2.CommittedUpdate:
+    return rollout_pb2.CommittedUpdate(
+        encoding=weights_pb2.Encoding.Value(f"ENCODING_{update.encoding.upper()}"),
+        received_bytes=update.received_bytes,
+        changed_share=update.changed_share,
+    )
+
+
+def committed_update_from_proto(message: rollout_pb2.CommittedUpdate) -> CommittedUpdate:
+    known = message.encoding in weights_pb2.Encoding.values()
+    name = weights_pb2.Encoding.Name(message.encoding) if known else "unknown"
+    return CommittedUpdate(
+        name.removeprefix("ENCODING_").lower(),
+        message.received_bytes,
+        message.changed_share if message.HasField("changed_share") else None,
     )
 
 

@@ -113,6 +113,26 @@ class WeightTag:
 
 
 @dataclass(frozen=True, slots=True)
+class CommittedUpdate:
+    """An update as it was sent to a server.
+
+    Attributes:
+        encoding: "full": the whole policy; "delta": what had changed.
+        received_bytes: Bytes that the server received.
+        changed_share: How much differs from what its publisher had published before, of 16-bit
+            words; None if that did not compare.
+    """
+
+    encoding: str
+    received_bytes: int
+    changed_share: float | None
+
+    def __str__(self) -> str:
+        changed = "" if self.changed_share is None else f", {self.changed_share:.2%} changed"
+        return f"{self.encoding}, {self.received_bytes / 1e6:.1f} MB{changed}"
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """How a sequence ended.
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollwire.types import WeightTag
+    from rollwire_transport import Encoding
 
 
 class UpdateOutcome(enum.Enum):
@@ -43,6 +44,7 @@ class ServerCounters:
     ended_sequences: Counter[str] = field(default_factory=Counter)  # by reason in lower case
     refusals: Counter[str] = field(default_factory=Counter)  # calls and sequences, by reason
     updates: Counter[UpdateOutcome] = field(default_factory=Counter)
+    committed: Counter[Encoding] = field(default_factory=Counter)
     received_bytes: int = 0  # of verified buckets
     forwarded_bytes: int = 0  # of buckets passed on to other servers
     on_commit: list[Callable[[CommitResult], None]] = field(default_factory=list)

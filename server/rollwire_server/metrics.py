@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from rollwire.conversion import SERVER_STATE_TO_PROTO
 from rollwire.reasons import Reason
 from rollwire.types import FinishReason, ServerState, UpdatePhase
+from rollwire_transport import Encoding
 
 from rollwire_server import __version__
 from rollwire_server.counters import UpdateOutcome
@@ -103,6 +104,9 @@ class Metrics(Collector):
         yield _labelled(Counter, "ended_sequences", "Ended sequences by reason.", "reason", ends)
         yield _labelled(Counter, "refusals", "Refused calls and sequences.", "reason", refusals)
         yield _labelled(Counter, "updates", "Weight updates by outcome.", "outcome", outcomes)
+        encodings = {encoding.value: counters.committed[encoding] for encoding in Encoding}
+        what = "Committed updates by encoding."
+        yield _labelled(Counter, "committed_updates", what, "encoding", encodings)
         yield _labelled(Gauge, "state", "1 for the server's current state.", "state", states)
         if state.current is not ServerState.STARTING:
             yield from self._engine_metrics()

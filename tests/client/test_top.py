@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from rollwire_client import CommittedUpdate
 from rollwire_client._cli.app import run
 from rollwire_client.testing import FakeServer
 
@@ -35,3 +36,8 @@ async def test_a_server_with_two_addresses_counts_once(capsys: pytest.CaptureFix
         *rows, total = await shown(capsys, server.address, other_name)
     assert [row[0] for row in rows] == [server.address, other_name]
     assert total[:2] == ["1", "server"]
+
+
+def test_the_last_update_is_told_in_a_few_words() -> None:
+    assert str(CommittedUpdate("delta", 2_520_000, 0.0123)) == "delta, 2.5 MB, 1.23% changed"
+    assert str(CommittedUpdate("full", 15_200_000_000, None)) == "full, 15200.0 MB"

@@ -222,6 +222,14 @@ async def test_enums_beyond_their_range(api: Api) -> None:
     await change.discard()
 
 
+@pytest.mark.parametrize("share", [-0.01, 1.01, float("nan")])
+async def test_a_share_that_is_none(api: Api, share: float) -> None:
+    announcement = weights_pb2.UpdateWeightsRequest(
+        publisher=weights_pb2.Publisher(id="me", term=1 << 40), update_id="u", changed_share=share
+    )
+    assert await refusal(api.weights.UpdateWeights(announcement).read()) == "BAD_REQUEST"
+
+
 async def test_a_sleep_whose_caller_goes_away_goes_through(api: Api) -> None:
     before = await generate(api, request((4, 5), 10, seed=1))
     running = Generation(api, request((1,), LONG))

@@ -21,6 +21,7 @@ from rollwire.v1 import common_pb2
 from rollwire_server import metrics
 from rollwire_server.counters import ServerCounters, UpdateOutcome
 from rollwire_server.metrics import MAX_CONNECTIONS, Metrics, MetricsServer
+from rollwire_transport import Encoding
 from support.calls import Generation, connected, generate, request
 from support.engine_room import updating
 from support.footprint import Footprint
@@ -99,6 +100,8 @@ async def test_a_server_tells_what_it_does(start_server: StartServer) -> None:
         }
         assert after["rollwire_refusals_total", ("empty_prompt",)] == 1
         assert after["rollwire_updates_total", ("committed",)] == 1
+        assert after["rollwire_committed_updates_total", ("full",)] == 1
+        assert after["rollwire_committed_updates_total", ("delta",)] == 0
         assert after["rollwire_weights_version", ()] == 7
         assert after["rollwire_weights_announced_version", ()] == 7
         committed_at = after["rollwire_weights_committed_timestamp_seconds", ()]
@@ -122,12 +125,13 @@ async def test_every_counter_is_a_metric() -> None:
     async with updating() as room:
         counters = room.counters
         collector = Metrics(counters, room.engine, room.state, room.sequences, room.updates)
+        labels = {"updates": UpdateOutcome.FAILED, "committed": Encoding.DELTA}
         for field in dataclasses.fields(ServerCounters):
             if field.name == "on_commit":
                 continue
             before = generate_latest(collector.registry)
             if isinstance(counter := getattr(counters, field.name), Counter):
-                counter[UpdateOutcome.FAILED if field.name == "updates" else "draining"] += 1
+                counter[labels.get(field.name, "draining")] += 1
             else:
                 setattr(counters, field.name, counter + 1)
             assert generate_latest(collector.registry) != before, field.name
@@ -190,7 +194,8 @@ async def test_names_and_types_are_as_prometheus_has_them(start_server: StartSer
             assert unit not in family.name.split("_")
         for sample in family.samples:
             assert set(sample.labels) <= {
-                "state", "reason", "outcome", "phase", "le", "version", "engine", "model",
+                "state", "reason", "outcome", "phase", "encoding", "le", "version", "engine",
+                "model",
             }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from rollwire.types import LogprobBasis, ServerState, WeightTag
+from rollwire.types import CommittedUpdate, LogprobBasis, ServerState, WeightTag
 from rollwire.v1 import rollout_pb2
 from rollwire_client import ServerInfo
 from rollwire_client._rpc.conversion import server_info_from_proto
@@ -35,7 +35,12 @@ async def busy_server() -> rollout_pb2.GetServerInfoResponse:
         SimpleNamespace(describe=lambda: engine, load=lambda: load),
         state,
         SimpleNamespace(by_activity=lambda: activity),
-        SimpleNamespace(frozen=False, transports=["gloo"], weights=weights),
+        SimpleNamespace(
+            frozen=False,
+            transports=["gloo"],
+            weights=weights,
+            last_update=CommittedUpdate("delta", received_bytes=9, changed_share=0.01),
+        ),
         None,
         ServerCounters(sampled_tokens=5),
         None,

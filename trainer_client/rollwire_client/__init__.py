@@ -11,7 +11,15 @@ Importing it needs no torch; publishing and tensors do (``pip install 'rollwire[
 """
 
 from rollwire.reasons import ErrorScope
-from rollwire.types import Finish, FinishReason, KvPolicy, LogprobBasis, ServerState, WeightTag
+from rollwire.types import (
+    CommittedUpdate,
+    Finish,
+    FinishReason,
+    KvPolicy,
+    LogprobBasis,
+    ServerState,
+    WeightTag,
+)
 
 from rollwire_client._batches.batch import (
     Batch,
@@ -101,6 +109,7 @@ __all__ = [
     "Carry",
     "Chunk",
     "ClosedError",
+    "CommittedUpdate",
     "Conversation",
     "Credentials",
     "Decision",

@@ -12,7 +12,7 @@ from rollwire_client._errors import PublishIncompleteError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollwire.types import LogprobBasis, ServerState, WeightTag
+    from rollwire.types import CommittedUpdate, LogprobBasis, ServerState, WeightTag
 
     from rollwire_client._errors import RollwireError
 
@@ -91,6 +91,7 @@ class ServerInfo:
         kv_tokens_used, kv_tokens_total: Used and total size of the KV cache, in tokens.
         sampled_tokens: Tokens sampled since the process started.
         pauses: The pauses that hold it.
+        last_update: The update that it committed last; None before the first.
     """
 
     address: str
@@ -117,6 +118,7 @@ class ServerInfo:
     kv_tokens_total: int
     sampled_tokens: int
     pauses: tuple[ActivePause, ...] = ()
+    last_update: CommittedUpdate | None = None
 
 
 @dataclass(frozen=True, slots=True)

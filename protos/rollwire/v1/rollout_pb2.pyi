@@ -10,6 +10,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rollwire.v1 import common_pb2 as _common_pb2
+from rollwire.v1 import weights_pb2 as _weights_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -1031,6 +1032,7 @@ class GetServerInfoResponse(_message.Message):
     SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
     PAUSES_FIELD_NUMBER: _builtins.int
     ACCEPTS_DELTAS_FIELD_NUMBER: _builtins.int
+    LAST_UPDATE_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     state: _common_pb2.ServerState.ValueType
     engine: _builtins.str
@@ -1070,6 +1072,10 @@ class GetServerInfoResponse(_message.Message):
     def pauses(self) -> _containers.RepeatedCompositeFieldContainer[Global___ActivePause]:
         """the pauses that hold it now"""
 
+    @_builtins.property
+    def last_update(self) -> Global___CommittedUpdate:
+        """that this process committed last"""
+
     def __init__(
         self,
         *,
@@ -1096,16 +1102,47 @@ class GetServerInfoResponse(_message.Message):
         sampled_tokens: _builtins.int = ...,
         pauses: _abc.Iterable[Global___ActivePause] | None = ...,
         accepts_deltas: _builtins.bool = ...,
+        last_update: Global___CommittedUpdate | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_highest_version", b"_highest_version", "highest_version", b"highest_version", "weights", b"weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_highest_version", b"_highest_version", "highest_version", b"highest_version", "last_update", b"last_update", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_highest_version", b"_highest_version", "accepts_deltas", b"accepts_deltas", "accepts_updates", b"accepts_updates", "context_length", b"context_length", "deterministic", b"deterministic", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "held_sequences", b"held_sequences", "highest_version", b"highest_version", "kv_tokens_total", b"kv_tokens_total", "kv_tokens_used", b"kv_tokens_used", "logprob_bases", b"logprob_bases", "max_running_sequences", b"max_running_sequences", "model", b"model", "pauses", b"pauses", "running_sequences", b"running_sequences", "sampled_tokens", b"sampled_tokens", "server_id", b"server_id", "software_version", b"software_version", "state", b"state", "transports", b"transports", "vocab_size", b"vocab_size", "waiting_sequences", b"waiting_sequences", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_highest_version", b"_highest_version", "accepts_deltas", b"accepts_deltas", "accepts_updates", b"accepts_updates", "context_length", b"context_length", "deterministic", b"deterministic", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "held_sequences", b"held_sequences", "highest_version", b"highest_version", "kv_tokens_total", b"kv_tokens_total", "kv_tokens_used", b"kv_tokens_used", "last_update", b"last_update", "logprob_bases", b"logprob_bases", "max_running_sequences", b"max_running_sequences", "model", b"model", "pauses", b"pauses", "running_sequences", b"running_sequences", "sampled_tokens", b"sampled_tokens", "server_id", b"server_id", "software_version", b"software_version", "state", b"state", "transports", b"transports", "vocab_size", b"vocab_size", "waiting_sequences", b"waiting_sequences", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__highest_version: _TypeAlias = _typing.Literal["highest_version"]  # noqa: Y015
     _WhichOneofArgType__highest_version: _TypeAlias = _typing.Literal["_highest_version", b"_highest_version"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__highest_version) -> _WhichOneofReturnType__highest_version | None: ...
 
 Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
+
+@_typing.final
+class CommittedUpdate(_message.Message):
+    """An update as it was sent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENCODING_FIELD_NUMBER: _builtins.int
+    RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    CHANGED_SHARE_FIELD_NUMBER: _builtins.int
+    encoding: _weights_pb2.Encoding.ValueType
+    received_bytes: _builtins.int
+    changed_share: _builtins.float
+    """How much differs from what its publisher had published before, of 16-bit words; absent if that did not compare."""
+    def __init__(
+        self,
+        *,
+        encoding: _weights_pb2.Encoding.ValueType = ...,
+        received_bytes: _builtins.int = ...,
+        changed_share: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_changed_share", b"_changed_share", "changed_share", b"changed_share"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_changed_share", b"_changed_share", "changed_share", b"changed_share", "encoding", b"encoding", "received_bytes", b"received_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__changed_share: _TypeAlias = _typing.Literal["changed_share"]  # noqa: Y015
+    _WhichOneofArgType__changed_share: _TypeAlias = _typing.Literal["_changed_share", b"_changed_share"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__changed_share) -> _WhichOneofReturnType__changed_share | None: ...
+
+Global___CommittedUpdate: _TypeAlias = CommittedUpdate  # noqa: Y015
 
 @_typing.final
 class ActivePause(_message.Message):

@@ -26,19 +26,19 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from rollwire.v1 import common_pb2 as rollwire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rollwire/v1/weights.proto\x12\x0brollwire.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18rollwire/v1/common.proto\"%\n\tPublisher\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\"J\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x10\n\x08\x61lias_of\x18\x04 \x01(\t\"T\n\x04Span\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x15\n\rtensor_offset\x18\x02 \x01(\x04\x12\x15\n\rbucket_offset\x18\x03 \x01(\x04\x12\x0e\n\x06length\x18\x04 \x01(\x04\"H\n\x06\x42ucket\x12\x0c\n\x04size\x18\x01 \x01(\x04\x12 \n\x05spans\x18\x02 \x03(\x0b\x32\x11.rollwire.v1.Span\x12\x0e\n\x06sender\x18\x03 \x01(\r\"\xbe\x01\n\x08Manifest\x12(\n\x07tensors\x18\x01 \x03(\x0b\x32\x17.rollwire.v1.TensorSpec\x12$\n\x07\x62uckets\x18\x02 \x03(\x0b\x32\x13.rollwire.v1.Bucket\x12\'\n\x08\x65ncoding\x18\x03 \x01(\x0e\x32\x15.rollwire.v1.Encoding\x12\x0f\n\x07partial\x18\x04 \x01(\x08\x12\x18\n\x0b\x62\x61se_digest\x18\x05 \x01(\x06H\x00\x88\x01\x01\x42\x0e\n\x0c_base_digest\"-\n\tKeptGroup\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x11\n\ttransfers\x18\x02 \x01(\r\"\x9b\x02\n\x14UpdateWeightsRequest\x12)\n\tpublisher\x18\x01 \x01(\x0b\x32\x16.rollwire.v1.Publisher\x12\x11\n\tupdate_id\x18\x02 \x01(\t\x12\x14\n\x07version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x1e\n\x16\x61llow_version_rollback\x18\x04 \x01(\x08\x12\'\n\x08manifest\x18\x05 \x01(\x0b\x32\x15.rollwire.v1.Manifest\x12.\n\x0bstage_lease\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\nkept_group\x18\x07 \x01(\x0b\x32\x16.rollwire.v1.KeptGroupB\n\n\x08_version\"\x9a\x02\n\x15UpdateWeightsResponse\x12\'\n\x05phase\x18\x01 \x01(\x0e\x32\x18.rollwire.v1.UpdatePhase\x12\x16\n\x0ereceived_bytes\x18\x02 \x01(\x04\x12\x17\n\x0f\x66orwarded_bytes\x18\x03 \x01(\x04\x12\x13\n\x0bnext_bucket\x18\x04 \x01(\r\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x06\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\x12\r\n\x05\x65poch\x18\x08 \x01(\t\x12\x11\n\x04peer\x18\t \x01(\rH\x00\x88\x01\x01\x12\x11\n\ttimed_out\x18\n \x01(\x08\x12\x1a\n\x12transport_protocol\x18\x0b \x01(\r\x12\x12\n\ntransports\x18\x0c \x03(\tB\x07\n\x05_peerJ\x04\x08\x07\x10\x08\"\xf5\x01\n\x14JoinTransportRequest\x12)\n\tpublisher\x18\x01 \x01(\x0b\x32\x16.rollwire.v1.Publisher\x12\x11\n\tupdate_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x04 \x01(\t\x12\r\n\x05ranks\x18\x05 \x03(\r\x12\x12\n\nworld_size\x18\x06 \x01(\r\x12\x14\n\x0c\x66irst_bucket\x18\x08 \x01(\r\x12#\n\x04step\x18\t \x01(\x0e\x32\x15.rollwire.v1.JoinStep\x12\x0c\n\x04host\x18\n \x01(\t\x12\r\n\x05offer\x18\x0b \x01(\x0cJ\x04\x08\x07\x10\x08\"<\n\x15JoinTransportResponse\x12\x0e\n\x06\x61nswer\x18\x01 \x01(\x0c\x12\x13\n\x0bnext_bucket\x18\x02 \x01(\r\"\xbf\x01\n\x14\x43ommitWeightsRequest\x12)\n\tpublisher\x18\x01 \x01(\x0b\x32\x16.rollwire.v1.Publisher\x12\x11\n\tupdate_id\x18\x02 \x01(\t\x12\x17\n\x0f\x65xpected_digest\x18\x03 \x01(\x06\x12(\n\tkv_policy\x18\x04 \x01(\x0e\x32\x15.rollwire.v1.KvPolicy\x12\x17\n\nmax_kv_lag\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_max_kv_lag\"\x7f\n\x0c\x43ommitTiming\x12\x12\n\nreceive_ns\x18\x01 \x01(\x04\x12\x10\n\x08\x61pply_ns\x18\x02 \x01(\x04\x12\x11\n\tpaused_ns\x18\x03 \x01(\x04\x12\x16\n\x0eheld_sequences\x18\x04 \x01(\r\x12\x1e\n\x16kv_tokens_to_recompute\x18\x05 \x01(\x04\"\x84\x01\n\x15\x43ommitWeightsResponse\x12\'\n\x07weights\x18\x01 \x01(\x0b\x32\x16.rollwire.v1.WeightTag\x12)\n\x06timing\x18\x02 \x01(\x0b\x32\x19.rollwire.v1.CommitTiming\x12\x17\n\x0f\x61lready_current\x18\x03 \x01(\x08\"T\n\x14\x44iscardUpdateRequest\x12)\n\tpublisher\x18\x01 \x01(\x0b\x32\x16.rollwire.v1.Publisher\x12\x11\n\tupdate_id\x18\x02 \x01(\t\"@\n\x15\x44iscardUpdateResponse\x12\'\n\x07weights\x18\x01 \x01(\x0b\x32\x16.rollwire.v1.WeightTag\"\x18\n\x16GetWeightSchemaRequest\"C\n\x17GetWeightSchemaResponse\x12(\n\x07tensors\x18\x01 \x03(\x0b\x32\x17.rollwire.v1.TensorSpec\"(\n\x16GetWeightStatusRequest\x12\x0e\n\x06verify\x18\x01 \x01(\x08\"\xa4\x03\n\x17GetWeightStatusResponse\x12\'\n\x07weights\x18\x01 \x01(\x0b\x32\x16.rollwire.v1.WeightTag\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.rollwire.v1.ServerState\x12\x1b\n\x13\x63ommitted_update_id\x18\x03 \x01(\t\x12\x11\n\tupdate_id\x18\x04 \x01(\t\x12\x1b\n\x0eupdate_version\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12.\n\x0cupdate_phase\x18\x06 \x01(\x0e\x32\x18.rollwire.v1.UpdatePhase\x12\x33\n\x10stage_lease_left\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\tpublisher\x18\x08 \x01(\x0b\x32\x16.rollwire.v1.Publisher\x12\x13\n\x06intact\x18\t \x01(\x08H\x01\x88\x01\x01\x12\'\n\x07history\x18\n \x03(\x0b\x32\x16.rollwire.v1.WeightTagB\x11\n\x0f_update_versionB\t\n\x07_intact*K\n\x08\x45ncoding\x12\x18\n\x14\x45NCODING_UNSPECIFIED\x10\x00\x12\x11\n\rENCODING_FULL\x10\x01\x12\x12\n\x0e\x45NCODING_DELTA\x10\x02*\xae\x01\n\x0bUpdatePhase\x12\x1c\n\x18UPDATE_PHASE_UNSPECIFIED\x10\x00\x12\x16\n\x12UPDATE_PHASE_READY\x10\x01\x12\x1a\n\x16UPDATE_PHASE_RECEIVING\x10\x02\x12\x18\n\x14UPDATE_PHASE_STALLED\x10\x03\x12\x17\n\x13UPDATE_PHASE_STAGED\x10\x04\x12\x1a\n\x16UPDATE_PHASE_ANNOUNCED\x10\x05*S\n\x08JoinStep\x12\x19\n\x15JOIN_STEP_UNSPECIFIED\x10\x00\x12\x15\n\x11JOIN_STEP_PREPARE\x10\x01\x12\x15\n\x11JOIN_STEP_CONNECT\x10\x02\x32\xad\x04\n\rWeightService\x12\\\n\x0fGetWeightSchema\x12#.rollwire.v1.GetWeightSchemaRequest\x1a$.rollwire.v1.GetWeightSchemaResponse\x12X\n\rUpdateWeights\x12!.rollwire.v1.UpdateWeightsRequest\x1a\".rollwire.v1.UpdateWeightsResponse0\x01\x12V\n\rJoinTransport\x12!.rollwire.v1.JoinTransportRequest\x1a\".rollwire.v1.JoinTransportResponse\x12V\n\rCommitWeights\x12!.rollwire.v1.CommitWeightsRequest\x1a\".rollwire.v1.CommitWeightsResponse\x12V\n\rDiscardUpdate\x12!.rollwire.v1.DiscardUpdateRequest\x1a\".rollwire.v1.DiscardUpdateResponse\x12\\\n\x0fGetWeightStatus\x12#.rollwire.v1.GetWeightStatusRequest\x1a$.rollwire.v1.GetWeightStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rollwire/v1/weights.proto\x12\x0brollwire.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18rollwire/v1/common.proto\"%\n\tPublisher\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\"J\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x10\n\x08\x61lias_of\x18\x04 \x01(\t\"T\n\x04Span\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x15\n\rtensor_offset\x18\x02 \x01(\x04\x12\x15\n\rbucket_offset\x18\x03 \x01(\x04\x12\x0e\n\x06length\x18\x04 \x01(\x04\"H\n\x06\x42ucket\x12\x0c\n\x04size\x18\x01 \x01(\x04\x12 \n\x05spans\x18\x02 \x03(\x0b\x32\x11.rollwire.v1.Span\x12\x0e\n\x06sender\x18\x03 \x01(\r\"\xbe\x01\n\x08Manifest\x12(\n\x07tensors\x18\x01 \x03(\x0b\x32\x17.rollwire.v1.TensorSpec\x12$\n\x07\x62uckets\x18\x02 \x03(\x0b\x32\x13.rollwire.v1.Bucket\x12\'\n\x08\x65ncoding\x18\x03 \x01(\x0e\x32\x15.rollwire.v1.Encoding\x12\x0f\n\x07partial\x18\x04 \x01(\x08\x12\x18\n\x0b\x62\x61se_digest\x18\x05 \x01(\x06H\x00\x88\x01\x01\x42\x0e\n\x0c_base_digest\"-\n\tKeptGroup\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x11\n\ttransfers\x18\x02 \x01(\r\"\xc9\x02\n\x14UpdateWeightsRequest\x12)\n\tpublisher\x18\x01 \x01(\x0b\x32\x16.rollwire.v1.Publisher\x12\x11\n\tupdate_id\x18\x02 \x01(\t\x12\x14\n\x07version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x1e\n\x16\x61llow_version_rollback\x18\x04 \x01(\x08\x12\'\n\x08manifest\x18\x05 \x01(\x0b\x32\x15.rollwire.v1.Manifest\x12.\n\x0bstage_lease\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\nkept_group\x18\x07 \x01(\x0b\x32\x16.rollwire.v1.KeptGroup\x12\x1a\n\rchanged_share\x18\x08 \x01(\x01H\x01\x88\x01\x01\x42\n\n\x08_versionB\x10\n\x0e_changed_share\"\x9a\x02\n\x15UpdateWeightsResponse\x12\'\n\x05phase\x18\x01 \x01(\x0e\x32\x18.rollwire.v1.UpdatePhase\x12\x16\n\x0ereceived_bytes\x18\x02 \x01(\x04\x12\x17\n\x0f\x66orwarded_bytes\x18\x03 \x01(\x04\x12\x13\n\x0bnext_bucket\x18\x04 \x01(\r\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x06\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\x12\r\n\x05\x65poch\x18\x08 \x01(\t\x12\x11\n\x04peer\x18\t \x01(\rH\x00\x88\x01\x01\x12\x11\n\ttimed_out\x18\n \x01(\x08\x12\x1a\n\x12transport_protocol\x18\x0b \x01(\r\x12\x12\n\ntransports\x18\x0c \x03(\tB\x07\n\x05_peerJ\x04\x08\x07\x10\x08\"\xf5\x01\n\x14JoinTransportRequest\x12)\n\tpublisher\x18\x01 \x01(\x0b\x32\x16.rollwire.v1.Publisher\x12\x11\n\tupdate_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x04 \x01(\t\x12\r\n\x05ranks\x18\x05 \x03(\r\x12\x12\n\nworld_size\x18\x06 \x01(\r\x12\x14\n\x0c\x66irst_bucket\x18\x08 \x01(\r\x12#\n\x04step\x18\t \x01(\x0e\x32\x15.rollwire.v1.JoinStep\x12\x0c\n\x04host\x18\n \x01(\t\x12\r\n\x05offer\x18\x0b \x01(\x0cJ\x04\x08\x07\x10\x08\"<\n\x15JoinTransportResponse\x12\x0e\n\x06\x61nswer\x18\x01 \x01(\x0c\x12\x13\n\x0bnext_bucket\x18\x02 \x01(\r\"\xbf\x01\n\x14\x43ommitWeightsRequest\x12)\n\tpublisher\x18\x01 \x01(\x0b\x32\x16.rollwire.v1.Publisher\x12\x11\n\tupdate_id\x18\x02 \x01(\t\x12\x17\n\x0f\x65xpected_digest\x18\x03 \x01(\x06\x12(\n\tkv_policy\x18\x04 \x01(\x0e\x32\x15.rollwire.v1.KvPolicy\x12\x17\n\nmax_kv_lag\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_max_kv_lag\"\x7f\n\x0c\x43ommitTiming\x12\x12\n\nreceive_ns\x18\x01 \x01(\x04\x12\x10\n\x08\x61pply_ns\x18\x02 \x01(\x04\x12\x11\n\tpaused_ns\x18\x03 \x01(\x04\x12\x16\n\x0eheld_sequences\x18\x04 \x01(\r\x12\x1e\n\x16kv_tokens_to_recompute\x18\x05 \x01(\x04\"\x84\x01\n\x15\x43ommitWeightsResponse\x12\'\n\x07weights\x18\x01 \x01(\x0b\x32\x16.rollwire.v1.WeightTag\x12)\n\x06timing\x18\x02 \x01(\x0b\x32\x19.rollwire.v1.CommitTiming\x12\x17\n\x0f\x61lready_current\x18\x03 \x01(\x08\"T\n\x14\x44iscardUpdateRequest\x12)\n\tpublisher\x18\x01 \x01(\x0b\x32\x16.rollwire.v1.Publisher\x12\x11\n\tupdate_id\x18\x02 \x01(\t\"@\n\x15\x44iscardUpdateResponse\x12\'\n\x07weights\x18\x01 \x01(\x0b\x32\x16.rollwire.v1.WeightTag\"\x18\n\x16GetWeightSchemaRequest\"C\n\x17GetWeightSchemaResponse\x12(\n\x07tensors\x18\x01 \x03(\x0b\x32\x17.rollwire.v1.TensorSpec\"(\n\x16GetWeightStatusRequest\x12\x0e\n\x06verify\x18\x01 \x01(\x08\"\xa4\x03\n\x17GetWeightStatusResponse\x12\'\n\x07weights\x18\x01 \x01(\x0b\x32\x16.rollwire.v1.WeightTag\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.rollwire.v1.ServerState\x12\x1b\n\x13\x63ommitted_update_id\x18\x03 \x01(\t\x12\x11\n\tupdate_id\x18\x04 \x01(\t\x12\x1b\n\x0eupdate_version\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12.\n\x0cupdate_phase\x18\x06 \x01(\x0e\x32\x18.rollwire.v1.UpdatePhase\x12\x33\n\x10stage_lease_left\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\tpublisher\x18\x08 \x01(\x0b\x32\x16.rollwire.v1.Publisher\x12\x13\n\x06intact\x18\t \x01(\x08H\x01\x88\x01\x01\x12\'\n\x07history\x18\n \x03(\x0b\x32\x16.rollwire.v1.WeightTagB\x11\n\x0f_update_versionB\t\n\x07_intact*K\n\x08\x45ncoding\x12\x18\n\x14\x45NCODING_UNSPECIFIED\x10\x00\x12\x11\n\rENCODING_FULL\x10\x01\x12\x12\n\x0e\x45NCODING_DELTA\x10\x02*\xae\x01\n\x0bUpdatePhase\x12\x1c\n\x18UPDATE_PHASE_UNSPECIFIED\x10\x00\x12\x16\n\x12UPDATE_PHASE_READY\x10\x01\x12\x1a\n\x16UPDATE_PHASE_RECEIVING\x10\x02\x12\x18\n\x14UPDATE_PHASE_STALLED\x10\x03\x12\x17\n\x13UPDATE_PHASE_STAGED\x10\x04\x12\x1a\n\x16UPDATE_PHASE_ANNOUNCED\x10\x05*S\n\x08JoinStep\x12\x19\n\x15JOIN_STEP_UNSPECIFIED\x10\x00\x12\x15\n\x11JOIN_STEP_PREPARE\x10\x01\x12\x15\n\x11JOIN_STEP_CONNECT\x10\x02\x32\xad\x04\n\rWeightService\x12\\\n\x0fGetWeightSchema\x12#.rollwire.v1.GetWeightSchemaRequest\x1a$.rollwire.v1.GetWeightSchemaResponse\x12X\n\rUpdateWeights\x12!.rollwire.v1.UpdateWeightsRequest\x1a\".rollwire.v1.UpdateWeightsResponse0\x01\x12V\n\rJoinTransport\x12!.rollwire.v1.JoinTransportRequest\x1a\".rollwire.v1.JoinTransportResponse\x12V\n\rCommitWeights\x12!.rollwire.v1.CommitWeightsRequest\x1a\".rollwire.v1.CommitWeightsResponse\x12V\n\rDiscardUpdate\x12!.rollwire.v1.DiscardUpdateRequest\x1a\".rollwire.v1.DiscardUpdateResponse\x12\\\n\x0fGetWeightStatus\x12#.rollwire.v1.GetWeightStatusRequest\x1a$.rollwire.v1.GetWeightStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollwire.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENCODING']._serialized_start=2666
-  _globals['_ENCODING']._serialized_end=2741
-  _globals['_UPDATEPHASE']._serialized_start=2744
-  _globals['_UPDATEPHASE']._serialized_end=2918
-  _globals['_JOINSTEP']._serialized_start=2920
-  _globals['_JOINSTEP']._serialized_end=3003
+  _globals['_ENCODING']._serialized_start=2712
+  _globals['_ENCODING']._serialized_end=2787
+  _globals['_UPDATEPHASE']._serialized_start=2790
+  _globals['_UPDATEPHASE']._serialized_end=2964
+  _globals['_JOINSTEP']._serialized_start=2966
+  _globals['_JOINSTEP']._serialized_end=3049
   _globals['_PUBLISHER']._serialized_start=100
   _globals['_PUBLISHER']._serialized_end=137
   _globals['_TENSORSPEC']._serialized_start=139
@@ -52,31 +52,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KEPTGROUP']._serialized_start=568
   _globals['_KEPTGROUP']._serialized_end=613
   _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=616
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=899
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=902
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=1184
-  _globals['_JOINTRANSPORTREQUEST']._serialized_start=1187
-  _globals['_JOINTRANSPORTREQUEST']._serialized_end=1432
-  _globals['_JOINTRANSPORTRESPONSE']._serialized_start=1434
-  _globals['_JOINTRANSPORTRESPONSE']._serialized_end=1494
-  _globals['_COMMITWEIGHTSREQUEST']._serialized_start=1497
-  _globals['_COMMITWEIGHTSREQUEST']._serialized_end=1688
-  _globals['_COMMITTIMING']._serialized_start=1690
-  _globals['_COMMITTIMING']._serialized_end=1817
-  _globals['_COMMITWEIGHTSRESPONSE']._serialized_start=1820
-  _globals['_COMMITWEIGHTSRESPONSE']._serialized_end=1952
-  _globals['_DISCARDUPDATEREQUEST']._serialized_start=1954
-  _globals['_DISCARDUPDATEREQUEST']._serialized_end=2038
-  _globals['_DISCARDUPDATERESPONSE']._serialized_start=2040
-  _globals['_DISCARDUPDATERESPONSE']._serialized_end=2104
-  _globals['_GETWEIGHTSCHEMAREQUEST']._serialized_start=2106
-  _globals['_GETWEIGHTSCHEMAREQUEST']._serialized_end=2130
-  _globals['_GETWEIGHTSCHEMARESPONSE']._serialized_start=2132
-  _globals['_GETWEIGHTSCHEMARESPONSE']._serialized_end=2199
-  _globals['_GETWEIGHTSTATUSREQUEST']._serialized_start=2201
-  _globals['_GETWEIGHTSTATUSREQUEST']._serialized_end=2241
-  _globals['_GETWEIGHTSTATUSRESPONSE']._serialized_start=2244
-  _globals['_GETWEIGHTSTATUSRESPONSE']._serialized_end=2664
-  _globals['_WEIGHTSERVICE']._serialized_start=3006
-  _globals['_WEIGHTSERVICE']._serialized_end=3563
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=945
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=948
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=1230
+  _globals['_JOINTRANSPORTREQUEST']._serialized_start=1233
+  _globals['_JOINTRANSPORTREQUEST']._serialized_end=1478
+  _globals['_JOINTRANSPORTRESPONSE']._serialized_start=1480
+  _globals['_JOINTRANSPORTRESPONSE']._serialized_end=1540
+  _globals['_COMMITWEIGHTSREQUEST']._serialized_start=1543
+  _globals['_COMMITWEIGHTSREQUEST']._serialized_end=1734
+  _globals['_COMMITTIMING']._serialized_start=1736
+  _globals['_COMMITTIMING']._serialized_end=1863
+  _globals['_COMMITWEIGHTSRESPONSE']._serialized_start=1866
+  _globals['_COMMITWEIGHTSRESPONSE']._serialized_end=1998
+  _globals['_DISCARDUPDATEREQUEST']._serialized_start=2000
+  _globals['_DISCARDUPDATEREQUEST']._serialized_end=2084
+  _globals['_DISCARDUPDATERESPONSE']._serialized_start=2086
+  _globals['_DISCARDUPDATERESPONSE']._serialized_end=2150
+  _globals['_GETWEIGHTSCHEMAREQUEST']._serialized_start=2152
+  _globals['_GETWEIGHTSCHEMAREQUEST']._serialized_end=2176
+  _globals['_GETWEIGHTSCHEMARESPONSE']._serialized_start=2178
+  _globals['_GETWEIGHTSCHEMARESPONSE']._serialized_end=2245
+  _globals['_GETWEIGHTSTATUSREQUEST']._serialized_start=2247
+  _globals['_GETWEIGHTSTATUSREQUEST']._serialized_end=2287
+  _globals['_GETWEIGHTSTATUSRESPONSE']._serialized_start=2290
+  _globals['_GETWEIGHTSTATUSRESPONSE']._serialized_end=2710
+  _globals['_WEIGHTSERVICE']._serialized_start=3052
+  _globals['_WEIGHTSERVICE']._serialized_end=3609
 # @@protoc_insertion_point(module_scope)

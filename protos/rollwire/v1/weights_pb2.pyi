@@ -327,6 +327,7 @@ class UpdateWeightsRequest(_message.Message):
     MANIFEST_FIELD_NUMBER: _builtins.int
     STAGE_LEASE_FIELD_NUMBER: _builtins.int
     KEPT_GROUP_FIELD_NUMBER: _builtins.int
+    CHANGED_SHARE_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     version: _builtins.int
     """The trainer's step, from 0 on. Absent: an update without a version. Its tokens have a new revision and no
@@ -338,6 +339,8 @@ class UpdateWeightsRequest(_message.Message):
     that went back to a checkpoint).
     """
     allow_version_rollback: _builtins.bool
+    changed_share: _builtins.float
+    """How much differs from what the publisher has published before, of 16-bit words; from 0 to 1. For GetServerInfo."""
     @_builtins.property
     def publisher(self) -> Global___Publisher: ...
     @_builtins.property
@@ -364,13 +367,19 @@ class UpdateWeightsRequest(_message.Message):
         manifest: Global___Manifest | None = ...,
         stage_lease: _duration_pb2.Duration | None = ...,
         kept_group: Global___KeptGroup | None = ...,
+        changed_share: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "kept_group", b"kept_group", "manifest", b"manifest", "publisher", b"publisher", "stage_lease", b"stage_lease", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_changed_share", b"_changed_share", "_version", b"_version", "changed_share", b"changed_share", "kept_group", b"kept_group", "manifest", b"manifest", "publisher", b"publisher", "stage_lease", b"stage_lease", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "allow_version_rollback", b"allow_version_rollback", "kept_group", b"kept_group", "manifest", b"manifest", "publisher", b"publisher", "stage_lease", b"stage_lease", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_changed_share", b"_changed_share", "_version", b"_version", "allow_version_rollback", b"allow_version_rollback", "changed_share", b"changed_share", "kept_group", b"kept_group", "manifest", b"manifest", "publisher", b"publisher", "stage_lease", b"stage_lease", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__changed_share: _TypeAlias = _typing.Literal["changed_share"]  # noqa: Y015
+    _WhichOneofArgType__changed_share: _TypeAlias = _typing.Literal["_changed_share", b"_changed_share"]  # noqa: Y015
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__changed_share) -> _WhichOneofReturnType__changed_share | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
 
 Global___UpdateWeightsRequest: _TypeAlias = UpdateWeightsRequest  # noqa: Y015

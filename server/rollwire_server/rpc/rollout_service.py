@@ -10,6 +10,7 @@ from rollwire.conversion import (
     LOGPROB_BASIS_TO_PROTO,
     SERVER_STATE_TO_PROTO,
     SLEEPING_WEIGHTS_FROM_PROTO,
+    committed_update_to_proto,
     finish_to_proto,
     weight_tag_to_proto,
 )
@@ -206,6 +207,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         response.logprob_bases.extend(sorted(bases))
         response.deterministic = engine.deterministic
         response.accepts_deltas = engine.deltas and not self._updates.frozen
+        if (update := self._updates.last_update) is not None:
+            response.last_update.CopyFrom(committed_update_to_proto(update))
         response.max_running_sequences = engine.max_running_sequences
         activity = self._sequences.by_activity()
         response.running_sequences = activity["running"]

@@ -75,6 +75,9 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
         publisher, update_id = _publisher(request.publisher), _update_id(request.update_id)
         version = _version(request)
         check_id("kept_group.epoch", request.kept_group.epoch)
+        changed_share = request.changed_share if request.HasField("changed_share") else None
+        if changed_share is not None and not 0 <= changed_share <= 1:
+            raise bad_request("changed_share", f"is {changed_share}, not from 0 to 1")
         self._updates.check_can_announce(publisher)
         check_manifest_size(request.manifest)
         if self._announcements >= MAX_ANNOUNCEMENTS:
@@ -102,6 +105,7 @@ class WeightService(weights_pb2_grpc.WeightServiceServicer):
                 stage_lease=STAGE_LEASE_SECONDS if lease is None else lease,
                 kept_epoch=request.kept_group.epoch,
                 kept_transfers=request.kept_group.transfers,
+                changed_share=changed_share,
             )
             await self._announce(announcement, context)
         finally:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import rollwire_transport as transport
 import structlog
 from rollwire.reasons import Reason
-from rollwire.types import ServerState, UpdatePhase, weights_text
+from rollwire.types import CommittedUpdate, ServerState, UpdatePhase, weights_text
 
 from rollwire_server.counters import UpdateOutcome
 from rollwire_server.engines.base import EngineError
@@ -69,6 +69,7 @@ class UpdateManager:
         self.transports = [name for name, backend in backends.items() if backend.ok]
         self.current: WeightUpdate | None = None
         self.publisher: PublisherId | None = None  # that announced last; lower terms are refused
+        self.last_update: CommittedUpdate | None = None
         self.announced_version: int | None = None  # of the last update that had one
         self._announcing = asyncio.Lock()
         self._group = KeptGroup(tasks)
@@ -317,6 +318,11 @@ class UpdateManager:
             self._counters.updates[outcome] += 1
             self.current = None
             update.release()
+        encoding = update.announcement.manifest.encoding
+        self._counters.committed[encoding] += 1
+        self.last_update = CommittedUpdate(
+            encoding.value, update.receiver.received_bytes, update.announcement.changed_share
+        )
         self._commits[update.announcement.update_id] = result
         if len(self._commits) > MAX_REMEMBERED_COMMITS:
             self._commits.popitem(last=False)

@@ -68,6 +68,7 @@ class UpdateAnnouncement:
     # The group that the trainer has kept, if any, and how many updates that has moved.
     kept_epoch: str = ""
     kept_transfers: int = 0
+    changed_share: float | None = None  # since the publisher's last update, as it says
 
 
 @dataclass(frozen=True, slots=True)

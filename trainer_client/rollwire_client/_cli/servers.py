@@ -157,7 +157,7 @@ def _top_table(answers: Answers, recent: _RecentAnswers) -> Table:
     newest = _newest(processes)
     table = shared.table(
         "server", "state", ">version", ">lag", ">running", ">waiting", ">held", ">KV",
-        ">tokens/s", ">commits/min",
+        ">tokens/s", ">commits/min", "last update",
     )  # fmt: skip
     for address, answer in answers.items():
         if not isinstance(answer, ServerInfo):
@@ -173,6 +173,7 @@ def _top_table(answers: Answers, recent: _RecentAnswers) -> Table:
             *_load([answer]),
             "-" if rates is None else f"{rates[0]:.0f}",
             "-" if rates is None else f"{rates[1]:.1f}",
+            "-" if answer.last_update is None else str(answer.last_update),
         )
     table.add_section()
     rates_of_all = [r for info in processes if (r := recent.rates(info.address)) is not None]
@@ -182,7 +183,7 @@ def _top_table(answers: Answers, recent: _RecentAnswers) -> Table:
         str(sum(info.running_sequences for info in processes)),
         *_load(processes),
         f"{sum(tokens for tokens, _ in rates_of_all):.0f}" if rates_of_all else "-",
-        "",
+        "", "",
         style="bold",
     )  # fmt: skip
     return table

@@ -159,7 +159,8 @@ def _draw(
     timeline.cover(group, 2, name, before, now)
     if was is not None and tag != was:
         what = "commit" if tag.server_id == was.server_id else "new process"
-        timeline.instant(group, 2, f"{what}: {weights_text(tag)}", now)
+        sent = "" if info.last_update is None else f" ({info.last_update})"
+        timeline.instant(group, 2, f"{what}: {weights_text(tag)}{sent}", now)
     timeline.counter(
         group, "sequences", now,
         running=info.running_sequences, waiting=info.waiting_sequences, held=info.held_sequences,

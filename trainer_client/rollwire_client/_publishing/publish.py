@@ -92,6 +92,7 @@ class Publish:
         self.progress = PublishProgress()
         self._checked_at = 0.0
         self._casts: tuple[DtypeCast, ...] = ()
+        self._changed_share: float | None = None
         self._changes = Changes()
         self._targets: dict[str, PublishTarget] = {}  # by address
         self._staging: list[asyncio.Task[None]] = []
@@ -123,6 +124,7 @@ class Publish:
         with self.detector:
             copied = await self.copy.take(self.manifest, source, device=self.device, cast=self.cast)
             if copied is not None:
+                self._changed_share = copied.changed_share
                 await self._check_source(copied.digests, copied.casts)
         return copied
 
@@ -174,6 +176,7 @@ class Publish:
             allow_version_rollback=self.allow_version_rollback,
             manifest=manifest_to_proto(payload.manifest),
             stage_lease=duration_to_proto(self.timeouts.stage_lease),
+            changed_share=self._changed_share,
         )
         kept = self.pool.groups.group
         # Only what is sent first can use it again.
@@ -322,7 +325,7 @@ class Publish:
             seconds=seconds,
             servers=tuple(_server_report(target) for target in targets),
             casts=self._casts,
-            changed_share=None if copied is None else copied.changed_share,
+            changed_share=self._changed_share,
             find_seconds=0.0 if copied is None else copied.seconds,
         )
 

@@ -19,6 +19,7 @@ from rollwire.conversion import (
     LOGPROB_BASIS_FROM_PROTO,
     LOGPROB_BASIS_TO_PROTO,
     SERVER_STATE_FROM_PROTO,
+    committed_update_from_proto,
     duration_to_proto,
     weight_tag_from_proto,
 )
@@ -304,6 +305,11 @@ def server_info_from_proto(message: rollout_pb2.GetServerInfoResponse, address: 
         kv_tokens_total=message.kv_tokens_total,
         sampled_tokens=message.sampled_tokens,
         pauses=tuple(_active_pause(pause) for pause in message.pauses),
+        last_update=(
+            committed_update_from_proto(message.last_update)
+            if message.HasField("last_update")
+            else None
+        ),
     )
 
 
