@@ -35,6 +35,7 @@ TIMEOUTS = PublishTimeouts(
 )
 QUICK = Timeouts(call=3, silence=2, probe=2, close=1)
 BUCKET_BYTES = 1 << 14  # some thirty buckets
+CHANGED_SHARE = 0.02
 
 
 class Servers:
@@ -99,15 +100,18 @@ def shared_servers(folder: Path, count: int, *flags: str) -> Iterator[Restartabl
 
 
 async def policy(publisher: Publisher, seed: int) -> dict[str, Tensor]:
-    """Random weights that fit; the same for the same seed."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        spec.name: (torch.randn(spec.shape, generator=generator) * 0.1).to(
-            getattr(torch, spec.dtype)
-        )
-        for spec in await publisher.schema()
-        if spec.alias_of is None
-    }
+    """Random weights that fit; the same for the same seed. Those of two seeds differ in some
+    elements of each tensor.
+    """
+    common, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
+    tensors = {}
+    for spec in await publisher.schema():
+        if spec.alias_of is None:
+            tensor = torch.randn(spec.shape, generator=common) * 0.1
+            changes = torch.rand(spec.shape, generator=own) < CHANGED_SHARE
+            tensor[changes] = torch.randn(int(changes.sum()), generator=own) * 0.1
+            tensors[spec.name] = tensor.to(getattr(torch, spec.dtype))
+    return tensors
 
 
 async def published(publisher: Publisher, version: int) -> PublishReport:

@@ -16,24 +16,19 @@ if TYPE_CHECKING:
 
     from rollwire_client import Fleet, Publisher, PublishReport
 
-    from support.fleets import Servers
     from support.phases import Strike
     from support.servers import ServerProcess
 
 
-async def trainer_after(
-    servers: Servers, fleet: Fleet, phase: str, old: int, **options: object
-) -> Publisher:
-    """A publisher of the fleet, once all serve ``old``.
+async def trainer_after(fleet: Fleet, phase: str, old: int, **options: object) -> Publisher:
+    """A publisher of the fleet, which has published ``old``.
 
     Its next publish has the phase: where that is one of forming a group, none is kept.
     """
-    if phase in FORMING:
-        async with servers.fleet() as another:
-            await published(publisher(another, **options), old)  # type: ignore[arg-type]
-        return publisher(fleet, **options)  # type: ignore[arg-type]
     trainer = publisher(fleet, **options)  # type: ignore[arg-type]
     await published(trainer, old)
+    if phase in FORMING:
+        await fleet._pool.groups.close()
     return trainer
 
 

@@ -20,15 +20,19 @@ if TYPE_CHECKING:
 PHASES = (
     "ready",  # every server has checked the update and reserved memory
     "joining",  # the victim has taken the first step to join the group, the others have not
-    "transfer",  # half of the tensors are on their way
+    "transfer",  # half of the tensors are on their way; for a delta, have been compared
     "staged",  # every server has everything, and none was told to commit
     "commit",  # another server has committed, the victim was not told to
 )
 
 
-def phases(*, fast: str) -> list[ParameterSet]:
-    """All phases as parameters of a test: one for every run, the others marked slow."""
-    return [pytest.param(p, marks=[] if p == fast else [pytest.mark.slow]) for p in PHASES]
+def publishes(*, fast: str, fast_delta: str) -> list[ParameterSet]:
+    """Each phase, of a publish without deltas and of one with them, in the same way."""
+    return [
+        pytest.param(p, delta, marks=[] if p == quick else [pytest.mark.slow])
+        for delta, quick in ((False, fast), (True, fast_delta))
+        for p in PHASES
+    ]
 
 
 FORMING = ("ready", "joining")

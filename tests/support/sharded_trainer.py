@@ -48,13 +48,16 @@ class Setup:
     what: str = ""
     at: int = -1
     victim: int = 0  # a process id
+    delta: bool = True
 
 
 def weights(shapes: Shapes, seed: int) -> dict[str, Tensor]:
-    """The unsharded weights."""
-    generator = torch.Generator().manual_seed(seed)
+    """The unsharded weights; those of two seeds differ in a few elements."""
+    common, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
     return {
-        name: (torch.randn(shape, generator=generator) * 0.1).to(getattr(torch, dtype))
+        name: (
+            torch.randn(shape, generator=common) * 0.1 + (torch.rand(shape, generator=own) < 0.02)
+        ).to(getattr(torch, dtype))
         for name, dtype, shape in shapes
     }
 
@@ -184,10 +187,13 @@ async def work(setup: Setup, rank: int) -> dict[str, Any]:
             else:
                 async with Fleet(setup.servers) as fleet:
                     timeouts = PublishTimeouts(source=setup.source_timeout)
-                    publisher = Publisher(fleet, bucket_bytes=BUCKET_BYTES, timeouts=timeouts)
+                    publisher = Publisher(
+                        fleet, bucket_bytes=BUCKET_BYTES, timeouts=timeouts, delta=setup.delta
+                    )
                     handle = await publish(ranks, publisher, setup, gathered)
                     report = await handle.committed
                     told["digest"] = report.digest
+                    told["encodings"] = list(report.encodings)
                     told["failed"] = [server.address for server in report.failed]
                     told["casts"] = [dataclasses.astuple(cast) for cast in report.casts]
         except RollwireError as error:

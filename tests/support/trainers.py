@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from rollwire_client import PublishTimeouts, RollwireError
 
-from support.fleets import open_fleet, policy, publisher
-from support.phases import Strike, Victim
+from support.fleets import open_fleet, policy, published, publisher
+from support.phases import FORMING, Strike, Victim
 from support.steps import Steps
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class Order:
 
     addresses: list[str]
     version: int
+    base: int | None  # that it publishes before, to send what has changed; None: without deltas
     phase: str
     first: Victim  # to join; the last to commit
     backend: str
@@ -113,7 +114,12 @@ async def _publish(order: Order, pipe: Connection) -> Outcome:
 
     outcome, steps = Outcome(), Steps()
     async with open_fleet(order.addresses, steps) as fleet:
-        own = publisher(fleet, order.backend, timeouts=order.timeouts)
+        delta = order.base is not None
+        own = publisher(fleet, order.backend, timeouts=order.timeouts, delta=delta)
+        if order.base is not None:
+            await published(own, order.base)
+            if order.phase in FORMING:
+                await fleet._pool.groups.close()
         tensors = await policy(own, order.version)
         strike = Strike(order.phase, steps, order.first, stop)
         try:

@@ -281,12 +281,14 @@ class SyncPublishHandle(_Facade[PublishHandle]):
         "version", "The version given to ``SyncPublisher.publish``."
     )
     done: Final[bool] = _attribute("done", "Whether it has ended, with or without success.")
-    total_bytes: Final[int] = _attribute("total_bytes", "Bytes that each server gets.")
-    sent_bytes: Final[int] = _attribute("sent_bytes", "Bytes that every server has received.")
+    total_bytes: Final[int] = _attribute(
+        "total_bytes", "Bytes that are sent, as in ``PublishReport.bytes``."
+    )
+    sent_bytes: Final[int] = _attribute("sent_bytes", "Bytes of these that have been received.")
     cancel = _blocking(PublishHandle.cancel)
 
     def released(self) -> None:
-        """Returns when every server has received and verified everything: the tensors may change.
+        """Returns when the tensors may change; see ``PublishHandle.released``.
 
         Raises what ``committed`` raises.
         """

@@ -21,7 +21,7 @@ async def test_a_step_before_the_release_is_committed_nowhere(
 ) -> None:
     old, lost, new = (three.next_version() for _ in range(3))
     async with three.fleet() as fleet:
-        trainer = publisher(fleet)
+        trainer = publisher(fleet, delta=False)
         before = await published(trainer, old)
         tensors = await policy(trainer, lost)
         learner = torch.optim.AdamW([t.requires_grad_() for t in tensors.values()], fused=fused)

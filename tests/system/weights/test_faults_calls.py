@@ -172,11 +172,12 @@ class Halt:
 
 
 @pytest.mark.slow
-async def test_a_publish_may_be_cancelled_at_any_moment(three: Servers) -> None:
+@pytest.mark.parametrize("delta", [False, True])
+async def test_a_publish_may_be_cancelled_at_any_moment(three: Servers, *, delta: bool) -> None:
     old = three.next_version()
     steps = Steps()
     async with three.fleet(steps) as fleet:
-        trainer = publisher(fleet)
+        trainer = publisher(fleet, delta=delta)
         await published(trainer, old)
         footprints = [Footprint.of(server.process.pid) for server in three.all]
         count = len(await policy(trainer, old))
@@ -185,15 +186,15 @@ async def test_a_publish_may_be_cancelled_at_any_moment(three: Servers) -> None:
             for moment in (0, 1, count // 2, count - 1, "released", "commit"):
                 lost, new = three.next_version(), three.next_version()
                 halt = Halt(moment, steps, three.addresses[-1])
-                handle = await trainer.publish(lost, halt.source(await policy(trainer, lost)))
+                source = halt.source(await policy(trainer, lost))
+                publishing = asyncio.create_task(trainer.publish_and_wait(lost, source))
                 async with asyncio.timeout(SECONDS):
                     await halt.reached.wait()
-                    cancelling = asyncio.create_task(handle.cancel())
-                    await asyncio.sleep(0)  # for it to begin
+                    publishing.cancel()
+                    await asyncio.sleep(0)  # for that to begin
                     halt.go_on.set()
-                    await cancelling
-                with pytest.raises(asyncio.CancelledError):
-                    await handle.committed
+                    with pytest.raises(asyncio.CancelledError):
+                        await publishing
                 versions = [await serves_whole(server) for server in three.all]
                 assert versions[-1] == old, moment
                 assert set(versions) <= {old, lost}

@@ -56,7 +56,7 @@ async def test_a_pulled_cable_costs_one_server(lan: Network, far: Servers, phase
     old, new, newer = (far.next_version() for _ in range(3))
     steps = Steps()
     async with far.fleet(steps) as fleet:
-        trainer = await trainer_after(far, fleet, phase, old, host=lan.address)
+        trainer = await trainer_after(fleet, phase, old, host=lan.address, delta=False)
         before = [Footprint.of(server.process.pid) for server in far.all]
         strike = Strike(phase, steps, Victim.of(victim), cable.pull)
         try:
@@ -79,7 +79,7 @@ async def test_a_slow_reader_is_cut_out(lan: Network, far: Servers) -> None:
     first, victim, last = far.all
     old, new, newer = (far.next_version() for _ in range(3))
     async with far.fleet() as fleet:
-        trainer = publisher(fleet, host=lan.address)
+        trainer = publisher(fleet, host=lan.address, delta=False)
         await published(trainer, old)
         before = [Footprint.of(server.process.pid) for server in far.all]
         tensors = await policy(trainer, new)

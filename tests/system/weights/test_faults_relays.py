@@ -45,7 +45,7 @@ async def test_a_chain_goes_around_a_relay_that_is_gone(
     old, new, newer = (relays.next_version() for _ in range(3))
     steps = Steps()
     async with relays.fleet(steps) as fleet:
-        trainer = publisher(fleet, "ucx")
+        trainer = publisher(fleet, "ucx", delta=False)
         await published(trainer, old)
         before = [Footprint.of(server.process.pid) for server in others]
         pid = victim.process.pid

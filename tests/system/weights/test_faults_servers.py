@@ -20,7 +20,7 @@ from support.crossing import PROMPT
 from support.fleets import QUICK, TIMEOUTS
 from support.footprint import Footprint, nothing_is_left
 from support.one_death import costs_one_server, takes_the_next, trainer_after
-from support.phases import Strike, Victim, phases
+from support.phases import Strike, Victim, publishes
 from support.publishing import status
 from support.steps import Steps
 
@@ -47,16 +47,16 @@ def thaw(server: ServerProcess) -> None:
     os.kill(server.process.pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("phase", phases(fast="transfer"))
+@pytest.mark.parametrize(("phase", "delta"), publishes(fast="transfer", fast_delta="staged"))
 @pytest.mark.parametrize("fault", [kill, freeze])
 async def test_a_fault_costs_one_server(
-    three: RestartableServers, fault: Callable[[ServerProcess], None], phase: str
+    three: RestartableServers, fault: Callable[[ServerProcess], None], phase: str, *, delta: bool
 ) -> None:
     first, victim, last = three.all
     old, new, newer = (three.next_version() for _ in range(3))
     steps = Steps()
     async with three.fleet(steps) as fleet:
-        trainer = await trainer_after(three, fleet, phase, old)
+        trainer = await trainer_after(fleet, phase, old, delta=delta)
         before = [Footprint.of(server.process.pid) for server in (first, last)]
         strike = Strike(phase, steps, Victim.of(victim), lambda: fault(victim))
         await costs_one_server(

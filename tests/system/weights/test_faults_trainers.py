@@ -11,7 +11,7 @@ from support.calls import connected
 from support.crossing import assert_equal_under, crossing
 from support.fleets import TIMEOUTS, published, publisher
 from support.footprint import Footprint, nothing_is_left
-from support.phases import PHASES, Victim, phases
+from support.phases import PHASES, Victim, publishes
 from support.publishing import no_update, status
 from support.trainers import Order, trainer
 
@@ -25,10 +25,11 @@ LEASE = 2.0
 BOUND = 60
 
 
-def order(three: Servers, version: int, phase: str) -> Order:
+def order(three: Servers, version: int, phase: str, base: int | None = None) -> Order:
     return Order(
         addresses=three.addresses,
         version=version,
+        base=base,
         phase=phase,
         first=Victim.of(three.all[0]),
         backend="gloo",
@@ -69,14 +70,16 @@ async def the_next_trainer_is_followed(
     assert_equal_under(old, sequences)
 
 
-@pytest.mark.parametrize("phase", phases(fast="transfer"))
-async def test_a_killed_trainer_is_succeeded_at_once(three: Servers, phase: str) -> None:
+@pytest.mark.parametrize(("phase", "delta"), publishes(fast="transfer", fast_delta="staged"))
+async def test_a_killed_trainer_is_succeeded_at_once(
+    three: Servers, phase: str, *, delta: bool
+) -> None:
     old, lost, new = (three.next_version() for _ in range(3))
     async with three.fleet() as fleet:
         await published(publisher(fleet), old)
         footprints = [Footprint.of(server.process.pid) for server in three.all]
         async with crossing(*three.addresses) as sequences:
-            with trainer(order(three, lost, phase)) as dying:
+            with trainer(order(three, lost, phase, old if delta else None)) as dying:
                 await dying.stands()
                 dying.kill()
             await each_serves_the_old_or_the_new(three, sequences, phase, old, lost)

@@ -184,7 +184,7 @@ async def test_three_servers_commit_the_same_and_one_death_costs_one(
     first, victim, last = servers
     steps = Steps()
     async with open_fleet([server.address for server in servers], steps) as fleet:
-        trainer = publisher(fleet, way.backend, timeouts=PublishTimeouts())
+        trainer = publisher(fleet, way.backend, timeouts=PublishTimeouts(), delta=False)
         for version in (VERSION - 1, VERSION):
             tensors = {n: t.to(way.device) for n, t in (await policy(trainer, version)).items()}
             strike = Strike("transfer", steps, Victim.of(victim), victim.kill)

@@ -91,7 +91,7 @@ async def test_shards_are_gathered_one_tensor_at_a_time(
     doing = await setup(tmp_path, both, layout, versions=versions)
     leader, other = run(tmp_path, doing)
     assert leader["digest"] == digest(doing)
-    assert leader["failed"] == []
+    assert (leader["failed"], leader["encodings"]) == ([], ["delta"])
     assert [await served(server) for server in both] == [(versions[1], digest(doing))] * 2
     for told in (leader, other):
         assert "error" not in told
@@ -116,9 +116,16 @@ async def test_master_weights_are_cast_shard_by_shard_and_gathered_once(
         assert (len(told["names"]), told["most"]) == (len(doing.shapes), 1)
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "pipeline"])
-async def test_a_server_that_dies_makes_all_ranks_gather_again(
-    tmp_path: Path, both: list[ServerProcess], start_server: StartServer, layout: str
+@pytest.mark.parametrize(
+    ("layout", "delta"), [("fsdp", False), ("pipeline", False), ("fsdp", True)]
+)
+async def test_a_server_that_dies_makes_all_ranks_gather_again_unless_there_is_a_copy(
+    tmp_path: Path,
+    both: list[ServerProcess],
+    start_server: StartServer,
+    layout: str,
+    *,
+    delta: bool,
 ) -> None:
     victim = start_server()
     doing = await setup(
@@ -129,6 +136,7 @@ async def test_a_server_that_dies_makes_all_ranks_gather_again(
         what="kill",
         at=12,
         victim=victim.process.pid,
+        delta=delta,
     )
     leader, other = run(tmp_path, doing)
     assert leader["failed"] == [victim.address]
@@ -136,7 +144,7 @@ async def test_a_server_that_dies_makes_all_ranks_gather_again(
     names = [name for name, _, _ in doing.shapes]
     assert leader["names"] == other["names"]
     assert set(leader["names"]) == set(names)
-    assert len(leader["names"]) > len(names)
+    assert (len(leader["names"]) == len(names)) == delta
     assert (leader["most"], other["most"]) == (1, 1)
     if layout == "fsdp":  # what the server has already is not gathered again
         assert leader["names"].count(leader["names"][0]) == 1

@@ -85,7 +85,7 @@ async def publish(
     with open_checkpoint(checkpoint) as tensors:
         async with Fleet(addresses, timeouts=timeouts, credentials=context.obj) as fleet:
             publisher = Publisher(
-                fleet, kv_policy=kv_policy, max_kv_lag=max_kv_lag, backend=backend
+                fleet, kv_policy=kv_policy, max_kv_lag=max_kv_lag, backend=backend, delta=False
             )
             handle = await publisher.publish(
                 version, tensors, allow_version_rollback=allow_version_rollback

@@ -97,7 +97,7 @@ class Publisher:
         bucket_bytes: int | None = None,
         timeouts: PublishTimeouts | None = None,
         cast: bool = True,
-        delta: bool = False,
+        delta: bool = True,
         full_every: int | None = None,
     ) -> None:
         _require_transport()

@@ -65,7 +65,7 @@ class PublishOptions:
     Attributes:
         backend, host, bucket_bytes: As for ``Publisher``.
         kv_policy: "keep" or "recompute", see ``KvPolicy``.
-        max_kv_lag: As for ``Publisher``.
+        max_kv_lag, delta: As for ``Publisher``.
         require: Which servers must have a policy before verl goes on; see
             ``PublishReport.require``.
         max_unchanged: How many new versions in a row may have the weights of the one before, as
@@ -78,6 +78,7 @@ class PublishOptions:
     bucket_bytes: int | None = None
     kv_policy: str = "keep"
     max_kv_lag: int | None = None
+    delta: bool = True
     require: Require = "any"
     max_unchanged: int | None = 3
     timeouts: Mapping[str, float] = field(default_factory=dict)
@@ -107,5 +108,6 @@ class PublishOptions:
             bucket_bytes=self.bucket_bytes,
             kv_policy=_KV_POLICIES[self.kv_policy],
             max_kv_lag=self.max_kv_lag,
+            delta=self.delta,
             timeouts=PublishTimeouts(**self.timeouts),
         )
