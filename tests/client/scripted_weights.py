@@ -76,6 +76,7 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
         self.protocol = transport.PROTOCOL
         # Faults.
         self.no_room_for_deltas = False
+        self.cannot_read_deltas: tuple[grpc.StatusCode, str] | None = None  # once they are there
         self.breaks_deltas = False  # it holds other bits than it says
         self.hangs_in = ""  # the method that never answers
         self.checks_for = 0.0  # seconds between its first report and the next
@@ -192,7 +193,12 @@ class PublishableServer(ScriptedServer, weights_pb2_grpc.WeightServiceServicer):
             while True:
                 update.changed.clear()
                 phase = update.phase
-                if phase == weights_pb2.UPDATE_PHASE_STAGED and self.late_reports:
+                is_staged = phase == weights_pb2.UPDATE_PHASE_STAGED
+                if is_staged and layout is not manifest and self.cannot_read_deltas is not None:
+                    code, reason = self.cannot_read_deltas
+                    update.phase = weights_pb2.UPDATE_PHASE_STALLED
+                    await refuse(context, code, reason, "as scripted")
+                if is_staged and self.late_reports:
                     self.late_reports -= 1
                     phase = weights_pb2.UPDATE_PHASE_STALLED
                     yield weights_pb2.UpdateWeightsResponse(

@@ -9,6 +9,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
+import grpc
 import pytest
 import rollwire_transport as transport
 import torch
@@ -132,6 +133,24 @@ async def test_one_that_holds_other_bits_than_it_says_gets_the_whole_policy() ->
         assert [told.encoding for told in report.servers] == ["delta", "full"]
         assert all(has(server, learned(2)) for server in servers)
         assert servers[1].discards == [report.update_id]
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_one_that_cannot_read_a_delta_gets_the_whole_policy(others: int) -> None:
+    """For lack of memory, or as it does not take it for a delta of its layout."""
+    for code, reason in (
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "STAGING_FAILED"),
+        (grpc.StatusCode.INVALID_ARGUMENT, "MANIFEST_MISMATCH"),
+    ):
+        async with publishing(1 + others, accept_deltas=True) as (servers, _, publisher):
+            await steps(publisher, 1)
+            servers[0].cannot_read_deltas = (code, reason)
+            report = await steps(publisher, 2)
+            assert report.failed == ()
+            assert [told.encoding for told in report.servers] == ["full", *["delta"] * others]
+            assert all(has(server, learned(2)) for server in servers)
+            servers[0].cannot_read_deltas = None
+            assert (await steps(publisher, 3)).encodings == ("delta",)
 
 
 async def test_one_that_missed_a_publish_gets_the_whole_policy_in_the_next() -> None:

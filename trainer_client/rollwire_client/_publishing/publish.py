@@ -50,7 +50,9 @@ logger = logging.getLogger(__name__)
 _REFUSALS_OF_DELTAS = {
     Reason.BASE_MISMATCH.name,
     Reason.UNSUPPORTED_ENCODING.name,
-    Reason.STAGING_FAILED.name,  # there may be room for an update that waits elsewhere
+    # A delta may need memory where a full update needs none, and is read before it is staged.
+    Reason.STAGING_FAILED.name,
+    Reason.MANIFEST_MISMATCH.name,
 }
 _CHECK_SECONDS = 0.25  # between two checks for changes while tensors are sent
 
@@ -151,15 +153,14 @@ class Publish:
         others = [server for server in self.servers if server.address not in self._targets]
         self._announce(copied.full, others)
         await self._wait_until_announced()
-        await self._send_whole_instead(
-            copied, [t for t in self._targets.values() if _refuses_delta(t)]
-        )
+        await self._send_whole_instead(copied, self._refusing())
         await self._require_a_server("no server takes the update")
         self.progress.announced.set()
         self.progress.released.set()
         if copied.delta is not None and self._takers(copied.delta):
             await self._transfer(copied.delta)
-            await self._send_whole_instead(copied, self._differing(copied.delta, copied.digest))
+            differing = self._differing(copied.delta, copied.digest)
+            await self._send_whole_instead(copied, [*self._refusing(), *differing])
         if self._takers(copied.full):
             await self._transfer(copied.full)
             self._fail_differing(copied.full, copied.digest)
@@ -256,6 +257,10 @@ class Publish:
     def _differing(self, payload: Payload, digest: int) -> list[PublishTarget]:
         """The servers that have something else than what was sent, though all has arrived."""
         return [t for t in self._takers(payload) if t.staged and t.digest != digest]
+
+    def _refusing(self) -> list[PublishTarget]:
+        """The servers that cannot take the delta, but may take the whole policy."""
+        return [target for target in self._targets.values() if _refuses_delta(target)]
 
     def _fail_differing(self, payload: Payload, digest: int) -> None:
         for target in self._differing(payload, digest):
