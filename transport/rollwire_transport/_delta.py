@@ -19,6 +19,7 @@ in full (``delta_layout``).
 from __future__ import annotations
 
 import functools
+import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from rollwire_transport._manifest import Bucket, Manifest
+
+logger = logging.getLogger(__name__)
 
 HEAD_BYTES = 16
 
@@ -187,6 +190,14 @@ def delta_kernels(device_type: str) -> ModuleType | None:
     """The kernels of a GPU, compiled; None where torch alone must do."""
     if triton_kernels(device_type) is None:
         return None
+    try:
+        return _compiled_kernels(device_type)
+    except Exception as error:  # whatever it is, torch alone does it too
+        logger.warning("deltas are slower without Triton: %s: %s", type(error).__name__, error)
+        return None
+
+
+def _compiled_kernels(device_type: str) -> ModuleType:
     from rollwire_transport import _delta_triton
 
     room = torch.zeros(128, dtype=torch.uint8, device=device_type)

@@ -45,10 +45,12 @@ class GpuBucketEncoder:
         self._differences = room(words, torch.int64)
         self._counts = room(2 * (words // _BLOCK), torch.int32)
         self._positions = room(most, torch.int32)
-        self._gap_bytes = room(-(-most // _CHUNK), torch.int32)
+        self._gap_bytes = room(_chunks(most), torch.int32)
         self._memory = memory
-        self._begin = torch.zeros(1, dtype=torch.int64, device=memory.device)  # of the next delta
-        self._results = torch.zeros(buckets, 3, dtype=torch.int64, device=memory.device)
+        # Where the next delta begins, and where the memory ends.
+        self._place = torch.tensor([0, memory.numel()]).to(memory.device)
+        # Rows of 32 bytes: Triton compiles anew for memory with another alignment.
+        self._results = torch.zeros(buckets, 4, dtype=torch.int64, device=memory.device)
         self._done = 0
 
     def encode(self, old: Tensor, new: Tensor, most: int, bucket_bytes: int) -> None:
@@ -56,9 +58,9 @@ class GpuBucketEncoder:
         words = new.numel() // 8
         blocks = -(-words // _BLOCK)
         counts = self._counts[: 2 * blocks].view(2, blocks)
-        chunks = -(-most // _CHUNK)
+        chunks = _chunks(most)
         gap_bytes = self._gap_bytes[:chunks]
-        memory, room = self._memory, self._memory.numel()
+        place, memory = self._place, self._memory
         with _on(new.device):
             _compare[(blocks,)](
                 old.view(torch.int64), new.view(torch.int64), words,
@@ -67,16 +69,15 @@ class GpuBucketEncoder:
             ends = counts[1].cumsum(0, dtype=torch.int32)
             _list[(blocks,)](
                 new.view(torch.int16), self._lanes, self._differences, counts, ends,
-                self._positions, most, self._begin, memory, room, _BLOCK, _TILE,
+                self._positions, most, place, memory, _BLOCK, _TILE,
             )  # fmt: skip
             _measure_gaps[(chunks,)](self._positions, ends, blocks, most, gap_bytes, _CHUNK)
             gap_ends = gap_bytes.cumsum(0, dtype=torch.int32)
             _write_gaps[(chunks,)](
-                self._positions, ends, blocks, most, gap_bytes, gap_ends,
-                self._begin, memory, room, _CHUNK,
+                self._positions, ends, blocks, most, gap_bytes, gap_ends, place, memory, _CHUNK,
             )  # fmt: skip
             _finish[(1,)](
-                ends, blocks, most, gap_ends, chunks, self._begin, memory, room, bucket_bytes,
+                ends, blocks, most, gap_ends, chunks, place, memory, bucket_bytes,
                 self._results[self._done],
             )  # fmt: skip
         self._done += 1
@@ -85,8 +86,12 @@ class GpuBucketEncoder:
         """Waits for the device."""
         return [
             (self._memory[begin : begin + size] if size else None, count)
-            for begin, size, count in self._results[: self._done].tolist()
+            for begin, size, count, _ in self._results[: self._done].tolist()
         ]
+
+
+def _chunks(most: int) -> int:
+    return max(-(-most // _CHUNK), 1)
 
 
 def decode(delta: Tensor, gap_bytes: int, count: int) -> tuple[Tensor, Tensor]:
@@ -186,17 +191,17 @@ def _compare(  # type: ignore[no-untyped-def]
     tl.store(counts + blocks + number, tl.sum(changed, 0))
 
 
-@triton.jit(do_not_specialize=["most", "room"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["most"])  # type: ignore[untyped-decorator]
 def _list(  # type: ignore[no-untyped-def]
-    new, lanes_in, differences, counts, ends, positions, most, begin, memory, room,
+    new, lanes_in, differences, counts, ends, positions, most, place, memory,
     block: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64)
     differing = tl.load(counts + number)
     done = tl.load(ends + number)
     done -= tl.load(counts + tl.num_programs(0) + number)
-    out = (memory + tl.load(begin) + 16).to(tl.pointer_type(tl.int16))
-    room = room - tl.load(begin) - 16
+    out = (memory + tl.load(place) + 16).to(tl.pointer_type(tl.int16))
+    left = tl.load(place + 1) - tl.load(place) - 16
     lanes = tl.arange(0, 4 * tile)
     for start in range(0, differing, tile):
         at = start + lanes // 4
@@ -208,7 +213,7 @@ def _list(  # type: ignore[no-untyped-def]
         rank = done + tl.cumsum(changed.to(tl.int32), 0) - 1
         tl.store(positions + rank, position, mask=changed & (rank < most))
         bits = tl.load(new + position, mask=changed, other=0)
-        tl.store(out + rank, bits, mask=changed & (2 * rank + 2 <= room))
+        tl.store(out + rank, bits, mask=changed & (2 * rank + 2 <= left))
         done += tl.sum(changed.to(tl.int32), 0)
 
 
@@ -231,40 +236,40 @@ def _measure_gaps(positions, ends, blocks, most, gap_bytes, chunk: tl.constexpr)
     tl.store(gap_bytes + tl.program_id(0), taken)
 
 
-@triton.jit(do_not_specialize=["blocks", "most", "room"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["blocks", "most"])  # type: ignore[untyped-decorator]
 def _write_gaps(  # type: ignore[no-untyped-def]
-    positions, ends, blocks, most, gap_bytes, gap_ends, begin, memory, room, chunk: tl.constexpr
+    positions, ends, blocks, most, gap_bytes, gap_ends, place, memory, chunk: tl.constexpr
 ):
     number = tl.program_id(0)
     count = tl.load(ends + blocks - 1)
     if (count <= most) & (number * chunk < count):
         some, gap = _gaps_of(positions, count, chunk)
         skips = gap // 255
-        out = memory + tl.load(begin)
-        room = room - tl.load(begin)
+        out = memory + tl.load(place)
+        left = tl.load(place + 1) - tl.load(place)
         first = 16 + 2 * count + tl.load(gap_ends + number) - tl.load(gap_bytes + number)
         at = first + tl.cumsum(tl.where(some, skips + 1, 0), 0) - 1
-        tl.store(out + at, (gap - skips * 255).to(tl.uint8), mask=some & (at < room))
+        tl.store(out + at, (gap - skips * 255).to(tl.uint8), mask=some & (at < left))
         for skip in range(tl.max(skips, 0)):
             before = at - 1 - skip
-            tl.store(out + before, 255, mask=some & (skip < skips) & (before < room))
+            tl.store(out + before, 255, mask=some & (skip < skips) & (before < left))
 
 
-@triton.jit(do_not_specialize=["blocks", "most", "chunks", "room", "bucket_bytes"])
+@triton.jit(do_not_specialize=["blocks", "most", "chunks", "bucket_bytes"])
 def _finish(  # type: ignore[no-untyped-def]
-    ends, blocks, most, gap_ends, chunks, begin, memory, room, bucket_bytes, result
+    ends, blocks, most, gap_ends, chunks, place, memory, bucket_bytes, result
 ):
     count = tl.load(ends + blocks - 1).to(tl.int64)
     gap_bytes = tl.load(gap_ends + chunks - 1).to(tl.int64)
     size = 16 + 2 * count + gap_bytes
-    first = tl.load(begin)
-    if (count > most) | (size >= bucket_bytes) | (first + size > room):
+    first = tl.load(place)
+    if (count > most) | (size >= bucket_bytes) | (first + size > tl.load(place + 1)):
         size = size * 0
     else:
         head = (memory + first).to(tl.pointer_type(tl.int64))
         tl.store(head, gap_bytes)
         tl.store(head + 1, count)
-    tl.store(begin, first + (size + 15) // 16 * 16)
+    tl.store(place, first + (size + 15) // 16 * 16)
     tl.store(result, first)
     tl.store(result + 1, size)
     tl.store(result + 2, count)
