@@ -72,6 +72,7 @@ class SleepingWeights(enum.Enum):
     HOST_BACKUP = "host_backup"
     """They move to host memory, and back when the server wakes up."""
     DISCARD = "discard"
+    """Their memory is freed: the server awaits an update afterwards, or reloads its checkpoint."""
 
 
 class UpdatePhase(enum.Enum):

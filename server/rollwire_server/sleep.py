@@ -34,6 +34,12 @@ class SleepController:
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _sleeping_weights: SleepingWeights = SleepingWeights.KEEP
 
+    @property
+    def sleeping_weights(self) -> SleepingWeights | None:
+        """What became of the weights; None while the server is not asleep."""
+        asleep = self._state.current is ServerState.SLEEPING
+        return self._sleeping_weights if asleep else None
+
     async def sleep(self, weights: SleepingWeights) -> int:
         """Interrupts all sequences, then frees the KV cache and the weights as asked; returns the
         bytes freed. When the engine fails to sleep, the server continues to serve.
@@ -53,6 +59,7 @@ class SleepController:
             self._check_supported(weights)
             await self._updates.discard_current(Reason.SLEEPING, "the server goes to sleep")
             self._state.check(Rpc.SLEEP)
+            self._sleeping_weights = weights
             self._state.apply(StateChange.SLEPT)
             try:
                 await self._sequences.interrupt_all("the server goes to sleep")
@@ -62,7 +69,6 @@ class SleepController:
                 self._state.apply(StateChange.SLEEP_FAILED)
                 state = f"nothing was freed, and the server is {self._state.current.value}"
                 raise from_engine_error(error, state) from error
-            self._sleeping_weights = weights
             return freed
 
     def _check_supported(self, weights: SleepingWeights) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf import any_pb2
@@ -26,7 +26,7 @@ def expected_token(prompt: list[int], position: int) -> int:
     return (sum(prompt) * 31 + position * 7) % 1000
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
     """One attempt as its script sees it."""
 
@@ -37,6 +37,7 @@ class Sequence:
     offset: int
     unsent: int = 0  # tokens that it has sampled and sends at the latest when it is aborted
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    interrupted: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def budget(self) -> int:
@@ -150,6 +151,11 @@ class ScriptedServer(rollout_pb2_grpc.RolloutServiceServicer):
         self.state = common_pb2.SERVER_STATE_SERVING
         self.accepts_deltas = False
         self.pauses: list[rollout_pb2.ActivePause] = []
+        self.sleeping_weights = rollout_pb2.SLEEPING_WEIGHTS_UNSPECIFIED
+        self.refusals: dict[str, dict[str, Any]] = {}  # by the name of the call: how it is refused
+        self.calls: list[tuple[str, object]] = []  # that control it, with their requests
+        self.delays: dict[str, asyncio.Event] = {}  # by the name of the call: it waits for that
+        self._live: set[Sequence] = set()
         self.address = ""
         self._grpc: grpc.aio.Server | None = None
 
@@ -205,19 +211,24 @@ class ScriptedServer(rollout_pb2_grpc.RolloutServiceServicer):
     async def _play(self, script: Script, sequence: Sequence) -> None:
         playing = asyncio.ensure_future(script(sequence))
         aborted = asyncio.ensure_future(sequence.aborted.wait())
+        interrupted = asyncio.ensure_future(sequence.interrupted.wait())
+        self._live.add(sequence)
         try:
-            await asyncio.wait([playing, aborted], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([playing, aborted, interrupted], return_when=asyncio.FIRST_COMPLETED)
             if playing.done():
                 playing.result()
+            elif interrupted.done():
+                await sequence.finish("INTERRUPTED", message="the server goes to sleep")
             else:
                 self.aborted.put_nowait(sequence.request.request_id)
                 if sequence.unsent:
                     await sequence.send(sequence.unsent)
                 await sequence.finish("ABORTED")
         finally:
-            for task in (playing, aborted):
+            self._live.discard(sequence)
+            for task in (playing, aborted, interrupted):
                 task.cancel()
-            await asyncio.gather(playing, aborted, return_exceptions=True)
+            await asyncio.gather(playing, aborted, interrupted, return_exceptions=True)
 
     async def GetServerInfo(self, request, context):  # noqa: N802
         self.asked += 1
@@ -237,19 +248,57 @@ class ScriptedServer(rollout_pb2_grpc.RolloutServiceServicer):
             accepts_deltas=self.accepts_deltas,
             transports=["gloo"],
             pauses=self.pauses,
+            sleeping_weights=self.sleeping_weights,
         )
 
     async def Abort(self, request, context):  # noqa: N802
         return rollout_pb2.AbortResponse(not_found=[key.request_id for key in request.sequences])
 
     async def Pause(self, request, context):  # noqa: N802
-        await refuse(
-            context,
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "BAD_REQUEST",
-            "no pauses here",
-            fields={"pause_id": "is not wanted"},
-        )
+        await self._controlled("Pause", request, context)
+        others = [pause for pause in self.pauses if pause.pause_id != request.pause_id]
+        self.pauses = [
+            *others,
+            rollout_pb2.ActivePause(pause_id=request.pause_id, lease_left=request.lease),
+        ]
+        self.state = common_pb2.SERVER_STATE_PAUSED
+        return rollout_pb2.PauseResponse(pause_id=request.pause_id, held_sequences=len(self._live))
+
+    async def Resume(self, request, context):  # noqa: N802
+        await self._controlled("Resume", request, context)
+        self.pauses = [
+            pause for pause in self.pauses if request.pause_id not in {"", pause.pause_id}
+        ]
+        if not self.pauses:
+            self.state = common_pb2.SERVER_STATE_SERVING
+        return rollout_pb2.ResumeResponse(remaining_pauses=len(self.pauses), weights=self.weights)
+
+    async def Sleep(self, request, context):  # noqa: N802
+        await self._controlled("Sleep", request, context)
+        if self.state == common_pb2.SERVER_STATE_SLEEPING:
+            await refuse(context, grpc.StatusCode.UNAVAILABLE, "SLEEPING", "sleeps already")
+        self.state = common_pb2.SERVER_STATE_SLEEPING
+        self.sleeping_weights = request.weights
+        for sequence in self._live:
+            sequence.interrupted.set()
+        return rollout_pb2.SleepResponse(freed_bytes=1000)
+
+    async def WakeUp(self, request, context):  # noqa: N802
+        await self._controlled("WakeUp", request, context)
+        if self.state == common_pb2.SERVER_STATE_SLEEPING:
+            discarded = self.sleeping_weights == rollout_pb2.SLEEPING_WEIGHTS_DISCARD
+            self.state = common_pb2.SERVER_STATE_SERVING
+            if discarded and not request.reload_checkpoint:
+                self.state = common_pb2.SERVER_STATE_AWAITING_WEIGHTS
+        self.sleeping_weights = rollout_pb2.SLEEPING_WEIGHTS_UNSPECIFIED
+        return rollout_pb2.WakeUpResponse(weights=self.weights)
+
+    async def _controlled(self, name, request, context) -> None:
+        self.calls.append((name, request))
+        if name in self.delays:
+            await self.delays[name].wait()
+        if name in self.refusals:
+            await refuse(context, **self.refusals[name])
 
 
 async def refuse(

@@ -210,6 +210,12 @@ async def test_a_refusal_has_its_own_type(
 
 
 async def test_error_details_of_a_call_are_told(server: ScriptedServer) -> None:
+    server.refusals["Pause"] = {
+        "code": grpc.StatusCode.INVALID_ARGUMENT,
+        "reason": "BAD_REQUEST",
+        "message": "no pauses here",
+        "fields": {"pause_id": "is not wanted"},
+    }
     async with RolloutClient(server.address) as client:
         with pytest.raises(InvalidRequestError, match=r"pause_id: is not wanted") as caught:
             await client.pause("mine")

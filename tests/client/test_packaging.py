@@ -119,10 +119,15 @@ def test_a_fleet_shows_its_users_nothing_of_the_library() -> None:
         "generate_many",
         "info",
         "newest_version",
+        "pause",
+        "paused",
         "policy",
+        "resume",
         "session",
+        "sleep",
         "stream",
         "unavailable_reason",
+        "wake_up",
     }
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from rollwire.types import CommittedUpdate, LogprobBasis, ServerState, WeightTag
+from rollwire.types import CommittedUpdate, LogprobBasis, ServerState, SleepingWeights, WeightTag
 from rollwire.v1 import rollout_pb2
 from rollwire_client import ServerInfo
 from rollwire_client._rpc.conversion import server_info_from_proto
@@ -41,7 +41,7 @@ async def busy_server() -> rollout_pb2.GetServerInfoResponse:
             weights=weights,
             last_update=CommittedUpdate("delta", received_bytes=9, changed_share=0.01),
         ),
-        None,
+        SimpleNamespace(sleeping_weights=SleepingWeights.DISCARD),
         ServerCounters(sampled_tokens=5),
         None,
     ]

@@ -18,6 +18,7 @@ from rollwire.types import (
     KvPolicy,
     LogprobBasis,
     ServerState,
+    SleepingWeights,
     WeightTag,
 )
 
@@ -40,7 +41,9 @@ from rollwire_client._batches.group_file import append_groups, read_groups
 from rollwire_client._data import (
     Aborted,
     ActivePause,
+    Asleep,
     DtypeCast,
+    FleetReport,
     Pause,
     PublishReport,
     PublishTimeouts,
@@ -55,6 +58,7 @@ from rollwire_client._errors import (
     CallbackError,
     ClosedError,
     DigestMismatchError,
+    FleetCallError,
     FrozenError,
     GroupFileError,
     InvalidRequestError,
@@ -102,6 +106,7 @@ from rollwire_client._trajectory import Chunk, Segment, Trajectory, TrajectoryTe
 __all__ = [
     "Aborted",
     "ActivePause",
+    "Asleep",
     "Batch",
     "Batcher",
     "BufferFileError",
@@ -123,6 +128,8 @@ __all__ = [
     "Finish",
     "FinishReason",
     "Fleet",
+    "FleetCallError",
+    "FleetReport",
     "FrozenError",
     "Group",
     "GroupFileError",
@@ -169,6 +176,7 @@ __all__ = [
     "ServerState",
     "ServerUnreachableError",
     "Session",
+    "SleepingWeights",
     "SourceError",
     "StaleAttemptError",
     "StalePublisherError",

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar
 
 from rollwire_client._arguments import all_seconds, servers_text, update_text
-from rollwire_client._errors import PublishIncompleteError
+from rollwire_client._errors import FleetCallError, PublishIncompleteError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from rollwire.types import CommittedUpdate, LogprobBasis, ServerState, WeightTag
+    from rollwire.types import (
+        CommittedUpdate,
+        LogprobBasis,
+        ServerState,
+        SleepingWeights,
+        WeightTag,
+    )
 
     from rollwire_client._errors import RollwireError
+
+T = TypeVar("T")
 
 Require: TypeAlias = 'Literal["all", "any"] | float'
 
@@ -92,6 +100,7 @@ class ServerInfo:
         sampled_tokens: Tokens sampled since the process started.
         pauses: The pauses that hold it.
         last_update: The update that it committed last; None before the first.
+        sleeping_weights: What became of its weights while it sleeps; None while it is awake.
     """
 
     address: str
@@ -119,6 +128,7 @@ class ServerInfo:
     sampled_tokens: int
     pauses: tuple[ActivePause, ...] = ()
     last_update: CommittedUpdate | None = None
+    sleeping_weights: SleepingWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +154,61 @@ class Resumed:
     sequences: int
     remaining_pauses: int
     weights: WeightTag
+
+
+@dataclass(frozen=True, slots=True)
+class Asleep:
+    """The result of a sleep.
+
+    Attributes:
+        weights: What became of the weights.
+        freed_bytes: Device memory that was freed; 0 if the server was asleep already.
+        already_asleep: Whether it was asleep already, with the same done to its weights.
+    """
+
+    weights: SleepingWeights
+    freed_bytes: int
+    already_asleep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FleetReport(Generic[T]):
+    """What came of a call to all servers of a fleet. Each is in one of the two, by its address.
+
+    Attributes:
+        call: Name of the method, such as "sleep".
+        answers: What servers answered that did as asked.
+        errors: Why the others did not. A server that did not answer in time may still do it.
+    """
+
+    call: str
+    answers: Mapping[str, T]
+    errors: Mapping[str, RollwireError]
+
+    def require(self, servers: Require) -> None:
+        """Raises unless enough servers have done as asked.
+
+        Args:
+            servers: "all", "any", or at least this share of them: a number above 0, at most 1.
+
+        Raises:
+            FleetCallError: Fewer have.
+            ValueError: ``servers`` is nothing of that.
+        """
+        total = len(self.answers) + len(self.errors)
+        needed = _needed(servers, total)
+        if not total or len(self.answers) >= needed:
+            return
+        done = f" ({', '.join(self.answers)})" if self.answers else ""
+        problems = "; ".join(
+            str(error) if address in str(error) else f"{address}: {error}"
+            for address, error in self.errors.items()
+        )
+        raise FleetCallError(
+            f"{self.call} succeeded on {len(self.answers)} of {servers_text(total)}{done}, and was "
+            f"to succeed on {needed}: {problems}",
+            self,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +358,7 @@ class PublishReport:
             ValueError: ``servers`` is nothing of that.
         """
         total, committed = len(self.servers), len(self.servers) - len(self.failed)
-        needed = max(math.ceil(checked_share(servers) * total - 1e-9), 1)
+        needed = _needed(servers, total)
         if not total or committed >= needed:
             return
         problems = "; ".join(str(server.error) for server in self.failed)
@@ -303,6 +368,10 @@ class PublishReport:
             "publish or `catch_up`",
             self,
         )
+
+
+def _needed(servers: Require, total: int) -> int:
+    return max(math.ceil(checked_share(servers) * total - 1e-9), 1)
 
 
 def checked_share(servers: Require) -> float:

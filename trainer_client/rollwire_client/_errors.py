@@ -233,6 +233,21 @@ class PublishIncompleteError(PublishError):
         self.report = report
 
 
+class FleetCallError(RollwireError):
+    """Servers of a fleet did not sleep, wake up, pause or resume as asked; others may have.
+
+    Attributes:
+        report: The ``FleetReport``: ``report.answers`` has the servers that did as asked, and
+            ``report.errors`` the others.
+    """
+
+    scope = ErrorScope.SERVER
+
+    def __init__(self, message: str, report: Any) -> None:
+        super().__init__(message)
+        self.report = report
+
+
 class CallbackError(RollwireError):
     """A callback of the caller raised (see ``__cause__``), returned an invalid value, or took too
     long.

@@ -29,6 +29,7 @@ from rollwire_client._fleet.session import Session
 from rollwire_client._loop_calls import LoopCalls, LoopThread
 from rollwire_client._publishing.publish_handle import PublishHandle
 from rollwire_client._publishing.publisher import Publisher
+from rollwire_client._rpc.client import PAUSED_LEASE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from rollwire.types import WeightTag
 
     from rollwire_client._batches.batch import Batch
-    from rollwire_client._data import PublishReport
+    from rollwire_client._data import FleetReport, Pause, PublishReport, Require
     from rollwire_client._fleet.session import Conversation
 
 __all__ = ["SyncBatcher", "SyncFleet", "SyncPublishHandle", "SyncPublisher", "SyncSession"]
@@ -208,6 +209,23 @@ class SyncFleet(_Facade[Fleet]):
     stream = _iterating(Fleet.stream)
     info = _blocking(Fleet.info)
     newest_version = _blocking(Fleet.newest_version)
+    sleep = _blocking(Fleet.sleep)
+    wake_up = _blocking(Fleet.wake_up)
+    pause = _blocking(Fleet.pause)
+    resume = _blocking(Fleet.resume)
+
+    @contextlib.contextmanager
+    def paused(
+        self, *, lease: float = PAUSED_LEASE, require: Require = "all"
+    ) -> Iterator[FleetReport[Pause]]:
+        """See ``Fleet.paused``; for a ``with`` block."""
+        pausing = self._inner.paused(lease=lease, require=require)
+        report = self._loop_thread.call(_wait(pausing.__aenter__))
+        try:
+            yield report
+        finally:
+            with contextlib.suppress(ClosedError):  # the lease ends it then
+                self._loop_thread.call(_wait(lambda: pausing.__aexit__(None, None, None)))
 
     def unavailable_reason(self) -> str | None:
         """See ``Fleet.unavailable_reason``; raises ClosedError if the fleet is not open."""

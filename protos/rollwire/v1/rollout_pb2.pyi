@@ -1033,6 +1033,7 @@ class GetServerInfoResponse(_message.Message):
     PAUSES_FIELD_NUMBER: _builtins.int
     ACCEPTS_DELTAS_FIELD_NUMBER: _builtins.int
     LAST_UPDATE_FIELD_NUMBER: _builtins.int
+    SLEEPING_WEIGHTS_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     state: _common_pb2.ServerState.ValueType
     engine: _builtins.str
@@ -1058,6 +1059,8 @@ class GetServerInfoResponse(_message.Message):
     """since this process started"""
     accepts_deltas: _builtins.bool
     """Accepts updates as deltas too (ENCODING_DELTA)."""
+    sleeping_weights: Global___SleepingWeights.ValueType
+    """what became of the weights; unspecified while it is not asleep"""
     @_builtins.property
     def weights(self) -> _common_pb2.WeightTag: ...
     @_builtins.property
@@ -1103,10 +1106,11 @@ class GetServerInfoResponse(_message.Message):
         pauses: _abc.Iterable[Global___ActivePause] | None = ...,
         accepts_deltas: _builtins.bool = ...,
         last_update: Global___CommittedUpdate | None = ...,
+        sleeping_weights: Global___SleepingWeights.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_highest_version", b"_highest_version", "highest_version", b"highest_version", "last_update", b"last_update", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_highest_version", b"_highest_version", "accepts_deltas", b"accepts_deltas", "accepts_updates", b"accepts_updates", "context_length", b"context_length", "deterministic", b"deterministic", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "held_sequences", b"held_sequences", "highest_version", b"highest_version", "kv_tokens_total", b"kv_tokens_total", "kv_tokens_used", b"kv_tokens_used", "last_update", b"last_update", "logprob_bases", b"logprob_bases", "max_running_sequences", b"max_running_sequences", "model", b"model", "pauses", b"pauses", "running_sequences", b"running_sequences", "sampled_tokens", b"sampled_tokens", "server_id", b"server_id", "software_version", b"software_version", "state", b"state", "transports", b"transports", "vocab_size", b"vocab_size", "waiting_sequences", b"waiting_sequences", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_highest_version", b"_highest_version", "accepts_deltas", b"accepts_deltas", "accepts_updates", b"accepts_updates", "context_length", b"context_length", "deterministic", b"deterministic", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "held_sequences", b"held_sequences", "highest_version", b"highest_version", "kv_tokens_total", b"kv_tokens_total", "kv_tokens_used", b"kv_tokens_used", "last_update", b"last_update", "logprob_bases", b"logprob_bases", "max_running_sequences", b"max_running_sequences", "model", b"model", "pauses", b"pauses", "running_sequences", b"running_sequences", "sampled_tokens", b"sampled_tokens", "server_id", b"server_id", "sleeping_weights", b"sleeping_weights", "software_version", b"software_version", "state", b"state", "transports", b"transports", "vocab_size", b"vocab_size", "waiting_sequences", b"waiting_sequences", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__highest_version: _TypeAlias = _typing.Literal["highest_version"]  # noqa: Y015
     _WhichOneofArgType__highest_version: _TypeAlias = _typing.Literal["_highest_version", b"_highest_version"]  # noqa: Y015

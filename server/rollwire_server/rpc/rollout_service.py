@@ -10,6 +10,7 @@ from rollwire.conversion import (
     LOGPROB_BASIS_TO_PROTO,
     SERVER_STATE_TO_PROTO,
     SLEEPING_WEIGHTS_FROM_PROTO,
+    SLEEPING_WEIGHTS_TO_PROTO,
     committed_update_to_proto,
     finish_to_proto,
     weight_tag_to_proto,
@@ -189,6 +190,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             pause = response.pauses.add(pause_id=pause_id)
             if left is not None:
                 pause.lease_left.FromMilliseconds(int(left * 1000))
+        if (weights := self._sleep.sleeping_weights) is not None:
+            response.sleeping_weights = SLEEPING_WEIGHTS_TO_PROTO[weights]
         if self._state.current is not ServerState.STARTING:
             self._describe_engine(response)
         return response

@@ -111,6 +111,8 @@ def answer_fields(address: str, answer: Answer) -> dict[str, Any]:
     fields = asdict(answer)
     fields["state"] = answer.state.value
     fields["weights"]["digest"] = hex_digest(answer.weights.digest)
+    if answer.sleeping_weights is not None:
+        fields["sleeping_weights"] = answer.sleeping_weights.value
     fields["logprob_bases"] = sorted(basis.value for basis in answer.logprob_bases)
     return fields
 

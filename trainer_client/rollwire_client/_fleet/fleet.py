@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Self, Unpack
 
+from rollwire.types import SleepingWeights
+
 from rollwire_client._data import ServerInfo
 from rollwire_client._errors import RollwireError, UnavailableError
+from rollwire_client._fleet import turns
 from rollwire_client._fleet.many import generate_many
 from rollwire_client._fleet.server_pool import ServerPool
 from rollwire_client._fleet.session import Session
+from rollwire_client._rpc.client import PAUSED_LEASE, SLEEP_TIMEOUT
 from rollwire_client._rpc.conversion import DEFAULT_SAMPLING, RolloutOptions, checked_token_ids
 from rollwire_client._trajectory import TrajectoryBuilder
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Sequence
+    from contextlib import AbstractAsyncContextManager
 
     from rollwire.types import WeightTag
 
-    from rollwire_client._data import Sampling
+    from rollwire_client._data import Asleep, FleetReport, Pause, Require, Resumed, Sampling
     from rollwire_client._fleet.rollout import Retries, Rollout
     from rollwire_client._fleet.server_handle import ServerHandle
     from rollwire_client._fleet.server_pool import Addresses
@@ -202,6 +207,118 @@ class Fleet:
             raise UnavailableError(f"no server answers: {'; '.join(map(str, answers))}")
         versions = [info.highest_version for info in infos]
         return max((v for v in versions if v is not None), default=None)
+
+    async def sleep(
+        self,
+        weights: SleepingWeights = SleepingWeights.HOST_BACKUP,
+        *,
+        finish_within: float = 0.0,
+        require: Require = "all",
+        timeout: float = SLEEP_TIMEOUT,
+    ) -> FleetReport[Asleep]:
+        """Frees the device memory of all servers, until ``wake_up``. Idempotent.
+
+        New rollouts wait from now on. Those under way have ``finish_within`` seconds to end; then
+        the servers interrupt them. They keep their tokens, and continue after ``wake_up``, or on a
+        server that stayed awake. This wait does not count for ``Retries.seconds``; only a rollout's
+        own ``timeout`` ends it. An update that was not committed is discarded; a commit that has
+        begun is waited for.
+
+        Args:
+            weights: What becomes of the weights. The KV cache is freed in any case.
+            finish_within: Seconds in which this fleet's sequences under way may end. Those of other
+                clients are interrupted.
+            require: Which servers must sleep: "all", "any", or a share of them, such as 0.5.
+            timeout: Seconds to wait for each server's answer. One that takes longer still falls
+                asleep.
+
+        Raises:
+            FleetCallError: Fewer servers sleep. Its ``report`` says which, and why the others do
+                not; what sleeps goes on sleeping.
+            ClosedError: The fleet is not open.
+            InvalidRequestError, TypeError, ValueError: An argument is invalid.
+        """
+        return await turns.sleep(
+            self._pool, weights, finish_within=finish_within, require=require, timeout=timeout
+        )
+
+    async def wake_up(
+        self,
+        *,
+        reload_checkpoint: bool = False,
+        require: Require = "all",
+        timeout: float = SLEEP_TIMEOUT,
+    ) -> FleetReport[ServerInfo]:
+        """Has all servers allocate their memory again; those that serve get rollouts at once.
+
+        Nothing happens to servers that are awake. After ``SleepingWeights.DISCARD`` a server awaits
+        an update; until then its state in the report is ``AWAITING_WEIGHTS``.
+
+        Args:
+            reload_checkpoint: Load the checkpoint with which the server started instead.
+            require: Which servers must be awake: "all", "any", or a share of them, such as 0.5.
+            timeout: Seconds to wait for each server's answer. One that takes longer still wakes up.
+
+        Raises:
+            FleetCallError: Fewer servers are awake. Its ``report`` says which, and why the others
+                are not. A server that has no memory sleeps on, and can be woken later.
+            ClosedError: The fleet is not open.
+            InvalidRequestError, TypeError, ValueError: An argument is invalid.
+        """
+        return await turns.wake_up(
+            self._pool, reload_checkpoint=reload_checkpoint, require=require, timeout=timeout
+        )
+
+    async def pause(
+        self, pause_id: str = "", *, lease: float | None = None, require: Require = "all"
+    ) -> FleetReport[Pause]:
+        """Stops sampling on all servers at their next step, until ``resume``.
+
+        Servers hold their sequences, and new ones wait there. Memory stays as it is.
+
+        Args:
+            pause_id: Id of the pause on each server; the id of an active pause renews its lease.
+                "": a new one, which the report has.
+            lease: Seconds after which a server resumes by itself; 0: never; None: the server's
+                default.
+            require: Which servers must pause: "all", "any", or a share of them, such as 0.5.
+
+        Raises:
+            FleetCallError: Fewer servers have paused. Its ``report`` says which; they stay paused
+                until ``resume``, or until the lease ends.
+            ClosedError: The fleet is not open.
+            InvalidRequestError, ValueError: An argument is invalid.
+        """
+        return await turns.pause(self._pool, pause_id, lease=lease, require=require)
+
+    async def resume(self, pause_id: str = "", *, require: Require = "all") -> FleetReport[Resumed]:
+        """Ends one pause on all servers, or all pauses if ``pause_id`` is "". Idempotent.
+
+        Args:
+            pause_id: Id of the pause.
+            require: Which servers must answer: "all", "any", or a share of them, such as 0.5.
+
+        Raises:
+            FleetCallError: Fewer have answered; a pause of the others ends with its lease.
+            ClosedError: The fleet is not open.
+            InvalidRequestError, ValueError: An argument is invalid.
+        """
+        return await turns.resume(self._pool, pause_id, require=require)
+
+    def paused(
+        self, *, lease: float = PAUSED_LEASE, require: Require = "all"
+    ) -> AbstractAsyncContextManager[FleetReport[Pause]]:
+        """Pauses all servers for the time of an ``async with`` block, and renews the lease.
+
+        Servers that join or restart meanwhile are paused with the next renewal.
+
+        Args:
+            lease: Seconds after which servers resume if this process dies, or its event loop is
+                blocked.
+            require: Which servers must pause: "all", "any", or a share of them, such as 0.5. If
+                fewer do, ``FleetCallError`` is raised, and all are resumed.
+        """
+        return turns.paused(self._pool, lease=lease, require=require)
 
     def _rollout(
         self, prompt_ids: Sequence[int], sampling: Sampling, options: RolloutOptions

@@ -29,7 +29,7 @@ from rollwire_client._errors import (
     UnavailableError,
     WeightVersionError,
 )
-from rollwire_client._fleet.router import WaitReason
+from rollwire_client._fleet.router import Patience, WaitReason
 from rollwire_client._rpc.conversion import deliver_rarely
 
 if TYPE_CHECKING:
@@ -53,7 +53,8 @@ _WEIGHTS_POLL = 0.5  # seconds between two looks whether weights that are waited
 @dataclass(frozen=True, slots=True)
 class Retries:
     """When a fleet gives a sequence up. A new token resets both limits. A sequence that a paused
-    server has accepted is not given up: it waits, and the log says so.
+    server has accepted is not given up: it waits, and the log says so. The same holds while the
+    fleet's servers sleep because of ``Fleet.sleep``.
 
     Attributes:
         attempts: Give up after this many failures in a row without a new token.
@@ -103,7 +104,7 @@ class Rollout:
         self._attempt: Attempt | None = None
         self._read = self._counted = len(output.token_ids)
         self._failures: list[RollwireError] = []  # since the last new token, as the next one
-        self._unplaced = 0.0  # seconds without a place on a server
+        self._patience = Patience(retries.seconds)
         self._step_failed_at: ServerHandle | None = None
         self._clock = asyncio.get_running_loop().time
         self._deadline = float("inf")
@@ -218,12 +219,12 @@ class Rollout:
             self._attempt = None
 
     async def _route(self) -> ServerHandle:
-        began = self._clock()
         try:
             return await self._router.route(
                 self._request,
                 self.output,
-                timeout=min(self._patience, self._deadline - began),
+                patience=self._patience,
+                deadline=self._deadline,
                 avoid=self._step_failed_at,
                 serves_now=lambda server: not _is_below(server, self._bound(server)),
             )
@@ -231,8 +232,6 @@ class Rollout:
             if self._clock() >= self._deadline:
                 raise self._timed_out() from error
             raise self._given_up(error, ErrorScope.SERVER) from error
-        finally:
-            self._unplaced += self._clock() - began
 
     async def _recover(self, server: ServerHandle, failure: RollwireError) -> None:
         """The rule of failover: whether and when a sequence continues elsewhere after a failure;
@@ -241,7 +240,7 @@ class Rollout:
         if len(self.output.token_ids) > self._counted:
             self._counted = len(self.output.token_ids)
             self._failures.clear()
-            self._unplaced = 0.0
+            self._patience.renew()
         too_new = isinstance(failure, WeightVersionError) and failure.reason == "WEIGHTS_TOO_NEW"
         step_failed = isinstance(failure, StepFailedError) and self._step_failed_at is None
         given_up = isinstance(failure, RolloutFailedError)
@@ -255,13 +254,15 @@ class Rollout:
             self._step_failed_at = server
         elif isinstance(failure, QueueFullError):
             server.full_until = self._clock() + (failure.retry_after or 1.0)
+        elif isinstance(failure, ServerNotReadyError) and server.asleep:
+            pass  # no failure: this fleet put it to sleep
         else:
             server.suspect(failure)
             self._failures.append(failure)
             if len(self._failures) >= self._retries.attempts:
                 raise self._given_up(failure) from failure
             delay = self._delay()
-            self._unplaced += delay
+            self._patience.spend(delay)
             await asyncio.sleep(delay)
         if self._clock() >= self._deadline:
             raise self._timed_out() from failure
@@ -298,7 +299,7 @@ class Rollout:
                 began = self._clock()
                 timeout = _WEIGHTS_POLL
                 if behind := _is_below(server, request.min_weight_version):
-                    timeout = min(timeout, self._patience)
+                    timeout = min(timeout, self._patience.left)
                 try:
                     async with asyncio.timeout(timeout):
                         return await read()
@@ -306,7 +307,7 @@ class Rollout:
                     self._await_weights(server, error)
                 finally:
                     if behind:
-                        self._unplaced += self._clock() - began
+                        self._patience.spend(self._clock() - began)
         finally:
             self._router.wait_log.end(self.output)
         return await read()
@@ -323,7 +324,7 @@ class Rollout:
                 f"sequence waited for version {bound}",
                 server=server.address,
             ) from cause
-        if self._patience <= 0:
+        if self._patience.left <= 0:
             never_came = UnavailableError(
                 f"{server.address}: serves {serves}, and did not reach version {bound} "
                 f"within {self._retries.seconds:g} s",
@@ -333,14 +334,9 @@ class Rollout:
         self._router.wait_log.begin(
             self.output,
             WaitReason.WEIGHTS,
-            give_up=self._clock() + self._patience,
+            give_up=self._clock() + self._patience.left,
             describe=lambda: f"{server.address}: serves {serves}, and version {bound} is asked for",
         )
-
-    @property
-    def _patience(self) -> float:
-        """Seconds that the sequence still waits for a place."""
-        return max(self._retries.seconds - self._unplaced, 0.0)
 
     def _delay(self) -> float:
         doublings = len(self._failures) - 2

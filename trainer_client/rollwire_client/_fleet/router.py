@@ -66,6 +66,12 @@ class WaitReason(enum.Enum):
         "rollouts wait at paused servers (%d): %s; they continue once these are resumed",
         "no rollout waits at a paused server any more, after %.0f s",
     )
+    WAKE_UP = (
+        5.0,
+        "rollouts wait (%d), as this fleet put its servers to sleep: %s; they continue after "
+        "wake_up()",
+        "no rollout waits for a server to wake up any more, after %.0f s",
+    )
 
 
 @dataclass(slots=True)
@@ -133,6 +139,20 @@ def _wait_text(reason: WaitReason, waits: list[_Wait], now: float) -> str:
     return text
 
 
+class Patience:
+    """The seconds that a sequence still waits for a place on a server."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.left = seconds
+
+    def spend(self, seconds: float) -> None:
+        self.left = max(self.left - seconds, 0.0)
+
+    def renew(self) -> None:
+        self.left = self._seconds
+
+
 class Router:
     """Sends a sequence to the server with the fewest outstanding tokens, and a session's sequences
     to the server that has their prefix, unless that is clearly busier.
@@ -155,23 +175,25 @@ class Router:
         request: rollout_pb2.GenerateRequest,
         output: TrajectoryBuilder,
         *,
-        timeout: float,
+        patience: Patience,
+        deadline: float,
         avoid: ServerHandle | None,
         serves_now: Callable[[ServerHandle], bool],
     ) -> ServerHandle:
         """Waits for a server that takes the sequence, preferably one whose weights it need not
-        wait for (``serves_now``); ``avoid`` gets it only if no other is ready.
+        wait for (``serves_now``); ``avoid`` gets it only if no other is ready. It waits as long as
+        the patience lasts, and until the deadline on the event loop's clock. Time in which servers
+        sleep at this fleet's request takes no patience.
 
         Raises:
             WeightVersionError: All servers have newer weights than the request takes.
-            QueueFullError: None had room for it within ``timeout`` seconds.
+            QueueFullError: None had room for it in time.
             UnavailableError: None was ready.
         """
         if output.newest is not None:
             self._policy.observed(output.newest)
         max_version = request.max_weight_version if request.HasField("max_weight_version") else None
         clock = asyncio.get_running_loop().time
-        give_up = clock() + timeout
         try:
             while True:
                 self._check_open()
@@ -188,9 +210,12 @@ class Router:
                     return self._choose(current or others, request.session_id)
                 if max_version is not None and not ready:
                     self._check_bound(max_version)
+                asleep = not ready and any(server.asleep for server in self.servers)
+                give_up = deadline if asleep else min(deadline, now + patience.left)
+                waits = WaitReason.WAKE_UP if asleep else WaitReason.SERVER
                 self.wait_log.begin(
                     output,
-                    WaitReason.QUEUE if ready else WaitReason.SERVER,
+                    WaitReason.QUEUE if ready else waits,
                     give_up=give_up,
                     describe=functools.partial(self.problems, max_version),
                 )
@@ -201,8 +226,10 @@ class Router:
                 until = min([give_up, *(server.full_until for server in ready)])
                 change = self._change
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(until - now):
+                    async with asyncio.timeout(until - now if until < math.inf else None):
                         await change.wait()
+                if not asleep:
+                    patience.spend(clock() - now)
         finally:
             self.wait_log.end(output)
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rollwire.types import ServerState, WeightTag, version_text
+from rollwire.types import ServerState, SleepingWeights, WeightTag, version_text
 
 from rollwire_client._errors import RollwireError, ServerNotReadyError, ServerUnreachableError
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rollwire.v1 import rollout_pb2
 
-    from rollwire_client._data import ServerInfo
+    from rollwire_client._data import Asleep, Pause, Resumed, ServerInfo
     from rollwire_client._fleet.policy import Policy
     from rollwire_client._rpc.client import RolloutClient
     from rollwire_client._rpc.rollout_stream import Attempt
@@ -62,6 +62,12 @@ class ServerHandle:
         self.full_until = 0.0  # its queue was full: when to try again, on the event loop's clock
         self.answers = False  # the last probe
         self.attempts = 0  # sequences of this fleet that it has
+        self._idle = asyncio.Event()  # it has none
+        self._idle.set()
+        self._asleep = False  # at this fleet's request, as far as is known
+        self._falling_asleep = False  # it gets no sequences, whatever a probe says
+        self._turn = asyncio.Lock()  # one sleep or wake-up at a time
+        self._turns = 0  # how many have ended
         self._on_change = on_change  # called whenever it is ready, and when what it says changes
         self._on_identity = on_identity  # called when another process answers, or none
         self._policy = policy
@@ -101,6 +107,11 @@ class ServerHandle:
             return False
         draining = self.info.state is ServerState.DRAINING
         return self.info.state is ServerState.PAUSED or (draining and bool(self.info.pauses))
+
+    @property
+    def asleep(self) -> bool:
+        """Whether it sleeps, or is about to, because this fleet has asked it to."""
+        return self._asleep and self.status is ServerStatus.NOT_SERVING
 
     def pause_text(self) -> str:
         pauses = self.info.pauses if self.info is not None else ()
@@ -154,6 +165,7 @@ class ServerHandle:
         tokens = request.sampling.max_new_tokens or context
         self._starting_tokens += tokens
         self.attempts += 1
+        self._idle.clear()
         try:
             return await self.client.start(request, output)
         except BaseException:
@@ -166,7 +178,61 @@ class ServerHandle:
         if attempt is not None:
             attempt.close()
         self.attempts -= 1
+        if not self.attempts:
+            self._idle.set()
         self._look_whether_unused()
+
+    async def sleep(
+        self, weights: SleepingWeights, *, finish_within: float, timeout: float
+    ) -> Asleep:
+        """See ``Fleet.sleep``. It gets no sequences from now on, unless the server stays awake."""
+        async with self._turn:
+            self._asleep = self._falling_asleep = True
+            self._set_status(ServerStatus.NOT_SERVING, self._not_ready("is about to sleep"))
+            try:
+                await self._finish(finish_within)
+                return await self.client.sleep(weights, timeout=timeout)
+            finally:
+                self._falling_asleep = False
+                self._turns += 1
+                self._probe_now.set()  # what it says counts, also where no answer came
+
+    async def _finish(self, seconds: float) -> None:
+        if not (seconds and self.attempts):
+            return
+        logger.info(
+            "%s: sleeps once its sequences (%d) have ended, in %g s at the latest",
+            self.address, self.attempts, seconds,
+        )  # fmt: skip
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+
+    async def wake_up(self, *, reload_checkpoint: bool, timeout: float) -> ServerInfo:
+        """See ``Fleet.wake_up``. If the server serves then, it gets sequences at once."""
+        async with self._turn:
+            try:
+                info = await self.client.wake_up(
+                    reload_checkpoint=reload_checkpoint, timeout=timeout
+                )
+            except BaseException:
+                self._probe_now.set()
+                raise
+            self._turns += 1
+            await self.probe()
+            return info
+
+    async def pause(self, pause_id: str, lease: float | None) -> Pause:
+        try:
+            return await self.client.pause(pause_id, lease=lease)
+        finally:
+            self._probe_now.set()
+
+    async def resume(self, pause_id: str) -> Resumed:
+        try:
+            return await self.client.resume(pause_id)
+        finally:
+            self._probe_now.set()
 
     def suspect(self, error: RollwireError) -> None:
         """A sequence failed here: the server gets none until it has answered a probe."""
@@ -224,6 +290,7 @@ class ServerHandle:
         """Asks the server for its info; None if it does not answer."""
         self._probe_now.clear()
         self._probed_at = math.inf
+        turns = self._turns
         try:
             info = await self.client.info(timeout=self.client.timeouts.probe)
         except RollwireError as error:
@@ -242,13 +309,17 @@ class ServerHandle:
         ):  # a commit overtook the answer
             info = replace(info, weights=before.weights)
         self.info = info
-        if not self.answers or before is None or before.server_id != info.server_id:
+        restarted = before is None or before.server_id != info.server_id
+        if not self.answers or restarted:
             self.answers = True
             self._on_identity()
         self._policy.observed(info.weights)
         if before is None or (before.state, before.weights) != (info.state, info.weights):
             self._on_change()
-        if not self._probe_now.is_set():  # else it is probed again at once
+        # Else it is probed again at once, or the answer is older than a sleep or wake-up.
+        if not self._probe_now.is_set() and not self._falling_asleep and turns == self._turns:
+            if info.state is not ServerState.SLEEPING or restarted:
+                self._asleep = False
             self._set_status(*self._assess(self.info))
         return info
 
@@ -257,7 +328,7 @@ class ServerHandle:
             self._probe_now.set()
 
     def _set_status(self, status: ServerStatus, problem: RollwireError | None) -> None:
-        before = self.status
+        before, slept = self.status, self.asleep
         if before is ServerStatus.GONE or (
             # Only the list of addresses brings it back, whatever it answers meanwhile.
             before is ServerStatus.LEAVING
@@ -279,7 +350,7 @@ class ServerHandle:
             message = f"{problem}; it had said: {self._last_message}"
             problem = type(problem)(message, server=self.address)
         self.problem = problem
-        if problem is None:
+        if problem is None or self.asleep is not slept:
             self._on_change()
 
     def _assess(self, info: ServerInfo) -> tuple[ServerStatus, RollwireError | None]:

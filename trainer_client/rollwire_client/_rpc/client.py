@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import math
+import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, Unpack
 
 from rollwire.conversion import weight_tag_from_proto
+from rollwire.reasons import Reason
+from rollwire.types import SleepingWeights
 from rollwire.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2_grpc
 
 from rollwire_client._arguments import all_seconds, seconds, server_address
 from rollwire_client._concurrency import LoopAffinity
-from rollwire_client._data import Aborted, Pause, Resumed, Sampling, ServerInfo
-from rollwire_client._errors import ClosedError, RollwireError, ServerUnreachableError
+from rollwire_client._data import Aborted, Asleep, Pause, Resumed, Sampling, ServerInfo
+from rollwire_client._errors import (
+    ClosedError,
+    RollwireError,
+    ServerNotReadyError,
+    ServerUnreachableError,
+)
 from rollwire_client._rpc import conversion
 from rollwire_client._rpc.channel import Credentials, connect, unary
 from rollwire_client._rpc.conversion import (
@@ -23,19 +31,29 @@ from rollwire_client._rpc.conversion import (
     checked_token_ids,
     deliver_rarely,
     generate_request,
-    set_duration,
+    pause_request,
+    resume_request,
     set_field,
+    sleep_request,
+    wake_up_request,
 )
+from rollwire_client._rpc.pausing import MIN_LEASE, paused
 from rollwire_client._rpc.rollout_stream import Stream
 from rollwire_client._trajectory import Chunk, Trajectory, TrajectoryBuilder
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Sequence
+    from contextlib import AbstractAsyncContextManager
 
     import grpc
 
     from rollwire_client._rpc.channel import Request, Response
     from rollwire_client._rpc.rollout_stream import Attempt
+
+
+# Seconds for a server to fall asleep or wake up: it moves its weights, or loads a checkpoint.
+SLEEP_TIMEOUT = 120.0
+PAUSED_LEASE = 60.0  # seconds; it is renewed
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,20 +264,99 @@ class RolloutClient:
             lease: Seconds after which the pause ends without ``resume``; 0: never; None: the
                 server's default.
         """
-        request = rollout_pb2.PauseRequest()
-        set_field(request, "pause_id", pause_id)
-        set_duration(request, "lease", lease)
+        request = pause_request(pause_id, lease)
         answer = await self._call(self._rollouts.Pause, request)
         return Pause(answer.pause_id, answer.held_sequences)
 
+    def paused(self, *, lease: float = PAUSED_LEASE) -> AbstractAsyncContextManager[Pause]:
+        """Pauses the server for the time of an ``async with`` block, and renews the lease.
+
+        Args:
+            lease: Seconds after which the pause ends if this process dies, or its event loop is
+                blocked.
+        """
+        lease, pause_id = seconds("lease", lease, minimum=MIN_LEASE), uuid.uuid4().hex
+
+        async def pause() -> Pause:
+            return await self.pause(pause_id, lease=lease)
+
+        return paused(pause, pause, lambda: self.resume(pause_id), lease=lease)
+
     async def resume(self, pause_id: str = "") -> Resumed:
         """Ends one pause, or all pauses if ``pause_id`` is ""."""
-        request = rollout_pb2.ResumeRequest()
-        set_field(request, "pause_id", pause_id)
+        request = resume_request(pause_id)
         answer = await self._call(self._rollouts.Resume, request)
         return Resumed(
             answer.resumed_sequences, answer.remaining_pauses, weight_tag_from_proto(answer.weights)
         )
+
+    async def sleep(
+        self,
+        weights: SleepingWeights = SleepingWeights.HOST_BACKUP,
+        *,
+        timeout: float = SLEEP_TIMEOUT,
+    ) -> Asleep:
+        """Frees the server's device memory, until ``wake_up``. Idempotent.
+
+        Sequences under way, also those of other clients, end with ``FinishReason.INTERRUPTED``. An
+        update that was not committed is discarded; a commit that has begun is waited for.
+
+        Args:
+            weights: What becomes of the weights. The KV cache is freed in any case.
+            timeout: Seconds to wait for the answer. A server that takes longer still falls asleep.
+
+        Raises:
+            TypeError, ValueError: An argument is invalid.
+            RefusedError: The engine does not support this mode; the server serves as before.
+            ServerNotReadyError: The server awaits weights, is quarantined, drains, or sleeps
+                already with something else done to its weights.
+            ServerFailedError: The engine failed; nothing was freed, and the server serves.
+            ServerUnreachableError: Nothing answers, or not in time.
+        """
+        timeout = seconds("timeout", timeout)
+        request = sleep_request(weights)
+        try:
+            answer = await self._call(self._rollouts.Sleep, request, timeout)
+        except ServerNotReadyError as error:
+            if error.reason != Reason.SLEEPING.name:
+                raise
+            found = (await self.info()).sleeping_weights
+            if found is None:  # it was woken meanwhile
+                raise
+            if found is not weights:
+                raise ServerNotReadyError(
+                    f"{self.address}: sleeps already, with weights {found.name}, and was asked for "
+                    f"{weights.name}: wake it up first",
+                    server=self.address,
+                    reason=error.reason,
+                ) from error
+            return Asleep(weights, 0, already_asleep=True)
+        return Asleep(weights, answer.freed_bytes)
+
+    async def wake_up(
+        self, *, reload_checkpoint: bool = False, timeout: float = SLEEP_TIMEOUT
+    ) -> ServerInfo:
+        """Allocates the memory again that ``sleep`` freed. Does nothing if the server is awake.
+
+        Args:
+            reload_checkpoint: After ``SleepingWeights.DISCARD``: load the checkpoint with which the
+                server started. Otherwise the server then awaits an update.
+            timeout: Seconds to wait for the answer. A server that takes longer still wakes up.
+
+        Returns:
+            Its state, and the weights that it serves.
+
+        Raises:
+            InvalidRequestError: ``reload_checkpoint``, but the weights were not discarded.
+            ServerNotReadyError: The server drains.
+            ServerFailedError: It has no memory, or the engine failed: it still sleeps, and
+                ``wake_up`` can be called again.
+            ServerUnreachableError: Nothing answers, or not in time.
+        """
+        timeout = seconds("timeout", timeout)
+        request = wake_up_request(reload_checkpoint=reload_checkpoint)
+        await self._call(self._rollouts.WakeUp, request, timeout)
+        return await self.info()
 
     @property
     def _rollouts(self) -> rollout_pb2_grpc.RolloutServiceStub:

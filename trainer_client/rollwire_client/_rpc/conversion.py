@@ -19,11 +19,13 @@ from rollwire.conversion import (
     LOGPROB_BASIS_FROM_PROTO,
     LOGPROB_BASIS_TO_PROTO,
     SERVER_STATE_FROM_PROTO,
+    SLEEPING_WEIGHTS_FROM_PROTO,
+    SLEEPING_WEIGHTS_TO_PROTO,
     committed_update_from_proto,
     duration_to_proto,
     weight_tag_from_proto,
 )
-from rollwire.types import LogprobBasis, ServerState, WeightTag
+from rollwire.types import LogprobBasis, ServerState, SleepingWeights, WeightTag
 from rollwire.v1 import rollout_pb2, weights_pb2
 
 from rollwire_client import _arguments as arguments
@@ -138,6 +140,31 @@ def deliver_rarely(request: rollout_pb2.GenerateRequest, output: TrajectoryBuild
     if not request.HasField("delivery_interval"):
         interval = _WHOLE_INTERVAL if output.text is None else _TEXT_INTERVAL
         set_duration(request, "delivery_interval", interval)
+
+
+def pause_request(pause_id: str, lease: float | None) -> rollout_pb2.PauseRequest:
+    request = rollout_pb2.PauseRequest()
+    set_field(request, "pause_id", pause_id)
+    set_duration(request, "lease", lease)
+    return request
+
+
+def resume_request(pause_id: str) -> rollout_pb2.ResumeRequest:
+    request = rollout_pb2.ResumeRequest()
+    set_field(request, "pause_id", pause_id)
+    return request
+
+
+def sleep_request(weights: SleepingWeights) -> rollout_pb2.SleepRequest:
+    if not isinstance(weights, SleepingWeights):
+        raise TypeError(f"weights is {weights!r}: use for example SleepingWeights.DISCARD")
+    return rollout_pb2.SleepRequest(weights=SLEEPING_WEIGHTS_TO_PROTO[weights])
+
+
+def wake_up_request(*, reload_checkpoint: bool) -> rollout_pb2.WakeUpRequest:
+    request = rollout_pb2.WakeUpRequest()
+    set_field(request, "reload_checkpoint", reload_checkpoint)
+    return request
 
 
 def sampling_to_proto(sampling: Sampling) -> rollout_pb2.SamplingParams:
@@ -308,6 +335,11 @@ def server_info_from_proto(message: rollout_pb2.GetServerInfoResponse, address: 
         last_update=(
             committed_update_from_proto(message.last_update)
             if message.HasField("last_update")
+            else None
+        ),
+        sleeping_weights=(
+            SLEEPING_WEIGHTS_FROM_PROTO.get(message.sleeping_weights)
+            if message.sleeping_weights
             else None
         ),
     )
