@@ -9,7 +9,7 @@ import pty
 import re
 import signal
 import subprocess
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -219,3 +219,62 @@ def test_trace_shows_states_updates_and_sequences(two: list[ServerProcess], tmp_
     for row in {(s["pid"], s["tid"]) for s in slices}:  # nothing overlaps
         mine = sorted((s["ts"], s["ts"] + s["dur"]) for s in slices if (s["pid"], s["tid"]) == row)
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(mine))
+
+
+def told(capfd: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> list[dict[str, Any]]:
+    """What a command prints as JSON, without the addresses, which are in order."""
+    assert run([*arguments, "--json"]) == code
+    return [
+        {key: value for key, value in row.items() if key != "address"}
+        for row in json.loads(capfd.readouterr().out)
+    ]
+
+
+def test_servers_sleep_and_wake_up(
+    two: list[ServerProcess], capfd: pytest.CaptureFixture[str]
+) -> None:
+    addresses = [server.address for server in two]
+    asleep = {"result": "asleep", "weights": "keep", "freed_bytes": 0}
+    try:
+        assert told(capfd, "sleep", *addresses, "--weights", "keep") == [asleep] * 2
+        again = told(capfd, "sleep", addresses[0], "--weights", "keep")
+        assert again == [{**asleep, "result": "already asleep"}]
+        (info,) = told(capfd, "info", addresses[0])
+        assert (info["state"], info["sleeping_weights"]) == ("sleeping", "keep")
+        (refused,) = told(capfd, "sleep", addresses[0], "--weights", "discard", code=1)
+        assert "sleeps already, with weights KEEP, and was asked for DISCARD" in refused["error"]
+        (refused,) = told(capfd, "wake", addresses[0], "--reload-checkpoint", code=1)
+        assert "for weights that were discarded" in refused["error"]
+    finally:
+        woken = told(capfd, "wake", *addresses)
+    assert [row["result"] for row in woken] == ["serving"] * 2
+
+
+def test_servers_pause_and_resume(
+    two: list[ServerProcess], capfd: pytest.CaptureFixture[str]
+) -> None:
+    addresses = [server.address for server in two]
+    try:
+        paused = told(capfd, "pause", *addresses, "--pause-id", "mine", "--lease", "60")
+        assert paused == [{"result": "paused", "pause_id": "mine", "held_sequences": 0}] * 2
+        (another,) = told(capfd, "pause", addresses[0])
+        assert another["pause_id"] not in {"", "mine"}
+        one, other = told(capfd, "resume", *addresses, "--pause-id", "mine")
+        assert (one["result"], one["remaining_pauses"]) == ("still paused", 1)
+        assert (other["result"], other["remaining_pauses"]) == ("resumed", 0)
+    finally:
+        resumed = told(capfd, "resume", *addresses)
+    assert [row["remaining_pauses"] for row in resumed] == [0, 0]
+
+
+def test_a_server_that_does_not_do_as_asked_is_told(
+    two: list[ServerProcess], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["pause", two[0].address, NOBODY, "--lease", "60", "--pause-id", "mine"]) == 1
+    out, err = capfd.readouterr()
+    header, row = out.splitlines()
+    assert header.split() == ["server", "result", "pause", "id", "held", "sequences"]
+    assert row.split() == [two[0].address, "paused", "mine", "0"]
+    assert err.startswith(f"rollwire: {NOBODY}: cannot be reached")
+    assert err.count("\n") == 1
+    assert run(["resume", two[0].address]) == 0

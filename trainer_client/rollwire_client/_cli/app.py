@@ -16,6 +16,7 @@ from rollwire_client._cli.publish import publish
 from rollwire_client._cli.servers import info, top
 from rollwire_client._cli.shared import print_error
 from rollwire_client._cli.trace import trace
+from rollwire_client._cli.turns import pause, resume, sleep, wake
 from rollwire_client._cli.view import view
 from rollwire_client._errors import RollwireError
 from rollwire_client._rpc.channel import Credentials, CredentialsError
@@ -26,7 +27,9 @@ INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
-for subcommand in (generate, info, top, trace, view, publish, gateway):
+for subcommand in (
+    generate, info, top, trace, view, publish, sleep, wake, pause, resume, gateway,
+):  # fmt: skip
     app.command()(subcommand)
 
 
