@@ -25,7 +25,7 @@ from rollwire_client import (
 from rollwire_client._publishing.group_failure import who_is_behind
 from rollwire_client._publishing.publish import Publish
 from rollwire_client._publishing.transfer import WeightTransfer
-from rollwire_transport import Link, SharedDevice
+from rollwire_transport import Link, UnsuitableDevices
 from rollwire_transport import _links as links
 from rollwire_transport._links.gloo import GlooBackend
 
@@ -258,7 +258,7 @@ async def test_a_backend_that_cannot_share_a_gpu_is_nobodys_fault(
             return link
 
         def refuse(self, answers: Mapping[int, bytes]) -> NoReturn:
-            raise SharedDevice("rank 2 is on the GPU of another", 2)
+            raise UnsuitableDevices("rank 2 is on the GPU of another", 2)
 
     monkeypatch.setitem(links._BACKENDS, "nccl", OneEach())
     monkeypatch.setattr(Publish, "_common_backends", lambda *_: ["nccl", "gloo"])

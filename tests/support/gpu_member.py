@@ -1,8 +1,9 @@
-"""One end of a transfer over NCCL in a process of its own, which a test may kill or stop.
+"""One end of a transfer between GPUs in a process of its own, which a test may kill or stop.
 
-python gpu_member.py receive DEVICE MIB EPOCH RANK WORLD_SIZE    writes its answer, reads the offer,
-                                                                 writes the digest
-python gpu_member.py send DEVICE MIB EPOCH WORLD_SIZE            reads the answer, writes the offer
+python gpu_member.py receive BACKEND DEVICE MIB EPOCH RANK WORLD_SIZE
+    writes its answer, reads the offer, writes the digest
+python gpu_member.py send BACKEND DEVICE MIB EPOCH WORLD_SIZE
+    reads the answer, writes the offer
 
 Answers and offers are hex, a line each. Both close their link once they read another line; if that
 is "again", the receiver first receives another update.
@@ -32,10 +33,14 @@ def weights(mib: int, device: torch.device) -> dict[str, torch.Tensor]:
     }
 
 
-def receive(device: torch.device, mib: int, epoch: str, rank: str, world_size: str) -> None:
+def receive(
+    backend: str, device: torch.device, mib: int, epoch: str, rank: str, world_size: str
+) -> None:
     wanted = weights(mib, device)
     manifest = plan(describe_all(wanted), bucket_bytes=BUCKET_BYTES)
-    link = open_link("nccl", epoch=epoch, rank=int(rank), world_size=int(world_size), device=device)
+    link = open_link(
+        backend, epoch=epoch, rank=int(rank), world_size=int(world_size), device=device
+    )
     tell(link.answer.hex())
     link.connect(TIMEOUT, bytes.fromhex(sys.stdin.readline()))
     try:
@@ -53,10 +58,10 @@ def receive(device: torch.device, mib: int, epoch: str, rank: str, world_size: s
         link.close()
 
 
-def send(device: torch.device, mib: int, epoch: str, world_size: str) -> None:
+def send(backend: str, device: torch.device, mib: int, epoch: str, world_size: str) -> None:
     tensors = weights(mib, device)
     sender = Sender(plan(describe_all(tensors), bucket_bytes=BUCKET_BYTES))
-    link = open_link("nccl", epoch=epoch, rank=0, world_size=int(world_size), device=device)
+    link = open_link(backend, epoch=epoch, rank=0, world_size=int(world_size), device=device)
     offers = link.offers({1: bytes.fromhex(sys.stdin.readline())})
     tell(offers[1].hex())
     link.connect(TIMEOUT)
@@ -73,8 +78,8 @@ def tell(what: object) -> None:
 
 
 def main() -> None:
-    role, device, mib, *group = sys.argv[1:]
-    {"receive": receive, "send": send}[role](torch.device(device), int(mib), *group)
+    role, backend, device, mib, *group = sys.argv[1:]
+    {"receive": receive, "send": send}[role](backend, torch.device(device), int(mib), *group)
 
 
 if __name__ == "__main__":

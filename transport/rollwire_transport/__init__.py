@@ -18,10 +18,10 @@ from rollwire_transport._digest import sum_digests, tensor_digest, tensor_digest
 from rollwire_transport._errors import (
     DigestMismatch,
     ManifestError,
-    SharedDevice,
     TensorSourceError,
     TransportError,
     TransportTimeout,
+    UnsuitableDevices,
 )
 from rollwire_transport._layout import (
     MAX_DIMENSIONS,
@@ -86,7 +86,6 @@ __all__ = [
     "ReceivedDelta",
     "Receiver",
     "Sender",
-    "SharedDevice",
     "Snapshot",
     "Span",
     "TensorSourceError",
@@ -94,6 +93,7 @@ __all__ = [
     "Transfer",
     "TransportError",
     "TransportTimeout",
+    "UnsuitableDevices",
     "available_backends",
     "castable",
     "close_source",

@@ -2,7 +2,7 @@
 
 TransportError
 ├── TransportTimeout   a deadline passed
-├── SharedDevice       two members are on one GPU, and the backend needs one for each
+├── UnsuitableDevices  the backend does not serve members on these devices
 └── DigestMismatch     the bytes that arrived are not those that were sent
 
 A layout that cannot be used is a ManifestError, found before any byte moves. A source that fails to
@@ -35,8 +35,8 @@ class TransportTimeout(TransportError):  # noqa: N818 - named for what happened
     """A member did not do its part before the deadline."""
 
 
-class SharedDevice(TransportError):  # noqa: N818 - named for what happened
-    """Two members are on one GPU, which the backend does not support; another backend may."""
+class UnsuitableDevices(TransportError):  # noqa: N818 - named for what happened
+    """The backend does not serve members on these devices; another backend may."""
 
 
 class DigestMismatch(TransportError):  # noqa: N818 - named for what happened

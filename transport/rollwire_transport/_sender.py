@@ -9,8 +9,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from rollwire_transport._bucket_digest import HEADER_WORDS, BucketDigester, HostCopy, UpdateDigest
 from rollwire_transport._cast import Casts
 from rollwire_transport._concurrency import fast_thread_switching
@@ -173,10 +171,7 @@ class Sender:
         try:
             for index in range(first_bucket, len(buckets)):
                 bucket = buckets[index]
-                if len(in_flight) < _BUFFERS:
-                    buffer = torch.empty(largest, dtype=torch.uint8, device=link.device)
-                else:
-                    buffer = complete_oldest()
+                buffer = link.buffer(largest) if len(in_flight) < _BUFFERS else complete_oldest()
                 payload = buffer[: bucket.size]
                 first_tensor = self._manifest.tensors[bucket.spans[0].tensor].name
                 self.packing = PackingStatus(first_tensor, time.monotonic())

@@ -129,7 +129,7 @@ class WeightTransfer:
         while members := unstaged(targets):
             try:
                 await self._send_over_group(members)
-            except transport.SharedDevice as shared:
+            except transport.UnsuitableDevices as shared:
                 if len(self._backends) == 1:
                     raise TransferError(str(shared)) from shared
                 backend = self._backends.pop(0)
@@ -182,7 +182,7 @@ class WeightTransfer:
                 if not working.done():
                     raise explain_failure(targets, None, waits_for)
             return await working
-        except transport.SharedDevice:
+        except transport.UnsuitableDevices:
             raise
         except transport.TransportError as error:
             self._close_link()

@@ -9,7 +9,7 @@ import torch
 
 from rollwire_transport._delta import delta_kernels
 from rollwire_transport._errors import TransportError
-from rollwire_transport._links import gloo, nccl, ucx
+from rollwire_transport._links import cuda_ipc, gloo, nccl, ucx
 from rollwire_transport._links.base import (
     Availability,
     Backend,
@@ -35,7 +35,9 @@ PROTOCOL = 4
 
 _CPU = torch.device("cpu")
 _ANYWHERE = ListenOptions()
-_BACKENDS: dict[str, Backend] = {b.name: b for b in (gloo.BACKEND, nccl.BACKEND, ucx.BACKEND)}
+_BACKENDS: dict[str, Backend] = {
+    b.name: b for b in (gloo.BACKEND, nccl.BACKEND, ucx.BACKEND, cuda_ipc.BACKEND)
+}
 
 
 def available_backends(

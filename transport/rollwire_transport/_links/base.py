@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
 from rollwire_transport._errors import TransportError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
-    import torch
     from torch import Tensor
 
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -194,7 +195,8 @@ class Link(abc.ABC):
             answers: Of all receivers, by their ranks.
 
         Raises:
-            SharedDevice: Two members are on one GPU, and the backend needs one for each.
+            UnsuitableDevices: The backend does not serve members on these devices, such as two on
+                one GPU.
             TransportError: An answer is of no use, or there is no network to listen on.
         """
 
@@ -208,8 +210,13 @@ class Link(abc.ABC):
 
         Raises:
             TransportTimeout: Another member did not do its part in time.
+            UnsuitableDevices: At rank 0: as ``offers``, where that shows only now.
             TransportError: The group could not be formed, or the link was aborted.
         """
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Memory (uint8) for payloads that are sent, until ``finish``."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def stream_context(self) -> AbstractContextManager[None]:
         """Where buckets are packed and unpacked: on a GPU, on a stream of the link's own.

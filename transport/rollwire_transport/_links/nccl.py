@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rollwire_transport._concurrency import BROADCAST_STREAMS, PACKING_STREAMS, packing_context
-from rollwire_transport._errors import SharedDevice, TransportError, TransportTimeout
+from rollwire_transport._errors import TransportError, TransportTimeout, UnsuitableDevices
 from rollwire_transport._links import libnccl
 from rollwire_transport._links.base import Backend, Link, Transfer, link_aborted
 
@@ -105,7 +105,7 @@ class _NcclLink(Link):
         owners = {self.answer: 0}
         for rank, device_id in sorted(answers.items()):
             if owners.setdefault(device_id, rank) != rank:
-                raise SharedDevice(
+                raise UnsuitableDevices(
                     f"rank {rank} is on the GPU of another member, and each needs its own: use "
                     "ucx, or gloo",
                     rank,
