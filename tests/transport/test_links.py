@@ -41,9 +41,9 @@ def over_tcp() -> Iterator[None]:
 
 
 def test_the_preferred_backend_comes_first() -> None:
-    assert list(BACKENDS) == ["gloo", "ucx", "nccl"]
+    assert list(BACKENDS) == ["gloo", "ucx", "nccl", "cuda_ipc"]
     on_gpu = available_backends(device=torch.device("cuda"))
-    assert list(on_gpu) == ["ucx", "nccl", "gloo"]
+    assert list(on_gpu) == ["cuda_ipc", "ucx", "nccl", "gloo"]
 
 
 def test_backends_say_why_they_cannot_be_used() -> None:
