@@ -57,7 +57,8 @@ class Publisher:
             over; those with lower terms are refused from then on. Default: the time in
             milliseconds.
         backend: Backend of the transport. Default: the first that this machine and all servers can
-            use, of ucx, nccl and gloo for tensors on a GPU, else of gloo, ucx and nccl.
+            use, of cuda_ipc (if all are on one GPU), ucx, nccl and gloo for tensors on a GPU, else
+            of gloo, ucx and nccl.
         host: Address at which the servers reach this machine. Default: the local address of the
             route to them.
         kv_policy: What a commit does with the keys and values of sequences under way.
