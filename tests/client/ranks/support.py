@@ -50,11 +50,15 @@ def connected(
 
 @contextlib.asynccontextmanager
 async def trainer(
-    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup, size: int = 3, timeout: float = 20
+    monkeypatch: pytest.MonkeyPatch,
+    group: dist.ProcessGroup,
+    size: int = 3,
+    timeout: float = 20,
+    *,
+    accept_deltas: bool = False,
 ) -> AsyncIterator[tuple[list[PublishableServer], Publisher, list[Ranks]]]:
     ranks = connected(monkeypatch, group, size, timeout)
-    timeouts = TIMEOUTS
-    async with publishing(2, timeouts) as (servers, _, publisher):
+    async with publishing(2, TIMEOUTS, accept_deltas=accept_deltas) as (servers, _, publisher):
         with contextlib.ExitStack() as stack:
             for one in ranks:
                 stack.enter_context(one)
