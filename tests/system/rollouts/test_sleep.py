@@ -104,7 +104,7 @@ async def test_a_server_killed_while_asleep_costs_no_rollout(two: list[ServerPro
 async def test_sleep_discards_an_update_that_is_not_committed(two: list[ServerProcess]) -> None:
     """As the server says: the publish fails, and the next one after the wake-up succeeds."""
     async with fleet_of(two) as fleet:
-        publisher = Publisher(fleet)
+        publisher = Publisher(fleet, delta=False)  # reads the tensors while it sends them
         await publisher.publish_and_wait(1, {"weight": torch.ones(1024)})
         go = threading.Event()
 
