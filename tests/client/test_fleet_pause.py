@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 from client.scripted import ScriptedServer, until
+from rollwire.v1 import common_pb2
 from rollwire_client import (
     Fleet,
     FleetCallError,
@@ -80,6 +81,14 @@ async def test_a_block_renews_its_lease_and_resumes(pair: list[ScriptedServer]) 
             assert {request.lease.ToMilliseconds() for request in asked} == {150}
             assert server.calls[-1][0] == "Resume"  # no renewal came after it
             assert not server.pauses
+
+
+async def test_a_server_that_restarts_within_a_block_is_paused_again(
+    server: ScriptedServer,
+) -> None:
+    async with fleet_of(server) as fleet, fleet.paused(lease=0.3):
+        server.pauses, server.state = [], common_pb2.SERVER_STATE_SERVING
+        await until(lambda: server.state == common_pb2.SERVER_STATE_PAUSED)
 
 
 async def test_a_block_that_raises_resumes(server: ScriptedServer) -> None:

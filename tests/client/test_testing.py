@@ -17,6 +17,7 @@ from rollwire_client import (
     RoutingReplay,
     Sampling,
     ServerState,
+    SleepingWeights,
     Timeouts,
 )
 from rollwire_client.testing import FakeServer
@@ -126,3 +127,31 @@ async def test_a_dense_model_has_no_routing() -> None:
         with pytest.raises(InvalidRequestError, match="UNSUPPORTED_ROUTING") as caught:
             await fleet.generate(PROMPT, SAMPLING, routed_experts=RoutingReplay.AS_SAMPLED)
         assert list(caught.value.violations) == ["routed_experts"]
+
+
+async def test_it_sleeps_and_pauses_as_servers_do() -> None:
+    long = Sampling(max_new_tokens=60, seed=5)
+    async with FakeServer() as a, FakeServer() as b, fleet_of(a, b) as fleet:
+        want = (await fleet.generate(PROMPT, long)).token_ids
+        running = [asyncio.create_task(fleet.generate(PROMPT, long)) for _ in range(4)]
+        await until(lambda: a.running + b.running == 4)
+        await fleet.sleep(SleepingWeights.KEEP)
+        assert (await fleet.sleep(SleepingWeights.KEEP)).answers[a.address].already_asleep
+        assert a.state is b.state is ServerState.SLEEPING
+        await until(lambda: a.running + b.running == 0)
+        await fleet.pause("mine", lease=60)
+        await fleet.wake_up()
+        assert a.state is b.state is ServerState.PAUSED
+        await fleet.resume("mine")
+        assert [(await task).token_ids for task in running] == [want] * 4
+        await fleet.pause(lease=0.05)
+        await until(lambda: a.state is b.state is ServerState.SERVING)
+
+
+async def test_discarded_weights_come_with_a_commit() -> None:
+    async with FakeServer() as server, fleet_of(server) as fleet:
+        await fleet.sleep(SleepingWeights.DISCARD)
+        await fleet.wake_up()
+        assert server.state is ServerState.AWAITING_WEIGHTS
+        server.commit(7)
+        assert (await fleet.generate(PROMPT, SAMPLING)).versions == (7,) * 8

@@ -5,9 +5,9 @@
         assert trajectory.versions == (3,) * 8
 
 It speaks the real API over a real socket, so that the library behaves as it does with a real
-server. ``interrupt()``, ``cut()`` and ``state`` simulate faults. The server ignores
-``max_weight_version`` and accepts no updates: to test publishing use ``rollwire-server --engine
-synthetic``, which needs no model either.
+server. ``interrupt()``, ``cut()`` and ``state`` simulate faults; it can be paused and put to sleep.
+The server ignores ``max_weight_version`` and accepts no updates (``commit()`` stands for one): to
+test publishing use ``rollwire-server --engine synthetic``, which needs no model either.
 """
 
 from __future__ import annotations
@@ -23,8 +23,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import grpc
-from rollwire.conversion import FINISH_REASON_TO_PROTO, SERVER_STATE_TO_PROTO
-from rollwire.types import FinishReason, ServerState
+from rollwire.conversion import (
+    FINISH_REASON_TO_PROTO,
+    SERVER_STATE_TO_PROTO,
+    SLEEPING_WEIGHTS_FROM_PROTO,
+    SLEEPING_WEIGHTS_TO_PROTO,
+)
+from rollwire.reasons import DETAILS_KEY, Reason, encode_status
+from rollwire.types import FinishReason, ServerState, SleepingWeights
 from rollwire.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
 
 from rollwire_client._arguments import checked_version
@@ -97,6 +103,8 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
         self._weights = common_pb2.WeightTag(server_id=uuid.uuid4().hex, version=version)
         self._highest_version = version
         self._live: set[_FakeSequence] = set()
+        self._pauses: dict[str, asyncio.TimerHandle | None] = {}  # by id; the end of each lease
+        self._sleeping_weights: SleepingWeights | None = None
         self._streams: set[asyncio.Event] = set()  # set: the stream is to be cut
         self._server: grpc.aio.Server | None = None
 
@@ -126,6 +134,8 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
     def commit(self, version: int | None) -> None:
         """Serves this version from the next token on, as after an update."""
         version = checked_version("version", version)
+        if self.state is ServerState.AWAITING_WEIGHTS:
+            self.state = ServerState.SERVING
         self._weights = common_pb2.WeightTag(
             server_id=self._weights.server_id,
             revision=self._weights.revision + 1,
@@ -152,7 +162,7 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
         request: rollout_pb2.GetServerInfoRequest,  # noqa: ARG002
         context: Any,  # noqa: ARG002
     ) -> rollout_pb2.GetServerInfoResponse:
-        return rollout_pb2.GetServerInfoResponse(
+        response = rollout_pb2.GetServerInfoResponse(
             server_id=self._weights.server_id,
             state=SERVER_STATE_TO_PROTO[self.state],
             weights=self._weights,
@@ -164,7 +174,72 @@ class FakeServer(rollout_pb2_grpc.RolloutServiceServicer):
             deterministic=True,
             max_running_sequences=2**31 - 1,
             running_sequences=self.running,
+            pauses=[rollout_pb2.ActivePause(pause_id=pause_id) for pause_id in self._pauses],
         )
+        if self._sleeping_weights is not None:
+            response.sleeping_weights = SLEEPING_WEIGHTS_TO_PROTO[self._sleeping_weights]
+        return response
+
+    async def Pause(  # noqa: N802, D102
+        self,
+        request: rollout_pb2.PauseRequest,
+        context: Any,  # noqa: ARG002
+    ) -> rollout_pb2.PauseResponse:
+        pause_id = request.pause_id or uuid.uuid4().hex
+        self._lift(pause_id)
+        lease, timer = request.lease.ToTimedelta().total_seconds(), None
+        if lease:
+            timer = asyncio.get_running_loop().call_later(lease, self._lift, pause_id)
+        self._pauses[pause_id] = timer
+        if self.state is ServerState.SERVING:
+            self.state = ServerState.PAUSED
+        return rollout_pb2.PauseResponse(pause_id=pause_id, held_sequences=self.running)
+
+    async def Resume(  # noqa: N802, D102
+        self,
+        request: rollout_pb2.ResumeRequest,
+        context: Any,  # noqa: ARG002
+    ) -> rollout_pb2.ResumeResponse:
+        for pause_id in [request.pause_id] if request.pause_id else list(self._pauses):
+            self._lift(pause_id)
+        return rollout_pb2.ResumeResponse(
+            resumed_sequences=0 if self._pauses else self.running,
+            remaining_pauses=len(self._pauses),
+            weights=self._weights,
+        )
+
+    def _lift(self, pause_id: str) -> None:
+        if (timer := self._pauses.pop(pause_id, None)) is not None:
+            timer.cancel()
+        if self.state is ServerState.PAUSED and not self._pauses:
+            self.state = ServerState.SERVING
+
+    async def Sleep(  # noqa: N802, D102
+        self, request: rollout_pb2.SleepRequest, context: Any
+    ) -> rollout_pb2.SleepResponse:
+        if not self.state.ready:
+            reason = Reason[self.state.name]
+            message = f"Sleep is refused while the server is {self.state.value}"
+            status = encode_status(reason, message, metadata={})
+            trailing = ((DETAILS_KEY, status.SerializeToString()),)
+            await context.abort(reason.code, message, trailing)
+        self.state = ServerState.SLEEPING
+        self._sleeping_weights = SLEEPING_WEIGHTS_FROM_PROTO[request.weights]
+        self.interrupt()
+        return rollout_pb2.SleepResponse()
+
+    async def WakeUp(  # noqa: N802, D102
+        self,
+        request: rollout_pb2.WakeUpRequest,
+        context: Any,  # noqa: ARG002
+    ) -> rollout_pb2.WakeUpResponse:
+        if self.state is ServerState.SLEEPING:
+            discarded = self._sleeping_weights is SleepingWeights.DISCARD
+            self.state = ServerState.PAUSED if self._pauses else ServerState.SERVING
+            if discarded and not request.reload_checkpoint:
+                self.state = ServerState.AWAITING_WEIGHTS
+        self._sleeping_weights = None
+        return rollout_pb2.WakeUpResponse(weights=self._weights)
 
     async def Abort(  # noqa: N802, D102
         self,

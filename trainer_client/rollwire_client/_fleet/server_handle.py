@@ -309,8 +309,8 @@ class ServerHandle:
         ):  # a commit overtook the answer
             info = replace(info, weights=before.weights)
         self.info = info
-        restarted = before is None or before.server_id != info.server_id
-        if not self.answers or restarted:
+        restarted = before is not None and before.server_id != info.server_id
+        if not self.answers or before is None or restarted:
             self.answers = True
             self._on_identity()
         self._policy.observed(info.weights)
