@@ -69,6 +69,8 @@ def test_a_command_refuses_what_is_no_time(
         ({"bucket_bytes": math.nan}, "bucket_bytes is nan, not"),
         ({"bucket_bytes": 100}, "bucket_bytes is 100, not a multiple of 64"),
         ({"bucket_bytes": 1 << 40}, "bucket_bytes is 1099511627776, not"),
+        ({"full_every": 0}, "full_every is 0, not"),
+        ({"full_every": "10"}, "full_every is '10', not"),
         ({"timeouts": 5}, r"timeouts is 5: use for example PublishTimeouts\("),
         ({"timeouts": Timeouts()}, r"use for example PublishTimeouts\("),
         ({"kv_policy": "keep"}, "kv_policy is 'keep', not a KvPolicy"),
