@@ -99,8 +99,9 @@ from rollwire_client._publishing.publisher import Publisher
 from rollwire_client._publishing.sharded.ranks import Ranks
 from rollwire_client._routing_replay import Routing, RoutingReplay, RoutingSegment
 from rollwire_client._rpc.channel import Credentials
-from rollwire_client._rpc.client import RolloutClient, Timeouts
+from rollwire_client._rpc.client import RolloutClient
 from rollwire_client._rpc.conversion import RolloutOptions
+from rollwire_client._rpc.timeouts import Timeouts
 from rollwire_client._trajectory import Chunk, Segment, Trajectory, TrajectoryTensors
 
 __all__ = [

@@ -29,7 +29,7 @@ from rollwire_client._fleet.session import Session
 from rollwire_client._loop_calls import LoopCalls, LoopThread
 from rollwire_client._publishing.publish_handle import PublishHandle
 from rollwire_client._publishing.publisher import Publisher
-from rollwire_client._rpc.client import PAUSED_LEASE
+from rollwire_client._rpc.pausing import PAUSED_LEASE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from client.batches.support import (
+    QUICK,
     HeldServer,
     batcher_of,
     begun,
@@ -136,6 +137,27 @@ async def test_groups_begun_ahead_go_on_between_batches() -> None:
         batch = await batcher.collect(source, 2)
         assert ids(batch.finished) == ["2", "3"]
         assert next(source).id == "4"
+
+
+async def test_groups_begun_ahead_wait_while_the_fleet_sleeps() -> None:
+    async with (
+        HeldServer({1}) as server,
+        fleet_of(server, retries=QUICK) as fleet,
+        batcher_of(fleet) as batcher,
+    ):
+        source = prompts()
+        await batcher.collect(source, 1, prefetch=2)
+        await begun(batcher, "2", "3")
+        await fleet.sleep()
+        await until(lambda: server.running == 0)
+        server.let_go |= {2, 3}
+        await fleet.wake_up()
+        batch = await batcher.collect(source, 2)
+    assert ids(batch.finished) == ["2", "3"]
+    for group in batch.finished.groups:
+        for sample in group.samples:
+            tokens = sample.trajectory.token_ids
+            assert tokens[:-1] == tuple(range(100, 99 + len(tokens)))  # each once, in order
 
 
 async def test_patience_waits_for_the_tail() -> None:

@@ -13,7 +13,7 @@ from rollwire.types import LogprobBasis
 from rollwire_client._cli import shared
 from rollwire_client._errors import MissingDependencyError
 from rollwire_client._fleet.fleet import Fleet
-from rollwire_client._rpc.client import Timeouts
+from rollwire_client._rpc.timeouts import Timeouts
 
 
 def _file(what: str, name: str) -> Any:

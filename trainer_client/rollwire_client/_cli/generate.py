@@ -19,7 +19,7 @@ from rollwire_client._concurrency import cancel_all
 from rollwire_client._data import Sampling
 from rollwire_client._fleet.fleet import Fleet
 from rollwire_client._fleet.rollout import Retries
-from rollwire_client._rpc.client import Timeouts
+from rollwire_client._rpc.timeouts import Timeouts
 
 if TYPE_CHECKING:
     from rollwire.types import Finish

@@ -18,7 +18,7 @@ from rollwire_client._cli import shared
 from rollwire_client._fleet.fleet import Fleet
 from rollwire_client._publishing.checkpoint import open_checkpoint
 from rollwire_client._publishing.publisher import Publisher, checked_kv_lag
-from rollwire_client._rpc.client import Timeouts
+from rollwire_client._rpc.timeouts import Timeouts
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -20,7 +20,7 @@ from rollwire_client._cli import shared
 from rollwire_client._data import Sampling, ServerInfo
 from rollwire_client._errors import RollwireError
 from rollwire_client._fleet.fleet import Fleet
-from rollwire_client._rpc.client import Timeouts
+from rollwire_client._rpc.timeouts import Timeouts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

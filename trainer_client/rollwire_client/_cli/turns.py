@@ -11,7 +11,7 @@ from rollwire_client._arguments import MAX_SECONDS
 from rollwire_client._cli import shared
 from rollwire_client._errors import FleetCallError
 from rollwire_client._fleet.fleet import Fleet
-from rollwire_client._rpc.client import SLEEP_TIMEOUT, Timeouts
+from rollwire_client._rpc.timeouts import SLEEP_TIMEOUT, Timeouts
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -13,8 +13,9 @@ from rollwire_client._fleet import turns
 from rollwire_client._fleet.many import generate_many
 from rollwire_client._fleet.server_pool import ServerPool
 from rollwire_client._fleet.session import Session
-from rollwire_client._rpc.client import PAUSED_LEASE, SLEEP_TIMEOUT
 from rollwire_client._rpc.conversion import DEFAULT_SAMPLING, RolloutOptions, checked_token_ids
+from rollwire_client._rpc.pausing import PAUSED_LEASE
+from rollwire_client._rpc.timeouts import SLEEP_TIMEOUT
 from rollwire_client._trajectory import TrajectoryBuilder
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from rollwire_client._fleet.server_handle import ServerHandle
     from rollwire_client._fleet.server_pool import Addresses
     from rollwire_client._rpc.channel import Credentials
-    from rollwire_client._rpc.client import Timeouts
+    from rollwire_client._rpc.timeouts import Timeouts
     from rollwire_client._trajectory import Chunk, Trajectory
 
 

@@ -22,8 +22,9 @@ from rollwire_client._fleet.router import LOG_INTERVAL, Router, WaitReason
 from rollwire_client._fleet.server_handle import ServerHandle, ServerStatus
 from rollwire_client._fleet.transport_group import GroupKeeper
 from rollwire_client._rpc.channel import Credentials, CredentialsError
-from rollwire_client._rpc.client import RolloutClient, Timeouts, checked_timeouts
+from rollwire_client._rpc.client import RolloutClient
 from rollwire_client._rpc.conversion import begin_output, generate_request
+from rollwire_client._rpc.timeouts import Timeouts, checked_timeouts
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping

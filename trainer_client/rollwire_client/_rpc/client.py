@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, Unpack
 
 from rollwire.conversion import weight_tag_from_proto
@@ -13,7 +12,7 @@ from rollwire.reasons import Reason
 from rollwire.types import SleepingWeights
 from rollwire.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2_grpc
 
-from rollwire_client._arguments import all_seconds, seconds, server_address
+from rollwire_client._arguments import seconds, server_address
 from rollwire_client._concurrency import LoopAffinity
 from rollwire_client._data import Aborted, Asleep, Pause, Resumed, Sampling, ServerInfo
 from rollwire_client._errors import (
@@ -37,8 +36,9 @@ from rollwire_client._rpc.conversion import (
     sleep_request,
     wake_up_request,
 )
-from rollwire_client._rpc.pausing import MIN_LEASE, paused
+from rollwire_client._rpc.pausing import MIN_LEASE, PAUSED_LEASE, paused
 from rollwire_client._rpc.rollout_stream import Stream
+from rollwire_client._rpc.timeouts import SLEEP_TIMEOUT, Timeouts, checked_timeouts
 from rollwire_client._trajectory import Chunk, Trajectory, TrajectoryBuilder
 
 if TYPE_CHECKING:
@@ -49,44 +49,6 @@ if TYPE_CHECKING:
 
     from rollwire_client._rpc.channel import Request, Response
     from rollwire_client._rpc.rollout_stream import Attempt
-
-
-# Seconds for a server to fall asleep or wake up: it moves its weights, or loads a checkpoint.
-SLEEP_TIMEOUT = 120.0
-PAUSED_LEASE = 60.0  # seconds; it is renewed
-
-
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    """How long a client waits for a server, in seconds.
-
-    Time in which the event loop did not run does not count: nothing can be received then.
-
-    Attributes:
-        start: When a fleet is opened: until the first of its servers has loaded its model.
-        call: For the answer to a call.
-        silence: The server is probed after this long without a message for live sequences.
-        probe: For the answer to a probe; after that the stream counts as lost.
-        close: For the server to end the sequences that a closing client aborts.
-
-    Raises:
-        TypeError, ValueError: A value is not a number of seconds.
-    """
-
-    start: float = 60.0
-    call: float = 10.0
-    silence: float = 5.0
-    probe: float = 5.0
-    close: float = 2.0
-
-    def __post_init__(self) -> None:
-        all_seconds(self)
-
-
-def checked_timeouts(timeouts: Timeouts | None) -> Timeouts:
-    if not isinstance(timeouts, Timeouts | None):
-        raise TypeError(f"timeouts is {timeouts!r}: use for example Timeouts(call={timeouts!r})")
-    return timeouts or Timeouts()
 
 
 class RolloutClient:

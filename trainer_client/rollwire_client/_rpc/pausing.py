@@ -16,6 +16,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+PAUSED_LEASE = 60.0  # seconds
 MIN_LEASE = 0.1  # seconds: a lease of 0 would never end
 _RENEWALS = 3  # in the time of a lease, so that two of them may fail
 
