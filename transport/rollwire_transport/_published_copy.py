@@ -201,17 +201,17 @@ class _Comparison:
 
     def take(self, index: int, pack: Callable[[Tensor], None]) -> None:
         bucket = self._manifest.buckets[index]
-        new = self._new[: padded_nbytes(bucket.size)]
+        copy = self._view(bucket)
+        # There is nothing to compare with: it goes straight to its place.
+        straight = copy is not None and not self.known
+        new = copy if copy is not None and straight else self._new[: padded_nbytes(bucket.size)]
         pack(new[: bucket.size])
         for begin, end in _padding(bucket):
             new[begin:end].zero_()
         self._records.append(HostCopy(self._digester.record(index, new)))
-        copy = self._view(bucket)
         if self.known:
             old = _assembled(bucket, self._copies, self._old) if copy is None else copy
             self._encoder.encode(old, new)
-        elif copy is not None:
-            copy.copy_(new)
         if copy is None:
             for span in bucket.spans:
                 _copy_of(span, self._copies).copy_(_piece(new, span))
