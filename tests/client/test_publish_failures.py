@@ -268,6 +268,29 @@ async def test_a_backend_that_cannot_share_a_gpu_is_nobodys_fault(
         assert [[j.backend for j in s.joins] for s in servers] == [["nccl", "gloo"]] * 2
 
 
+async def test_a_gpu_that_processes_cannot_share_is_nobodys_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gloo stands in for a backend whose receivers find that out as they connect, and fail too."""
+
+    class Unshared(GlooBackend):
+        def open(self, member: GroupMember) -> Link:
+            link = super().open(member)
+            monkeypatch.setattr(link, "connect", self.refuse)
+            return link
+
+        def refuse(self, timeout: float, offer: bytes = b"") -> NoReturn:
+            del timeout, offer
+            raise UnsuitableDevices("rank 1 cannot open this process's memory", 1)
+
+    monkeypatch.setitem(links._BACKENDS, "cuda_ipc", Unshared())
+    monkeypatch.setattr(Publish, "_common_backends", lambda *_: ["cuda_ipc", "gloo"])
+    async with publishing(2) as (servers, _, publisher):
+        report = await publish(publisher)
+        assert report.failed == ()
+        assert all(holds(server) for server in servers)
+
+
 async def test_a_server_that_has_everything_and_stalls_is_cut_out() -> None:
     async with publishing(2) as (servers, _, publisher):
         servers[0].never_staged = True
