@@ -80,6 +80,7 @@ _EDGES: dict[int, list[Any]] = {
     F.TYPE_STRING: ["", "a", "x" * 257, "\x00", "\u2028"],
     F.TYPE_BYTES: [b"", b"\x00", b"\xff" * 257],
     F.TYPE_FLOAT: _FLOATS,
+    F.TYPE_DOUBLE: _FLOATS,
     F.TYPE_UINT32: [0, 1, I32, I32 + 1, U32],
     F.TYPE_UINT64: [0, 1, U32 + 1, I64, I64 + 1, U64],
     F.TYPE_FIXED64: [0, 1, U64],
