@@ -182,7 +182,11 @@ async def _call(
         failed = [{"address": address, "error": str(e)} for address, e in report.errors.items()]
         shared.print_json([*done, *failed])
     elif rows:
-        names = [name.replace("_", " ") for name in next(iter(rows.values()))]
+        numbers = {n for row in rows.values() for n, value in row.items() if isinstance(value, int)}
+        names = [
+            (">" if name in numbers else "") + name.replace("_", " ")
+            for name in next(iter(rows.values()))
+        ]
         table = shared.table("server", *names)
         for address, row in rows.items():
             table.add_row(
