@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+_CONTAINER = Path("/sys/fs/cgroup")
+
 
 def free_memory(device: torch.device) -> int:
     """Bytes that this process may still allocate on a CUDA device, or on the host."""
@@ -16,8 +18,15 @@ def free_memory(device: torch.device) -> int:
     if (meminfo := Path("/proc/meminfo")).exists():
         available = meminfo.read_text().partition("MemAvailable:")[2]
         free = int(available.split()[0]) << 10
-    group = Path("/sys/fs/cgroup")  # a container's limit
-    limit = group / "memory.max"
+    limit = _CONTAINER / "memory.max"
     if limit.exists() and (maximum := limit.read_text().strip()) != "max":
-        free = min(free, int(maximum) - int((group / "memory.current").read_text()))
+        used = int((_CONTAINER / "memory.current").read_text()) - _cached_files()
+        free = min(free, int(maximum) - used)
     return free
+
+
+def _cached_files() -> int:
+    """Bytes of a container's memory that the kernel takes back when they are needed."""
+    lines = (_CONTAINER / "memory.stat").read_text().splitlines()
+    statistics = dict(line.split() for line in lines)
+    return int(statistics["active_file"]) + int(statistics["inactive_file"])
