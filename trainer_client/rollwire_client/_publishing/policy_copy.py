@@ -122,7 +122,7 @@ class PolicyCopy:
             snapshot = await reading.run(
                 lambda stop: copy.take(manifest, source, device=device, cast=cast, stop=stop)
             )
-        except RuntimeError as error:  # torch's
+        except (RuntimeError, MemoryError) as error:  # torch's, and numpy's
             self._turn_off(f"a copy of the policy could not be made: {error}")
             return None
         finally:
