@@ -348,7 +348,7 @@ class UpdateWeightsRequest(_message.Message):
     @_builtins.property
     def stage_lease(self) -> _duration_pb2.Duration:
         """How long an update waits for its publisher before it is discarded: in READY or STALLED for a group to join, in
-        STAGED for its commit.
+        STAGED for its commit. To announce a staged update again, unchanged, renews it.
         """
 
     @_builtins.property

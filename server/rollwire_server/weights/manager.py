@@ -239,7 +239,8 @@ class UpdateManager:
                 )
             if (update := self.current) is not None:
                 if announcement == update.announcement and update.phase is UpdatePhase.STAGED:
-                    return update  # announced again: the answer was lost
+                    update.renew_lease()
+                    return update  # announced again: the answer was lost, or others take longer
                 if announcement.publisher == self.publisher or update.committing is not None:
                     raise _in_progress(update)
             self._check_announcement(announcement)

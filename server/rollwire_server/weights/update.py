@@ -225,6 +225,12 @@ class WeightUpdate:
             )
             self.lease = Timer(lease, self._abandon, self, why)
 
+    def renew_lease(self) -> None:
+        """Its publisher is there: a lease that runs begins anew."""
+        if self.lease is not None:
+            self.end_lease()
+            self._begin_lease()
+
     def end_lease(self) -> None:
         if self.lease is not None:
             self.lease.cancel()

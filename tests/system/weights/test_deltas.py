@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import os
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import rollwire_transport as transport
 import torch
 from rollwire_client import CommittedUpdate, ServerInfo
 from support.calls import connected
-from support.fleets import policy, published, publisher
+from support.fleets import TIMEOUTS, policy, published, publisher
 from support.footprint import Footprint
 from support.phases import Strike, Victim
 from support.publishing import status
@@ -148,6 +150,32 @@ async def test_one_that_dies_between_the_transfers_of_a_publish_costs_only_itsel
         await serve(alive, second, await digest(trainer, await policy(trainer, second)))
         three.restart(victim)
         assert encodings(await published(trainer, third)) == ["delta", "full", "delta"]
+
+
+@pytest.mark.slow
+async def test_servers_with_a_delta_wait_for_one_that_takes_long_to_get_the_whole_policy(
+    three: RestartableServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer than their leases: the trainer is still there."""
+    first, second = three.next_version(), three.next_version()
+    send = transport.Sender.send
+
+    def slowly(self: transport.Sender, *args: Any, progress: Any, **options: Any) -> None:
+        def sent(nbytes: int) -> None:
+            time.sleep(0.1)  # a slow link
+            progress(nbytes)
+
+        send(self, *args, progress=sent, **options)
+
+    async with three.fleet() as fleet:
+        trainer = publisher(fleet, timeouts=dataclasses.replace(TIMEOUTS, stage_lease=1))
+        await published(trainer, first)
+        three.all[0].kill()
+        three.restart(three.all[0])
+        monkeypatch.setattr(transport.Sender, "send", slowly)
+        report = await published(trainer, second)
+        assert encodings(report) == ["full", "delta", "delta"]
+        assert report.seconds > 2
 
 
 @pytest.mark.slow

@@ -55,6 +55,7 @@ _REFUSALS_OF_DELTAS = {
     Reason.MANIFEST_MISMATCH.name,
 }
 _CHECK_SECONDS = 0.25  # between two checks for changes while tensors are sent
+_RENEWED_AFTER = 1 / 3  # of a lease
 
 
 @dataclass(eq=False)
@@ -241,14 +242,26 @@ class Publish:
             timeouts=self.timeouts,
             progress=progress,
         )
+        renewing = asyncio.create_task(self._renew_leases())
         try:
             await transfer.run(takers)
             self.pool.create_task(transfer.close())  # the servers need not wait for that
         except BaseException:
             await transfer.close()
             raise
+        finally:
+            await cancel_all([renewing])
         self._transferred.append(payload)
         return transfer
+
+    async def _renew_leases(self) -> None:
+        """Servers that have received everything wait for the others, which may take much longer:
+        for the whole policy, or after a group failed.
+        """
+        while True:
+            await asyncio.sleep(self.timeouts.stage_lease * _RENEWED_AFTER)
+            staged = [target for target in self._targets.values() if target.staged]
+            await asyncio.gather(*(target.renew_lease() for target in staged))
 
     def _takers(self, payload: Payload) -> list[PublishTarget]:
         targets = self._targets.values()

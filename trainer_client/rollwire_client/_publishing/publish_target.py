@@ -90,6 +90,7 @@ class PublishTarget:
         self._timeouts = timeouts
         self._changes = changes
         self._epoch = ""  # of the group that it is in, or was told to join
+        self._announced = weights_pb2.UpdateWeightsRequest()
 
     @property
     def staged(self) -> bool:
@@ -145,7 +146,19 @@ class PublishTarget:
             request.allow_version_rollback = True
         return request
 
+    async def renew_lease(self) -> None:
+        """Announces again what it has staged, so that it waits on; a failure is ignored."""
+        call = self._stub.UpdateWeights(self._announced)
+        try:
+            with contextlib.suppress(TimeoutError, grpc.aio.AioRpcError):
+                async with Timeout(self._timeouts.call):
+                    while await call.read() is not grpc.aio.EOF:
+                        pass
+        finally:
+            call.cancel()
+
     async def _follow_reports(self, request: weights_pb2.UpdateWeightsRequest) -> None:
+        self._announced = request
         call = self._stub.UpdateWeights(request)
         try:
             while not self.staged and self.error is None:
