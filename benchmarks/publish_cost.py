@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--publishes", type=int, default=30)
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--model", default="builtin:tiny")
+    parser.add_argument("--delta", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--profile", type=Path, help="of the event loop's thread, for pstats")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -82,7 +83,7 @@ async def measure(addresses: list[str], options: argparse.Namespace) -> list[str
         start(thread)
 
     async with Fleet(addresses, probe_interval=60) as fleet:
-        publisher = Publisher(fleet, backend=options.backend)
+        publisher = Publisher(fleet, backend=options.backend, delta=options.delta)
         tensors = {
             spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
             for spec in await publisher.schema()
@@ -90,6 +91,8 @@ async def measure(addresses: list[str], options: argparse.Namespace) -> list[str
         }
 
         async def publish(version: int) -> float:
+            for tensor in tensors.values():
+                tensor.view(-1)[version % tensor.numel()] = version
             began = time.perf_counter()
             report = await (await publisher.publish(version, tensors)).committed
             if report.failed:
