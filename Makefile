@@ -20,7 +20,7 @@ test: $(VENV)/installed lint ## everything that runs without a GPU
 	$(RUN)$(PYTEST) -m "not gpu"
 	$(RUN)$(PYTEST) -m "not gpu" tests/contract --engine synthetic
 
-test-fast: $(VENV)/installed ## what is not marked slow: under two minutes
+test-fast: $(VENV)/installed ## what is not marked slow: about two and a half minutes
 	$(RUN)$(PYTEST) -m "not gpu and not slow"
 
 # The folder's name is fixed: dill pickles what does not lie in site-packages by its content, and fails.

@@ -209,6 +209,7 @@ async def corrupted(change: DeltaUpdate, random: random.Random) -> str:
     return "COMMITTED"
 
 
+@pytest.mark.slow
 async def test_whatever_a_delta_consists_of_it_changes_nothing_unless_it_is_right(
     api: Api, base: dict[str, Tensor]
 ) -> None:
@@ -355,6 +356,7 @@ async def test_a_group_that_moved_a_full_update_moves_a_delta(
     await holds(api, new)
 
 
+@pytest.mark.slow
 async def test_many_deltas_leave_no_memory(
     api: Api, server: ServerProcess, base: dict[str, Tensor]
 ) -> None:

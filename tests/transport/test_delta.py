@@ -280,6 +280,26 @@ def test_aliases_are_in_no_delta() -> None:
     assert received.digests(tensor_digests(manifest.tensors, tensors)).keys() == {"t"}
 
 
+def test_bytes_beyond_a_tensor_are_no_change_of_it() -> None:
+    tensors = {"t": torch.zeros(1001, dtype=torch.uint8)}
+    manifest = plan(describe_all(tensors))
+    copy = PublishedCopy(CPU)
+    take(copy, manifest, tensors)
+    serving = served(manifest, tensors)
+    tensors["t"][-1] = 7
+    delta = take(copy, manifest, tensors).delta
+    assert delta is not None
+    sent = delta.tensors["0"]
+    assert isinstance(sent, torch.Tensor)
+    received = ReceivedDelta(delta.manifest, {"0": sent.clone()}, serving)
+    received.apply()
+    assert serving["t"].tolist() == tensors["t"].tolist()
+    (place,) = (sent[16:18] == 7).nonzero().squeeze(1).tolist()
+    sent[16 + 1 - place] = 1
+    with pytest.raises(ManifestError, match="not the delta of a bucket"):
+        ReceivedDelta(delta.manifest, {"0": sent}, serving)
+
+
 @pytest.mark.parametrize("elements", [64, 100, 40])
 @given(draw=st.data())
 def test_what_is_no_delta_is_refused(elements: int, draw: st.DataObject) -> None:

@@ -30,8 +30,9 @@ from rollwire_transport._manifest import as_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from rollwire_transport._delta import DecodedDelta
     from rollwire_transport._delta_triton import GpuChangedRuns
-    from rollwire_transport._manifest import Bucket, Manifest
+    from rollwire_transport._manifest import Bucket, Manifest, Span
 
 
 class ReceivedDelta:
@@ -169,6 +170,8 @@ def _decoded(
             or until[last_span] != done
         ):
             raise not_a_delta()
+        if any(_changes_padding(span, one) for span in bucket.spans if span.length % 2):
+            raise not_a_delta()
     runs = [i for i, length in enumerate(lengths) if length]
     if not runs:
         return [], None
@@ -181,6 +184,12 @@ def _decoded(
         shifts=[(spans[i].tensor_offset - spans[i].bucket_offset) // 2 for i in runs],
         tensors=[targets[tensor] for tensor in tensors],
     )
+
+
+def _changes_padding(span: Span, decoded: DecodedDelta) -> bool:
+    """Whether the byte changes that follows a span of odd length in its last word."""
+    last = (span.bucket_offset + span.length) // 2
+    return bool((decoded.bits[decoded.positions == last] >> 8).any())
 
 
 class ChangedRuns:
