@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from rollwire_transport._changed_runs import ChangedRuns
 from rollwire_transport._digest import triton_kernels
 from rollwire_transport._errors import ManifestError
 from rollwire_transport._layout import padded_nbytes, plan
@@ -205,7 +206,7 @@ def _compiled_kernels(device_type: str) -> ModuleType:
     for count in (0, 1):  # gaps at a multiple of 16, and elsewhere
         _delta_triton.decode(room, len(room) - HEAD_BYTES - 2 * count, count)
     one = torch.zeros(1, dtype=torch.int32, device=device_type)
-    runs = _delta_triton.GpuChangedRuns(one, one.short(), [1], [0], [room])
-    runs.sums()
-    runs.apply()
+    writer = _delta_triton.GpuRunWriter(ChangedRuns(one, one.short(), [1], [0], [room]))
+    writer.sums()
+    writer.apply()
     return _delta_triton

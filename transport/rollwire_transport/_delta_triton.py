@@ -15,9 +15,9 @@ import triton.language as tl
 from rollwire_transport._digest_triton import _mix
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
+
+    from rollwire_transport._changed_runs import ChangedRuns
 
 _BLOCK = 4096  # 64-bit words that a program compares
 _TILE = 256  # of those that differ, at a time
@@ -113,55 +113,39 @@ def decode(delta: Tensor, gap_bytes: int, count: int) -> tuple[Tensor, Tensor]:
     return positions, totals
 
 
-class GpuChangedRuns:
-    """Runs of changed words of 16 bits, each in a tensor of its own, on one device.
+class GpuRunWriter:
+    """Writes changed words where they belong, in one launch."""
 
-    Args:
-        positions: int32, of all runs: positions in their buckets, ascending in each run.
-        bits: int16, the new bits of these words.
-        ends: Where each run ends among them.
-        shifts: What is added to a run's positions, to get those in its tensor.
-        tensors: The bytes of each run's tensor: whole words of 64 bits.
-    """
-
-    def __init__(
-        self,
-        positions: Tensor,
-        bits: Tensor,
-        ends: Sequence[int],
-        shifts: Sequence[int],
-        tensors: Sequence[Tensor],
-    ) -> None:
-        self._positions = positions
-        self._bits = bits
-        self._tensors = tensors  # stay where they are
-        end = np.array(ends, dtype=np.int64)
+    def __init__(self, runs: ChangedRuns) -> None:
+        self._runs = runs  # whose tensors stay where they are
+        end = np.array(runs.ends, dtype=np.int64)
         begin = np.concatenate(([0], end[:-1]))
         chunks = -(-(end - begin) // _CHUNK)
         before = np.cumsum(chunks) - chunks
-        base = tensors[0].data_ptr()
-        offsets = np.array([tensor.data_ptr() - base for tensor in tensors], dtype=np.int64)
-        rows = np.column_stack([begin, end, np.array(shifts, dtype=np.int64), offsets, before])
-        owners = np.repeat(np.arange(len(ends)), chunks)
+        base = runs.tensors[0].data_ptr()
+        offsets = np.array([tensor.data_ptr() - base for tensor in runs.tensors], dtype=np.int64)
+        rows = np.column_stack([begin, end, np.array(runs.shifts, dtype=np.int64), offsets, before])
+        owners = np.repeat(np.arange(len(runs.ends)), chunks)
         table = np.concatenate([rows.ravel(), owners]).astype(np.int64)
-        self._table = torch.from_numpy(table).to(positions.device)
-        self._runs = len(ends)
+        self._table = torch.from_numpy(table).to(runs.positions.device)
         self._programs = int(chunks.sum())
 
     def sums(self) -> Tensor:
         """By how much each run changes the sum of its tensor (int64)."""
-        out = torch.zeros(self._runs, dtype=torch.int64, device=self._positions.device)
+        runs, count = self._runs, len(self._runs.ends)
+        out = torch.zeros(count, dtype=torch.int64, device=runs.positions.device)
         with _on(out.device):
             _sum_changes[(self._programs,)](
-                self._tensors[0], self._table, self._runs, self._positions, self._bits, out, _CHUNK
+                runs.tensors[0], self._table, count, runs.positions, runs.bits, out, _CHUNK
             )
         return out
 
     def apply(self) -> None:
         """Writes the new bits; waits for nothing."""
-        with _on(self._positions.device):
+        runs = self._runs
+        with _on(runs.positions.device):
             _apply_changes[(self._programs,)](
-                self._tensors[0], self._table, self._runs, self._positions, self._bits, _CHUNK
+                runs.tensors[0], self._table, len(runs.ends), runs.positions, runs.bits, _CHUNK
             )
 
 
@@ -263,12 +247,11 @@ def _finish(  # type: ignore[no-untyped-def]
     gap_bytes = tl.load(gap_ends + chunks - 1).to(tl.int64)
     size = 16 + 2 * count + gap_bytes
     first = tl.load(place)
-    if (count > most) | (size >= bucket_bytes) | (first + size > tl.load(place + 1)):
-        size = size * 0
-    else:
-        head = (memory + first).to(tl.pointer_type(tl.int64))
-        tl.store(head, gap_bytes)
-        tl.store(head + 1, count)
+    is_sent = (count <= most) & (size < bucket_bytes) & (first + size <= tl.load(place + 1))
+    size = tl.where(is_sent, size, 0)
+    head = (memory + first).to(tl.pointer_type(tl.int64))
+    tl.store(head, gap_bytes, mask=is_sent)
+    tl.store(head + 1, count, mask=is_sent)
     tl.store(place, first + (size + 15) // 16 * 16)
     tl.store(result, first)
     tl.store(result + 1, size)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rollwire_transport._changed_runs import ChangedRuns, RunWriter
 from rollwire_transport._delta import (
     HEAD_BYTES,
     decode,
@@ -17,21 +18,18 @@ from rollwire_transport._delta import (
     not_a_delta,
 )
 from rollwire_transport._digest import (
-    GOLDEN,
     compile_sums,
     digest_of_sum,
-    mix_words,
-    signed,
     sum_of_digest,
 )
 from rollwire_transport._layout import padded_nbytes
 from rollwire_transport._manifest import as_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from rollwire_transport._delta import DecodedDelta
-    from rollwire_transport._delta_triton import GpuChangedRuns
+    from rollwire_transport._delta_triton import GpuRunWriter
     from rollwire_transport._manifest import Bucket, Manifest, Span
 
 
@@ -69,7 +67,7 @@ class ReceivedDelta:
                 for s in bucket.spans
             ]
         self._changed_tensors: list[int] = []
-        self._changes: ChangedRuns | GpuChangedRuns | None = None
+        self._changes: RunWriter | GpuRunWriter | None = None
         if encoded:
             self._changed_tensors, self._changes = _decoded(encoded, self._targets)
 
@@ -137,7 +135,7 @@ class _WholePiece:
 
 def _decoded(
     encoded: Mapping[Bucket, Tensor], targets: Mapping[int, Tensor]
-) -> tuple[list[int], ChangedRuns | GpuChangedRuns | None]:
+) -> tuple[list[int], RunWriter | GpuRunWriter | None]:
     """The tensor of each run of changed words, and the runs; ManifestError if it is no delta of
     these buckets.
     """
@@ -177,72 +175,17 @@ def _decoded(
         return [], None
     kernels = delta_kernels(heads.device.type)
     tensors = [spans[i].tensor for i in runs]
-    return tensors, (ChangedRuns if kernels is None else kernels.GpuChangedRuns)(
+    changed = ChangedRuns(
         torch.cat([one.positions for one in decoded]),
         torch.cat([one.bits for one in decoded]),
         ends=[until[i + 1] for i in runs],
         shifts=[(spans[i].tensor_offset - spans[i].bucket_offset) // 2 for i in runs],
         tensors=[targets[tensor] for tensor in tensors],
     )
+    return tensors, RunWriter(changed) if kernels is None else kernels.GpuRunWriter(changed)
 
 
 def _changes_padding(span: Span, decoded: DecodedDelta) -> bool:
     """Whether the byte changes that follows a span of odd length in its last word."""
     last = (span.bucket_offset + span.length) // 2
     return bool((decoded.bits[decoded.positions == last] >> 8).any())
-
-
-class ChangedRuns:
-    """Runs of changed words of 16 bits, each in a tensor of its own.
-
-    Args:
-        positions: int32, of all runs: positions in their buckets, ascending in each run.
-        bits: int16, the new bits of these words.
-        ends: Where each run ends among them.
-        shifts: What is added to a run's positions, to get those in its tensor.
-        tensors: The bytes of each run's tensor: whole words of 64 bits.
-    """
-
-    def __init__(
-        self,
-        positions: Tensor,
-        bits: Tensor,
-        ends: Sequence[int],
-        shifts: Sequence[int],
-        tensors: Sequence[Tensor],
-    ) -> None:
-        self._positions = positions
-        self._bits = bits
-        self._begins = [0, *ends[:-1]]
-        self._ends = ends
-        self._shifts = shifts
-        self._tensors = tensors
-
-    def sums(self) -> Tensor:
-        """By how much each run changes the sum of its tensor (int64)."""
-        return torch.stack([_change_of_sum(*run) for run in self._runs()])
-
-    def apply(self) -> None:
-        """Writes the new bits."""
-        for tensor, positions, bits in self._runs():
-            tensor.view(torch.int16).index_copy_(0, positions, bits)
-
-    def _runs(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        for tensor, begin, end, shift in zip(
-            self._tensors, self._begins, self._ends, self._shifts, strict=True
-        ):
-            yield tensor, self._positions[begin:end].long() + shift, self._bits[begin:end]
-
-
-def _change_of_sum(tensor: Tensor, positions: Tensor, bits: Tensor) -> Tensor:
-    words = positions >> 2  # of 64 bits: several changed words of 16 may lie in one of them
-    touched, number = torch.unique_consecutive(words, return_inverse=True)
-    moved = (positions & 3) * 16
-    masks, merged = (
-        torch.zeros_like(touched).index_add_(0, number, part << moved)
-        for part in (torch.full_like(positions, 0xFFFF), bits.long() & 0xFFFF)
-    )
-    old = tensor.view(torch.int64)[touched]
-    new = (old & ~masks) | merged
-    keys = touched * signed(GOLDEN)
-    return (mix_words(new + keys) - mix_words(old + keys)).sum()
