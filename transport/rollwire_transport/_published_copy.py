@@ -193,7 +193,6 @@ class _Comparison:
         }
         largest = max((padded_nbytes(bucket.size) for bucket in manifest.buckets), default=0)
         self._new = torch.zeros(largest, dtype=torch.uint8, device=device)
-        self._old = torch.empty_like(self._new)
         if known and manifest.buckets:
             self._encoder = DeltaEncoder([bucket.size for bucket in manifest.buckets], device)
         self._digester = BucketDigester(manifest.buckets, 0, device)
@@ -210,7 +209,7 @@ class _Comparison:
             new[begin:end].zero_()
         self._records.append(HostCopy(self._digester.record(index, new)))
         if self.known:
-            old = _assembled(bucket, self._copies, self._old) if copy is None else copy
+            old = _assembled(bucket, self._copies, self._device) if copy is None else copy
             self._encoder.encode(old, new)
         if copy is None:
             for span in bucket.spans:
@@ -243,7 +242,8 @@ class _Comparison:
         """
         if (copy := self._view(bucket)) is not None:
             return copy[: bucket.size]
-        return functools.partial(_assembled_anew, bucket, self._copies, self._device)
+        copies, device = self._copies, self._device  # not the rest of this object
+        return lambda: _assembled(bucket, copies, device)[: bucket.size]
 
     def _view(self, bucket: Bucket) -> Tensor | None:
         """The copy's bytes of a bucket with their padding, if they lie as in the bucket."""
@@ -253,20 +253,14 @@ class _Comparison:
         return view.as_strided((padded_nbytes(bucket.size),), (1,), view.storage_offset())
 
 
-def _assembled(bucket: Bucket, copies: Mapping[int, Tensor], room: Tensor) -> Tensor:
-    """A bucket of these copies, with its padding, in ``room``."""
-    assembled = room[: padded_nbytes(bucket.size)]
+def _assembled(bucket: Bucket, copies: Mapping[int, Tensor], device: torch.device) -> Tensor:
+    """A bucket of these copies, with its padding, in memory of its own."""
+    assembled = torch.empty(padded_nbytes(bucket.size), dtype=torch.uint8, device=device)
     for begin, end in _padding(bucket):
         assembled[begin:end].zero_()
     for span in bucket.spans:
         _piece(assembled, span).copy_(_copy_of(span, copies), non_blocking=True)
     return assembled
-
-
-def _assembled_anew(bucket: Bucket, copies: Mapping[int, Tensor], device: torch.device) -> Tensor:
-    """A bucket of these copies, in memory of its own."""
-    room = torch.empty(padded_nbytes(bucket.size), dtype=torch.uint8, device=device)
-    return _assembled(bucket, copies, room)[: bucket.size]
 
 
 def _copy_of(span: Span, copies: Mapping[int, Tensor]) -> Tensor:
