@@ -155,8 +155,11 @@ class Driver:
         await self.recorder.until(lambda: all(s.end is not None for s in sampled))
 
     async def tokens(self, number: int, *sampled: Sampled) -> None:
-        """Waits until each has ``number`` tokens."""
-        await self.recorder.until(lambda: all(len(s.token_ids) >= number for s in sampled))
+        """Waits until each has ``number`` tokens; fails if one ends before."""
+        await self.recorder.until(
+            lambda: all(len(s.token_ids) >= number or s.end is not None for s in sampled)
+        )
+        assert all(len(s.token_ids) >= number for s in sampled), "a sequence has ended too early"
 
     async def commit(
         self, tensors: Mapping[str, Tensor], max_kv_lag: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import pytest
@@ -26,24 +27,24 @@ if TYPE_CHECKING:
 async def test_it_changes_what_has_changed_while_sequences_are_sampled(
     model: str, dtype: str
 ) -> None:
-    old = {name: t.to(getattr(torch, dtype)) for name, t in own_tensors(model).items()}
+    policies = [{name: t.to(getattr(torch, dtype)) for name, t in own_tensors(model).items()}]
+    for seed in range(3):
+        policies.append(changed(policies[-1], seed))
+    steps = [(old, snapshot_of(old, new)) for old, new in itertools.pairwise(policies)]
     config = EmbeddedConfig(model, dtype=dtype, device="cpu", max_running_sequences=4)
     async with running(EmbeddedEngine(config)) as driver:
         assert driver.engine.describe().deltas
-        sampled = driver.submit(*(spec(p, 200, seed=1) for p in prompts(3, 9)))
-        for seed in range(3):
-            new = changed(old, seed)
-            snapshot = snapshot_of(old, new)
+        sampled = driver.submit(*(spec(p, 4000, seed=1) for p in prompts(3, 9)))
+        for old, snapshot in steps:
             await driver.tokens(len(sampled[0].token_ids) + 3, *sampled)
             staged, delta = await prepare(driver, snapshot)
             assert await driver.engine.digests() == tensor_digests(describe_all(old), old)
             assert delta.digests == snapshot.digests
             await commit(driver, staged, delta)
             assert await driver.engine.digests() == snapshot.digests
-            old = new
-        await driver.ended(*sampled)
+        await driver.tokens(len(sampled[0].token_ids) + 3, *sampled)
         assert sampled[0].revisions == sorted(sampled[0].revisions)
-        assert {0, 1, 2} <= set(sampled[0].revisions)
+        assert set(sampled[0].revisions) == {0, 1, 2, 3}
 
 
 async def test_what_is_staged_is_as_large_as_what_is_sent(driver: Driver) -> None:
