@@ -255,7 +255,10 @@ def test_a_stranger_is_no_member() -> None:
         with member(CUDA_IPC, "receive", "epoch", 1, 2) as process:
             offers = link.offers({1: bytes.fromhex(read(process))})
             port = int.from_bytes(offers[1][32:34], "little")
-            with socket.create_connection(("127.0.0.1", port)) as stranger:
+            with (
+                socket.create_connection(("127.0.0.1", port)) as stranger,
+                socket.create_connection(("127.0.0.1", port)),  # and one that says nothing
+            ):
                 stranger.sendall(bytes(36))
                 write(process, offers[1].hex())
                 link.connect(TIMEOUT)

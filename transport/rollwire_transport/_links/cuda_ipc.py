@@ -43,6 +43,7 @@ _BUCKET = struct.Struct("<cIQ32s")  # "b", number of its memory, size, header
 _COPIED, _CANNOT = b"c", b"x"
 _PROBE_BYTES = 64
 _POLL_SECONDS = 0.05  # between two looks whether it was aborted
+_HELLO_SECONDS = 0.5  # for a member that has connected to say who it is
 _CLOSE_SECONDS = 5.0  # for the others to close what they have opened
 
 
@@ -212,18 +213,12 @@ class _SendingLink(_CudaIpcLink):
         listener.settimeout(min(left, _POLL_SECONDS))
         with contextlib.suppress(TimeoutError):
             connection, _ = listener.accept()
-            connection.settimeout(left)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            try:
-                hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
-                rank, proof = _HELLO.unpack(hello)
-            except (OSError, struct.error):
-                connection.close()
-                return
-            if proof != _proof(self._member.epoch, rank) or rank in self._sockets:
+            rank = _rank_of(connection, self._member.epoch)
+            if rank is None or rank in self._sockets:
                 connection.close()  # a stranger
-                return
-            self._keep(rank, connection)
+            else:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._keep(rank, connection)
 
     def buffer(self, nbytes: int) -> Tensor:
         lent = set(self._lent.values())
@@ -365,6 +360,22 @@ def _device_id(device: torch.device) -> bytes:
 
 def _proof(epoch: str, rank: int) -> bytes:
     return hashlib.sha256(f"rollwire:{epoch}:{rank}".encode()).digest()
+
+
+def _rank_of(connection: socket.socket, epoch: str) -> int | None:
+    """The rank of the member that has connected; None if it is none, or does not say so at once."""
+    data = b""
+    try:
+        connection.settimeout(_HELLO_SECONDS)
+        while len(data) < _HELLO.size:
+            if not (more := connection.recv(_HELLO.size - len(data))):
+                return None
+            data += more
+    except OSError:
+        return None
+    rank: int
+    rank, proof = _HELLO.unpack(data)
+    return rank if proof == _proof(epoch, rank) else None
 
 
 def _closed_by_peer(connection: socket.socket, deadline: float) -> bool:
