@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
+from rollwire_client._cli.control import pause, resume, sleep, wake
 from rollwire_client._cli.gateway import gateway
 from rollwire_client._cli.generate import generate
 from rollwire_client._cli.publish import publish
 from rollwire_client._cli.servers import info, top
 from rollwire_client._cli.shared import print_error
 from rollwire_client._cli.trace import trace
-from rollwire_client._cli.turns import pause, resume, sleep, wake
 from rollwire_client._cli.view import view
 from rollwire_client._errors import RollwireError
 from rollwire_client._rpc.channel import Credentials, CredentialsError

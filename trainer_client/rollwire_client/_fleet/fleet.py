@@ -9,7 +9,7 @@ from rollwire.types import SleepingWeights
 
 from rollwire_client._data import ServerInfo
 from rollwire_client._errors import RollwireError, UnavailableError
-from rollwire_client._fleet import turns
+from rollwire_client._fleet import control
 from rollwire_client._fleet.many import generate_many
 from rollwire_client._fleet.server_pool import ServerPool
 from rollwire_client._fleet.session import Session
@@ -239,7 +239,7 @@ class Fleet:
             ClosedError: The fleet is not open.
             InvalidRequestError, TypeError, ValueError: An argument is invalid.
         """
-        return await turns.sleep(
+        return await control.sleep(
             self._pool, weights, finish_within=finish_within, require=require, timeout=timeout
         )
 
@@ -266,7 +266,7 @@ class Fleet:
             ClosedError: The fleet is not open.
             InvalidRequestError, TypeError, ValueError: An argument is invalid.
         """
-        return await turns.wake_up(
+        return await control.wake_up(
             self._pool, reload_checkpoint=reload_checkpoint, require=require, timeout=timeout
         )
 
@@ -290,7 +290,7 @@ class Fleet:
             ClosedError: The fleet is not open.
             InvalidRequestError, ValueError: An argument is invalid.
         """
-        return await turns.pause(self._pool, pause_id, lease=lease, require=require)
+        return await control.pause(self._pool, pause_id, lease=lease, require=require)
 
     async def resume(self, pause_id: str = "", *, require: Require = "all") -> FleetReport[Resumed]:
         """Ends one pause on all servers, or all pauses if ``pause_id`` is "". Idempotent.
@@ -304,7 +304,7 @@ class Fleet:
             ClosedError: The fleet is not open.
             InvalidRequestError, ValueError: An argument is invalid.
         """
-        return await turns.resume(self._pool, pause_id, require=require)
+        return await control.resume(self._pool, pause_id, require=require)
 
     def paused(
         self, *, lease: float = PAUSED_LEASE, require: Require = "all"
@@ -319,7 +319,7 @@ class Fleet:
             require: Which servers must pause: "all", "any", or a share of them, such as 0.5. If
                 fewer do, ``FleetCallError`` is raised, and all are resumed.
         """
-        return turns.paused(self._pool, lease=lease, require=require)
+        return control.paused(self._pool, lease=lease, require=require)
 
     def _rollout(
         self, prompt_ids: Sequence[int], sampling: Sampling, options: RolloutOptions

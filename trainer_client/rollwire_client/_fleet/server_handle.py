@@ -66,8 +66,8 @@ class ServerHandle:
         self._idle.set()
         self._asleep = False  # at this fleet's request, as far as is known
         self._falling_asleep = False  # it gets no sequences, whatever a probe says
-        self._turn = asyncio.Lock()  # one sleep or wake-up at a time
-        self._turns = 0  # how many have ended
+        self._sleep_lock = asyncio.Lock()  # one sleep or wake-up at a time
+        self._sleep_changes = 0  # how many sleeps and wake-ups have ended
         self._on_change = on_change  # called whenever it is ready, and when what it says changes
         self._on_identity = on_identity  # called when another process answers, or none
         self._policy = policy
@@ -186,7 +186,7 @@ class ServerHandle:
         self, weights: SleepingWeights, *, finish_within: float, timeout: float
     ) -> Asleep:
         """See ``Fleet.sleep``. It gets no sequences from now on, unless the server stays awake."""
-        async with self._turn:
+        async with self._sleep_lock:
             self._asleep = self._falling_asleep = True
             self._set_status(ServerStatus.NOT_SERVING, self._not_ready("is about to sleep"))
             try:
@@ -194,7 +194,7 @@ class ServerHandle:
                 return await self.client.sleep(weights, timeout=timeout)
             finally:
                 self._falling_asleep = False
-                self._turns += 1
+                self._sleep_changes += 1
                 self._probe_now.set()  # what it says counts, also where no answer came
 
     async def _finish(self, seconds: float) -> None:
@@ -210,7 +210,7 @@ class ServerHandle:
 
     async def wake_up(self, *, reload_checkpoint: bool, timeout: float) -> ServerInfo:
         """See ``Fleet.wake_up``. If the server serves then, it gets sequences at once."""
-        async with self._turn:
+        async with self._sleep_lock:
             try:
                 info = await self.client.wake_up(
                     reload_checkpoint=reload_checkpoint, timeout=timeout
@@ -218,7 +218,7 @@ class ServerHandle:
             except BaseException:
                 self._probe_now.set()
                 raise
-            self._turns += 1
+            self._sleep_changes += 1
             await self.probe()
             return info
 
@@ -290,7 +290,7 @@ class ServerHandle:
         """Asks the server for its info; None if it does not answer."""
         self._probe_now.clear()
         self._probed_at = math.inf
-        turns = self._turns
+        changes = self._sleep_changes
         try:
             info = await self.client.info(timeout=self.client.timeouts.probe)
         except RollwireError as error:
@@ -317,7 +317,11 @@ class ServerHandle:
         if before is None or (before.state, before.weights) != (info.state, info.weights):
             self._on_change()
         # Else it is probed again at once, or the answer is older than a sleep or wake-up.
-        if not self._probe_now.is_set() and not self._falling_asleep and turns == self._turns:
+        if (
+            not self._probe_now.is_set()
+            and not self._falling_asleep
+            and changes == self._sleep_changes
+        ):
             if info.state is not ServerState.SLEEPING or restarted:
                 self._asleep = False
             self._set_status(*self._assess(self.info))
