@@ -9,8 +9,9 @@ wider element the words that changed are sent. All numbers are little-endian::
     the gaps                                  (g times u8)
 
 A gap below 255 is one changed word, after so many unchanged ones. 255 skips 255 unchanged words.
-If more than a third of a bucket's words changed, or its delta would not be smaller, the bucket's
-bytes are sent instead; the size tells which it is.
+A bucket's bytes are sent instead if more than a third of its words changed, if its delta would
+not be smaller, or if the deltas before it took all the room (see ``DeltaEncoder``). The size tells
+which it is.
 
 **How it travels.** Each bucket's delta is a tensor of bytes in an update of its own, which is sent
 in full (``delta_layout``).

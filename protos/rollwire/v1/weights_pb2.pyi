@@ -43,9 +43,9 @@ class _EncodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Encoding.Val
       the new bits of these words, in order       n × u16
       the gaps                                    g × u8
 
-    A gap below 255 stands for one changed word, after so many unchanged ones; 255 skips 255 unchanged words. If more than
-    a third of a bucket's words changed, or its delta would not be smaller than the bucket, it is sent in FULL encoding:
-    then Bucket.size is where its last span ends.
+    A gap below 255 stands for one changed word, after so many unchanged ones; 255 skips 255 unchanged words. A trainer
+    may send any bucket in FULL encoding instead, and must if its delta would not be smaller: then Bucket.size is where
+    its last span ends.
 
     The transport moves what the buckets became as one uint8 tensor for each, of Bucket.size bytes, in their order. These
     are laid out one after the other, each from a multiple of 64 bytes on, and cut into buckets of a 64th of their size,
@@ -70,9 +70,9 @@ are read as 16-bit words. Its delta has the words that changed; all numbers are 
   the new bits of these words, in order       n × u16
   the gaps                                    g × u8
 
-A gap below 255 stands for one changed word, after so many unchanged ones; 255 skips 255 unchanged words. If more than
-a third of a bucket's words changed, or its delta would not be smaller than the bucket, it is sent in FULL encoding:
-then Bucket.size is where its last span ends.
+A gap below 255 stands for one changed word, after so many unchanged ones; 255 skips 255 unchanged words. A trainer
+may send any bucket in FULL encoding instead, and must if its delta would not be smaller: then Bucket.size is where
+its last span ends.
 
 The transport moves what the buckets became as one uint8 tensor for each, of Bucket.size bytes, in their order. These
 are laid out one after the other, each from a multiple of 64 bytes on, and cut into buckets of a 64th of their size,

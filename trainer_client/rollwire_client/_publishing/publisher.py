@@ -195,14 +195,12 @@ class Publisher:
                 CUDA graphs, or to tensors of ``inference_mode``). Or a callable that returns a
                 fresh iterator of (name, tensor), so that a sharded trainer can gather one tensor at
                 a time. Instead of a tensor the iterator may yield a function, which is called if
-                the tensor is needed. It runs in a
-                worker thread, with deltas once, else once for each transport group: to its end, or
-                it is closed there.
-                What it does to the tensors after the last one is not taken for a change, such as
-                unmerging an adapter. The order is free:
-                what comes before its turn is copied to host memory until then. The first publish
-                expects the order of ``schema()``, each later one the order of the last. If the
-                callable hangs, the publish fails; its thread ends when it returns.
+                the tensor is needed. It runs in a worker thread, with deltas once, else once for
+                each transport group: to its end, or it is closed there. What it does to the tensors
+                after the last one is not taken for a change, such as unmerging an adapter. The
+                order is free: what comes before its turn is copied to host memory until then. The
+                first publish expects the order of ``schema()``, each later one the order of the
+                last. If the callable hangs, the publish fails; its thread ends when it returns.
             kv_policy, max_kv_lag: If either is given, both replace the publisher's.
             partial: Whether some tensors are left out; servers keep the old values of these. A
                 server that missed a publish gets no partial update, since it would mix two

@@ -24,9 +24,8 @@ class Message(enum.Enum):
     CHANGED = "changed"  # which tensors are not
     RESTART = "restart"  # iterate from the beginning
     NEXT = "next"  # take the next tensor; the name of the last one
-    GATHER = (
-        "gather"  # cast to this dtype, if any, and gather the tensor of this name with the others
-    )
+    # Cast to this dtype, if any, and take part in gathering the tensor of this name.
+    GATHER = "gather"
     CHECK = "check"  # that no tensor has changed, before a source is run to its end
     HEARTBEAT = "heartbeat"
     CONFIRM = "confirm"  # all is sent: are the tensors unchanged?
